@@ -39,7 +39,7 @@ Weights = Mapping[str, float] | Callable[[Mapping[str, EnvProgress]], Mapping[st
 
 
 class MixedPrompts:
-    """Choose the environment of each group by smooth weighted round-robin, and store the position in each dataset.
+    """Chooses the environment of each group by smooth weighted round-robin, and stores the position in each dataset.
 
     After any number of draws, each environment has received its share up to one group. The choice is deterministic,
     so a restored state continues the same sequence.

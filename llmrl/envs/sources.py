@@ -35,7 +35,7 @@ def load_rows(
             (`"openai/gsm8k"`), a Hugging Face `Dataset` (which stays on disk), a data frame (pandas, polars), a
             mapping of splits to any of these or of column names to columns of equal length, or any finite iterable of
             mappings. A string is a path if it exists, has one of these suffixes, or starts with `.`, `~` or `/`.
-        split: split of a source that has several; in a folder, the prefix of the file names.
+        split: split of a source that has several; in a folder, a subfolder or the first word of the file names.
         subset: configuration of a hub dataset.
         columns: names that every row must have.
 

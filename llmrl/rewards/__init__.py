@@ -1,4 +1,4 @@
-"""Scoring: pure functions over settled conversations, weighed by a rubric."""
+"""Reward functions and rubrics for finished conversations."""
 
 from llmrl.rewards.adapters import score_reasoning_gym
 from llmrl.rewards.answers import (

@@ -9,7 +9,7 @@ from llmrl.rewards.answers import extract_answer
 
 
 def score_reasoning_gym(completion: str, task: str, entry: Mapping[str, object], *, reasoning: bool = False) -> float:
-    """Return the score, 0 to 1, that reasoning-gym's own scorer of a task gives an answer; 0 where it stumbles over it.
+    """Return the score from 0 to 1 of an answer by reasoning-gym's scorer of a task; 0 if the scorer fails.
 
     Example:
         >>> entry = {"question": "1 + 2 =", "answer": "3", "metadata": {}}
@@ -22,5 +22,5 @@ def score_reasoning_gym(completion: str, task: str, entry: Mapping[str, object],
     scorer = require("reasoning_gym.factory", extra="envs").get_score_answer_fn(task)
     try:
         return min(1.0, max(0.0, float(scorer(given, dict(entry)))))
-    except Exception:  # scorers parse answers, and not every one expects what a model writes
+    except Exception:  # scorers may fail on unexpected answers
         return 0.0

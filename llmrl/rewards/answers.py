@@ -1,6 +1,6 @@
-"""Finding the answer in a completion: tags and numbers, in time linear in its length.
+"""Extraction of answers from completions: tags and numbers, in linear time.
 
-That is all that scoring GSM8K takes (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168): a number, after `####`.
+GSM8K answers (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168) are the number after `####`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-# A minus between two numbers subtracts; elsewhere it is a sign, of an amount of money too: -$5.
+# A minus between two numbers is a subtraction; elsewhere it is a sign, also of an amount of money: -$5.
 _NUMBER = re.compile(r"((?<![0-9)])-(?:\\?[$€£¥])?)?([0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 _MINUS_SIGNS = str.maketrans(dict.fromkeys("\u2212\ufe63\uff0d", "-"))
 _MAX_DIGITS = 100
 
 
 def extract_tag(text: str, tag: str) -> str | None:
-    """Return what stands between the last closing `tag` and the opening one before it; None without such a pair.
+    """Return the text between the last closing `tag` and the opening one before it, or None.
 
     Example:
         >>> extract_tag("<think>2 + 2</think> <answer> 4 </answer>", "answer"), extract_tag("4", "answer")
@@ -27,7 +27,7 @@ def extract_tag(text: str, tag: str) -> str | None:
 
 
 def extract_tags(text: str, tag: str) -> list[str]:
-    """Return what stands between each opening `tag` and the closing one after it.
+    """Return the texts between each opening `tag` and the next closing one.
 
     Example:
         >>> extract_tags("<answer>4</answer> or <answer> 5</answer><answer>", "answer")
@@ -38,7 +38,7 @@ def extract_tags(text: str, tag: str) -> list[str]:
 
 
 def extract_answer(completion: str, *, reasoning: bool) -> str | None:
-    """Return the part of a completion that is judged: its `<answer>` with `reasoning`, else all after `</think>`.
+    """Return the answer in a completion: with `reasoning` the `<answer>` block, otherwise the text after `</think>`.
 
     Example:
         >>> extract_answer("<think>…</think>It is 4.", reasoning=False)
@@ -49,7 +49,7 @@ def extract_answer(completion: str, *, reasoning: bool) -> str | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in a text, written with or without thousands separators; None without one.
+    """Return the last number in a text, with or without thousands separators, or None.
 
     Example:
         >>> last_number("48 + 24 = 1,072.50 dollars"), last_number("It lost -$5."), last_number("no idea")
@@ -63,7 +63,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def has_gsm8k_answer(completion: str, *, reasoning: bool = False) -> bool:
-    """Return whether there is an answer at all: something within `<answer>`, or, in a plain completion, a number.
+    """Return whether there is an answer: an `<answer>` block with `reasoning`, otherwise a number.
 
     Example:
         >>> has_gsm8k_answer("It is 5."), has_gsm8k_answer("no idea")
@@ -74,7 +74,7 @@ def has_gsm8k_answer(completion: str, *, reasoning: bool = False) -> bool:
 
 
 def is_gsm8k_right(completion: str, answer: str, *, reasoning: bool = False) -> bool:
-    """Return whether the answer's last number is the one that the reference ends with.
+    """Return whether the last number of the answer equals the last number of the reference.
 
     Example:
         >>> is_gsm8k_right("So it is $1,200.00.", "3 * 400 = 1200 #### 1,200")

@@ -1,4 +1,4 @@
-"""Scoring of the numbers game: an expression over given numbers that hits a target."""
+"""Scoring of Countdown: an expression of given numbers with a target value."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MAX_CHARACTERS = 200
 
 
 def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
-    """Return the exact value of an expression of whole numbers, `+ - * /` and parentheses, and the numbers it uses.
+    """Return the exact value of an expression of integers, `+ - * /` and parentheses, and the numbers that it uses.
 
     Raises:
-        ValueError: if it is anything else, or divides by zero.
+        ValueError: if the expression is invalid or divides by zero.
 
     Example:
         >>> evaluate_expression("(1 + 2) / 2")
@@ -48,7 +48,7 @@ def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
 def is_countdown_right(completion: str, target: int, numbers: Sequence[int], *, reasoning: bool = False) -> bool:
     """Return whether the answer's expression has the target's value and uses each number at most once.
 
-    A plain answer is its last line; what follows an `=` is not part of the expression.
+    Without `reasoning`, the expression is the last line; text after `=` is ignored.
 
     Example:
         >>> is_countdown_right("(3 + 5) * 2 = 16", 16, [2, 3, 5, 7]), is_countdown_right("8 * 2", 16, [2, 3, 5])

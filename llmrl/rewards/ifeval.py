@@ -12,15 +12,15 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.imports import require
 
 _MAX_CHARACTERS = 20_000
-"""Some checks cost the square of the length; an answer beyond this follows no instruction."""
+"""Maximum length of an answer, because some checks take quadratic time; longer answers follow no instruction."""
 _RELATIONS: dict[str, Callable[[int, int], bool]] = {"at least": int.__ge__, "less than": int.__lt__}
 _ABBREVIATIONS = (
     "mr mrs ms messrs dr prof gen maj col lt sen rep st jr sr jan feb aug sep sept oct nov dec inc co corp ltd bros "
     "ave ft vs a.d a.m p.m ph.d u.s u.s.a u.k u.n d.c n.y"
 )
-"""Common ones after which the original's model of sentences goes on; after others, `e.g.` say, it does not."""
+"""Common abbreviations that do not end a sentence in the original's sentence model; others, such as `e.g.`, do."""
 _MAX_SENTENCES = 1000
-"""Finding them costs the square of their number; an answer of more follows no rule that counts them or their words."""
+"""Maximum number of sentences, because splitting takes quadratic time; longer answers fail checks of sentences."""
 
 
 class _Instruction(Protocol):
@@ -38,7 +38,7 @@ class _Detector(Protocol):
 
 
 class _DetectorFactory(Protocol):
-    """langdetect's languages."""
+    """langdetect's language profiles."""
 
     def create(self) -> _Detector: ...
 
@@ -49,29 +49,26 @@ class _SentenceTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class IFEvalScoreData(KnownArguments):
-    """Which instructions an answer follows."""
+    """The instructions that an answer follows."""
 
     inst_level_strict_acc: tuple[bool, ...]
-    """Each instruction, on the answer as it is."""
+    """Whether the unchanged answer follows each instruction."""
     inst_level_loose_acc: tuple[bool, ...]
-    """Each instruction, on the best of the answer without its first line, last line or asterisks."""
+    """Whether a variant of the answer, without its first line, last line or asterisks, follows each instruction."""
 
     @property
     def prompt_level_strict_acc(self) -> bool:
-        """All instructions, strictly."""
+        """Whether all instructions are followed strictly."""
         return all(self.inst_level_strict_acc)
 
     @property
     def prompt_level_loose_acc(self) -> bool:
-        """All instructions, loosely."""
+        """Whether all instructions are followed loosely."""
         return all(self.inst_level_loose_acc)
 
 
 def check_instructions(instruction_id_list: Sequence[str], kwargs: Sequence[Mapping[str, object] | None]) -> None:
-    """Check that each instruction has a checker, which takes its arguments.
-
-    Raises:
-        ValueError: if not; the message names the instruction.
+    """Raise ValueError if an instruction is unknown or does not accept its arguments.
 
     Example:
         >>> check_instructions(["punctuation:no_comma"], [{}])
@@ -101,7 +98,7 @@ def score_instructions(
 
 @functools.lru_cache(maxsize=256)
 def _score(answer: str, names: tuple[str, ...], kwargs: str) -> IFEvalScoreData:
-    # Four reward functions read one scoring.
+    # Cached, because four reward functions read the same result.
     if len(answer) > _MAX_CHARACTERS or not answer.strip():
         return IFEvalScoreData((False,) * len(names), (False,) * len(names))
     checkers = [_checker(name, arguments) for name, arguments in zip(names, json.loads(kwargs), strict=True)]
@@ -120,12 +117,12 @@ def _variants(answer: str) -> list[str]:
 def _follows(checker: Callable[[str], bool], answer: str) -> bool:
     try:
         return bool(checker(answer))
-    except Exception:  # a checker that stumbles over an answer does not find it followed
+    except Exception:  # a checker that fails counts as not followed
         return False
 
 
 def _checker(name: str, arguments: Mapping[str, object]) -> Callable[[str], bool]:
-    # Tables of all rows list every argument of every instruction, None where it does not apply.
+    # Rows of a table have all arguments of all instructions; those that do not apply are None.
     given = {key: value for key, value in arguments.items() if value is not None}
     if name in _OWN_CHECKS:
         return _OWN_CHECKS[name](**given)
@@ -134,7 +131,7 @@ def _checker(name: str, arguments: Mapping[str, object]) -> Callable[[str], bool
         raise ValueError(f"unknown; it must be one of {sorted({*known, *_OWN_CHECKS})}.")
     instruction = known[name](name)
     instruction.build_description(**given)
-    # An argument that is missing, or out of its range, is drawn at random there: one answer would have two rewards.
+    # The package draws missing or invalid arguments at random, so the reward would not be deterministic.
     used = instruction.get_instruction_args() or {}
     drawn = [key for key in used if key not in given or (isinstance(given[key], int) and given[key] != used[key])]
     if drawn:
@@ -147,16 +144,15 @@ def _known_checks() -> Mapping[str, type[_Instruction]]:
     return require("if_verifiable.ifeval", extra="envs").INSTRUCTION_DICT
 
 
-# These are done here. The package's own need a model of sentences that it downloads, or, for placeholders, the square
-# of the answer's length; a text without a detectable language, a row of asterisks say, follows its rules of language;
-# and in place of a sign it counts a letter that it draws at random.
+# These checks replace the package's own, which download a sentence model, take quadratic time (placeholders), accept
+# text without a detectable language, or count a random letter in place of a sign.
 
 
 @functools.cache
 def _languages() -> _DetectorFactory:
     langdetect = require("langdetect.detector_factory", extra="envs")
     factory = langdetect.DetectorFactory()
-    # Detection draws at random: unseeded, one answer has two rewards.
+    # Detection is random: without a seed, the reward would not be deterministic.
     factory.set_seed(0)
     factory.load_profile(langdetect.PROFILES_DIRECTORY)
     return factory
@@ -165,7 +161,7 @@ def _languages() -> _DetectorFactory:
 def _is_in(answer: str, language: str) -> bool:
     detector = _languages().create()
     detector.append(answer)
-    return detector.detect() == language  # a text without any feature raises: it is in no language
+    return detector.detect() == language  # raises for text without features, such as asterisks
 
 
 def _response_language(language: str) -> Callable[[str], bool]:

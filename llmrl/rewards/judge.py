@@ -1,4 +1,4 @@
-"""`Judge`: a reward from a model's score, through an API like OpenAI's."""
+"""`Judge`: a reward function that asks a model behind an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from llmrl._utils.numbers import finite_number
 from llmrl.data import text_of
 
 _NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)(?![\w.]*\d)(?!\w)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?")
-"""A number and its maximum: "8/10", "8 out of 10"."""
+"""A number, optionally with a maximum: "8/10", "8 out of 10"."""
 
 
 @dataclass(slots=True)
 class JudgeUsage:
-    """The requests to a judge, and their cost."""
+    """Number of a judge's requests, and their cost."""
 
     num_requests: int = 0
-    """Number of answered requests; retries are not counted."""
+    """Number of answered requests, without retries."""
     num_cached: int = 0
-    """Number of questions with a remembered reply."""
+    """Number of requests answered from the cache."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     cost: float = 0.0
@@ -40,36 +40,31 @@ class JudgeUsage:
 
 
 class Judge:
-    """Lets a model score answers, behind any API like OpenAI's; give it to a `RewardFn` or a `Rubric`.
+    """A model behind an OpenAI-compatible API that scores answers; pass it to a `RewardFn` or a `Rubric`.
 
-    Its prompt says in braces what it reads, as the parameters of a reward function do: `{completion}`, or a column of
-    the dataset. The score is the last number of the reply, which has to lie within `scale`, mapped to 0 to 1. Whatever
-    goes wrong for good (no answer, no number, a number outside) leaves the rollout unscored, as of any reward function.
-    The official client tries again after a lost connection, a refusal for too many requests, or a server's error.
-
-    The same question is asked once, also where several rollouts ask it together.
-
-    What a policy writes is part of the judge's prompt: it may learn to talk its judge into a good score. Look at the
-    answers that it rewards, and measure something else beside it.
+    Each name in braces in the prompt is an input, as are the parameters of a reward function. The score is the last
+    number of the reply, mapped from `scale` to [0, 1]. If there is no reply or no number within `scale`, the rollout
+    is not scored. The client retries after lost connections, rate limits and server errors. Equal requests are sent
+    once, also if they are concurrent. A policy may learn to exploit its judge: inspect rewarded answers, and track
+    another metric.
 
     Args:
-        model: the judge's name at its API.
-        prompt: with `{completion}`, `{messages}` (the conversation as text), or columns of the dataset.
-        scale: the lowest and the highest score that the prompt asks for.
-        read: function from the reply's text to the score, in place of the number and its scale.
+        model: the judge's model name at the API.
+        prompt: contains `{completion}`, `{messages}` (the conversation as text), or columns of the dataset.
+        scale: lowest and highest score in the judge's replies.
+        read: function from the reply to the score, in place of the last number and `scale`.
         name: name of the reward function.
-        base_url, api_key: URL and key of the API; None takes `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
+        base_url, api_key: URL and key of the API; by default `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
         max_concurrent_requests: maximum number of requests in flight.
-        requests_per_minute: maximum rate at which requests begin; None sets no limit.
-        max_retries: maximum number of retries of a request.
-        timeout_seconds: time limit of one try.
-        cache_path: a file of JSON lines that keeps replies from run to run; None remembers them in this process.
+        requests_per_minute: maximum rate of requests; None for no limit.
+        timeout_seconds: time limit of one attempt.
+        cache_path: JSON lines file of replies, shared between runs; by default they are cached in memory.
         prices: prices of a million input and a million output tokens, for `usage.cost`.
         options: further arguments of a request, such as `{"temperature": 0}`.
 
     Raises:
-        ValueError: if the prompt reads nothing or something without a name, if the scale has no extent, or if a
-            number is not positive.
+        ValueError: if the prompt contains no names or invalid ones, if the scale is empty, or if a number is not
+            positive.
 
     Example:
         >>> judge = Judge("a-model", "Rate the answer to {query} from 0 to 10: {completion}", api_key="-")
@@ -119,7 +114,7 @@ class Judge:
         self.prices = prices
         self.options = dict(options or {})
         self.usage = JudgeUsage()
-        """Usage so far, of all that share this judge in this process."""
+        """Usage so far in this process, of all users of this judge."""
         self.client_options: dict[str, object] = {
             "base_url": base_url, "api_key": api_key, "max_retries": max_retries, "timeout": timeout_seconds,
         }  # fmt: skip
@@ -141,17 +136,13 @@ class Judge:
         """Return the score of an answer.
 
         Raises:
-            ValueError: if the reply has no score.
-            openai.OpenAIError: if there is no reply.
+            ValueError: if the reply contains no valid score.
+            openai.OpenAIError: if the request fails.
         """
         return self.score_of(await self.ask(**inputs))
 
     def score_of(self, reply: str) -> float:
-        """Read the score from a reply.
-
-        Raises:
-            ValueError: if it has none, or one outside the scale.
-        """
+        """Return the score in a reply; raise ValueError if there is none within the scale."""
         if self.read is not None:
             return finite_number(self.read(reply), "the score that `read` returned")
         *_, (number, whole) = _NUMBER.findall(reply) or [("nan", "")]
@@ -164,15 +155,15 @@ class Judge:
         return (float(number) - low) / (high - low)
 
     async def ask(self, **inputs: object) -> str:
-        """Return the reply to the filled-in prompt; a remembered one if the same request was made before.
+        """Return the reply to the filled-in prompt, from the cache if possible.
 
         Raises:
             ValueError: if the reply has no text.
-            openai.OpenAIError: if there is no reply.
+            openai.OpenAIError: if the request fails.
         """
         prompt = self.prompt.format_map({name: _text(value) for name, value in inputs.items()})
         request = {**self.options, "model": self.model, "messages": [{"role": "user", "content": prompt}]}
-        with self._opening:  # environments and evaluations have threads of their own
+        with self._opening:  # environments and evaluations call from several threads
             if self._opened is None:
                 self._opened = _Questions(self)
                 weakref.finalize(self, self._opened.loop.stop)
@@ -180,7 +171,7 @@ class Judge:
 
 
 class _Questions:
-    """A judge's requests, all on one event loop, from any thread."""
+    """A judge's requests, from any thread, on one event loop."""
 
     def __init__(self, judge: Judge) -> None:
         self.loop = BackgroundLoop("llmrl-judge")
@@ -193,11 +184,11 @@ class _Questions:
         self._replies = {} if self._path is None else read_replies(self._path)
         self._asked: dict[str, asyncio.Future[str]] = {}
         openai = require("openai", extra="judge")
-        # With a client of one's own nothing is closed by the garbage collector, on whatever loop that runs.
+        # openai's default client is closed by the garbage collector, possibly on another event loop.
         self._client = openai.AsyncOpenAI(**judge.client_options, http_client=openai.DefaultAsyncHttpxClient())
 
     async def ask(self, request: Mapping[str, object]) -> str:
-        """Return the reply to a request, which is sent only once."""
+        """Return the reply to a request; equal requests are sent only once."""
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
         known = self._replies.get(digest)
         asked = self._asked.get(digest)
@@ -208,10 +199,8 @@ class _Questions:
         if asked is None:
             asked = self._asked[digest] = asyncio.ensure_future(self._request(request, digest))
             asked.add_done_callback(lambda task: self._asked.pop(digest, None))
-            asked.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # its error reaches those who wait
-        return await asyncio.shield(asked)  # others may wait for it, too
+            asked.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark its error as retrieved
+        return await asyncio.shield(asked)  # other callers may wait for it
 
     async def _request(self, request: Mapping[str, object], digest: str) -> str:
         async with self._room:
@@ -230,29 +219,29 @@ class _Questions:
         self._replies[digest] = str(text)
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(f"\n{json.dumps([digest, text])}")  # what a killed process wrote half of stays alone
+                file.write(f"\n{json.dumps([digest, text])}")  # the last line may be partial
         return str(text)
 
     def delay(self, now: float) -> float:
-        """Reserve the next time slot of a request, and return the seconds until then."""
+        """Reserve the next time slot of a request, and return the seconds until it starts."""
         start = max(now, self._next_start)
         self._next_start = start + self._interval
         return start - now
 
 
 def read_replies(path: Path) -> dict[str, str]:
-    """Return the replies that a file keeps, of requests by their digest."""
+    """Return the replies in a cache file, by the digest of the request."""
     replies = {}
     if path.exists():
         for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # half a line, of a process that was killed
+            with contextlib.suppress(ValueError):  # a partial line of a killed process
                 digest, reply = json.loads(line)
                 replies[digest] = reply
     return replies
 
 
 def _fields_of(prompt: str) -> list[str]:
-    """Return the names that a prompt reads, each once."""
+    """Return the distinct names in a prompt."""
     fields = list(dict.fromkeys(field for _, field, _, _ in string.Formatter().parse(prompt) if field is not None))
     if not fields or not all(map(str.isidentifier, fields)):
         raise ValueError(
@@ -263,7 +252,7 @@ def _fields_of(prompt: str) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """Return an input as the judge reads it; a conversation with a paragraph per message."""
+    """Return an input as text; a conversation has one paragraph per message."""
     if isinstance(value, tuple | list) and value and all(isinstance(one, Mapping) and "role" in one for one in value):
         return "\n\n".join(f"{one['role']}: {text_of(one.get('content'))}" for one in value)
     return str(value)

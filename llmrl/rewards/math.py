@@ -1,4 +1,4 @@
-"""Scoring of competition mathematics (Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874) by math-verify."""
+"""Scoring of competition mathematics (Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874) with math-verify."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORKER = Path(__file__).with_name("math_worker.py")
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return what the last `\boxed{…}` holds; None without a complete one.
+    r"""Return the content of the last `\boxed{…}`, or None.
 
     Example:
         >>> boxed_answer(r"So $x = \boxed{\frac{1}{2}}$.")
@@ -38,7 +38,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 class MathVerifier:
-    r"""Compares answers in a child process that is started when first needed and restarted when it hangs.
+    r"""Compares answers in a child process, which is started on demand and restarted if it hangs.
 
     Example:
         >>> MathVerifier().is_equal("0.5", r"\frac{1}{2}")
@@ -48,16 +48,16 @@ class MathVerifier:
     def __init__(self, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
         self.timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
-        # The answers of a group are often the same, and each is asked for twice: for the reward and for `success`.
+        # The answers of a group are often equal, and each is checked twice: for the reward and for `success`.
         self._known: dict[tuple[str, str], bool] = {}
         self._process: subprocess.Popen[str] | None = None
 
     def is_equal(self, reference: str, given: str) -> bool:
-        """Return whether two LaTeX or plain expressions are equal in value; unparsable or endless ones are not.
+        """Return whether two LaTeX or plain expressions have equal values; False if unparsable or on a timeout.
 
         Raises:
             MissingExtraError: if math-verify is not installed.
-            RuntimeError: if the process does not start, or ends under the same question twice.
+            RuntimeError: if the child process does not start, or exits twice for the same answer.
         """
         if _stripped(reference) == _stripped(given):
             return True
@@ -72,7 +72,7 @@ class MathVerifier:
 
     def _asked(self, reference: str, given: str) -> bool:
         question = json.dumps([reference, given]) + "\n"
-        for _ in range(2):  # what ended the process may have been something else: the machine's memory, say
+        for _ in range(2):  # the process may have ended for another reason, such as memory
             process = self._running()
             assert process.stdin is not None
             try:
@@ -84,12 +84,12 @@ class MathVerifier:
             if line:
                 return line.strip() == "true"
             self._stop()
-            if line is None:  # it is an expression that never ends
+            if line is None:  # timed out
                 return False
         raise RuntimeError(f"math-verify's process ended twice while it compared {given!r:.80} with {reference!r:.80}.")
 
     def _line(self, timeout_seconds: float) -> str | None:
-        """Return the process's next line; "" when it has ended, None when it takes too long."""
+        """Return the process's next line; "" if it has exited, None on a timeout."""
         assert self._process is not None and self._process.stdout is not None
         is_ready = select.select([self._process.stdout], [], [], timeout_seconds)[0]
         return self._process.stdout.readline() if is_ready else None
@@ -99,7 +99,7 @@ class MathVerifier:
             from llmrl._utils.imports import require
 
             require("math_verify", extra="envs")
-            # -I: without it, the worker's folder would come first on the path, and our math.py hide Python's.
+            # -I keeps the worker's folder off the path, where our math.py would shadow Python's.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(_WORKER)],
                 stdin=subprocess.PIPE,
@@ -129,7 +129,9 @@ _verifier = MathVerifier()
 
 
 def is_math_right(completion: str, answer: str, *, reasoning: bool = False) -> bool:
-    r"""Return whether a completion's answer equals the reference: its `\boxed{…}`, else, of a plain one, its last line.
+    r"""Return whether a completion's answer equals the reference.
+
+    The answer is the last `\boxed{…}`; without one, it is the last line, or all of `<answer>` with `reasoning`.
 
     Example:
         >>> is_math_right(r"Hence $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"), is_math_right("I cannot.", "2")

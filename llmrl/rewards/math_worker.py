@@ -1,8 +1,7 @@
-"""Child process that compares mathematical answers; run by path, so that it imports nothing of ours.
+"""Child process that compares mathematical answers; run by path, without imports from llmrl.
 
-Writes a line when it is ready; then reads a JSON list `[reference, given]` a line, writes `true` or `false` a line. It
-is a process of its own because math-verify limits its time with signals, which only work in a main thread, and because
-an answer can be an expression that never ends.
+It writes "ready", then reads a JSON list `[reference, given]` per line and writes `true` or `false`. It is a process
+because math-verify's timeouts use signals, which need a main thread, and because evaluation may never end.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Answer requests until the input ends."""
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)

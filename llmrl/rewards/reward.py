@@ -1,4 +1,4 @@
-"""`RewardFn` and what it scores: a settled conversation."""
+"""`RewardFn`, and its input: a finished conversation."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from llmrl.data.message import copied
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """What a reward function may ask for, by parameter name: a conversation at its end."""
+    """The possible inputs of a reward function, by parameter name."""
 
     messages: tuple[Message, ...]
     """The whole conversation."""
     columns: Row = field(default_factory=dict)
-    """The dataset's columns for this prompt; each is a parameter of its own."""
+    """The dataset's columns for this prompt; each is a separate parameter."""
     status: RolloutStatus = RolloutStatus.COMPLETED
     reason: str = StopReason.NONE
-    """What ended the rollout before its environment said done, if anything."""
+    """Why the rollout ended, if its environment was not done."""
     tools: Row = field(default_factory=dict)
-    """What the conversation's tools with a memory keep, by name; each is a parameter of its own."""
+    """State of the conversation's tools by name; each is a separate parameter."""
     is_answered: bool = True
-    """Whether the policy said anything; an assistant's message of one that did not is an example of its opening."""
+    """Whether the policy answered; otherwise all assistant messages are examples in the opening."""
 
     @property
     def completion(self) -> str:
-        """Text of the policy's last message, empty when it never answered."""
+        """Text of the policy's last message; empty if it never answered."""
         for message in reversed(self.messages if self.is_answered else ()):
             if message["role"] == "assistant":
                 return text_of(message.get("content"))
         return ""
 
     def arguments(self) -> dict[str, object]:
-        """Return all inputs by name; the record's own names win over columns of the same name."""
+        """Return all inputs by name; `ROLLOUT_INPUTS` override columns of the same name."""
         return {**self.columns, **self.tools, **{name: getattr(self, name) for name in ROLLOUT_INPUTS}}
 
 
@@ -53,17 +53,15 @@ class UnknownRewardInput(TypeError):
 class RewardFn:
     """A reward function with a name and a weight.
 
-    The function, plain or async, returns a finite number and declares by parameter name what it reads: `completion`
-    (text of the last answer), `messages`, `status`, `reason`, or any column of the dataset; a column that its row lacks
-    is None.
+    The plain or async function returns a finite number. Its parameter names declare its inputs: `completion` (text of
+    the last answer), `messages`, `status`, `reason`, or any column of the dataset; missing values are None.
 
     Args:
-        function: the scoring function.
-        name: defaults to the function's own; unique in a rubric.
-        weight: non-negative; a rubric normalises weights by their sum.
+        name: name, unique in a rubric; by default the function's.
+        weight: non-negative weight, which a rubric normalises.
 
     Raises:
-        TypeError: if the function has a parameter that is given by position only.
+        TypeError: if the function has a positional-only parameter.
         ValueError: if the weight is negative or infinite, or if the function has no name.
 
     Example:
@@ -86,7 +84,7 @@ class RewardFn:
         self.function = function
         self.name = name
         self.weight = weight
-        # A function, or an object with a coroutine as its `__call__`.
+        # An async function, or an object with an async `__call__`.
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         parameters = inspect.signature(function).parameters.values()
         nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
@@ -102,11 +100,7 @@ class RewardFn:
         return f"reward function {self.name!r}" + (f" ({where})" if where else "")
 
     def check_inputs(self, available: Collection[str]) -> None:
-        """Refuse a function that needs something else.
-
-        Raises:
-            UnknownRewardInput: naming what it reads and what there is.
-        """
+        """Raise UnknownRewardInput if the function needs an input that is not available."""
         missing = [name for name in self._required if name not in available]
         if missing:
             raise UnknownRewardInput(
@@ -118,7 +112,7 @@ class RewardFn:
         """Return the raw score of one rollout.
 
         Raises:
-            UnknownRewardInput: if the function reads something that neither the rollout nor the dataset has.
+            UnknownRewardInput: if an input of the function is missing.
             TypeError, ValueError: if the result is not a finite number.
         """
         available = rollout.arguments()

@@ -1,4 +1,4 @@
-"""`Rubric`: reward functions, weighed into one reward with its breakdown."""
+"""`Rubric`: a weighted mean of reward functions, with a breakdown."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Score:
     """A rollout's reward.
 
     Raises:
-        TypeError, ValueError: if the reward, or a part of the breakdown, is not a finite number.
+        TypeError, ValueError: if the reward or a part of the breakdown is not a finite number.
     """
 
     reward: float
-    """The weighted mean; 0 when the rollout was not scored."""
+    """The weighted mean; 0 if the rollout was not scored."""
     breakdown: dict[str, float] = field(default_factory=dict)
     """Raw value of each reward function."""
     is_scored: bool = True
-    """False if the rollout is left out of batch and baseline."""
+    """Whether the rollout counts in its batch and baseline."""
     error: str = ""
-    """Why scoring failed, if it did."""
+    """Reason why scoring failed, if it did."""
 
     def __post_init__(self) -> None:
         finite_number(self.reward, "reward")
@@ -43,21 +43,21 @@ class Score:
 class Rubric:
     """Scores rollouts with named, weighted reward functions.
 
-    The reward is `sum(weight * raw) / sum(weight)`. Raw values are kept as the breakdown. To score the rollouts of a
-    group together (pairwise, or by a judge that sees all), override `score_group`.
+    The reward is `sum(weight * raw) / sum(weight)`; the raw values are the breakdown. To score the rollouts of a
+    group together (for example pairwise), override `score_group`.
 
-    A function that raises, takes too long, or returns anything but a finite number has failed: its rollout is not
-    scored, the error names the function with file and line, and the first one of each function is logged.
+    If a function raises, exceeds the time limit or returns no finite number, its rollout is not scored, and the error
+    contains the function's file and line. The first failure of each function is logged.
 
     Args:
         reward_fns: `RewardFn`s, or plain functions (weight 1).
-        truncation_reward: reward of truncated rollouts; None scores them as they are.
-        error_reward: reward of rollouts that failed; None leaves them unscored.
-        timeout_seconds: limit of one rollout's scoring; a judge that takes longer has failed.
+        truncation_reward: reward of truncated rollouts; None scores them like others.
+        error_reward: reward of failed rollouts; None leaves them unscored.
+        timeout_seconds: time limit of scoring one rollout.
 
     Raises:
-        ValueError: if there are no reward functions, if two have one name, if the weights sum to nothing, or if a fixed
-            reward is not finite.
+        ValueError: if there are no reward functions, if names are not unique, if the sum of the weights is not
+            positive, or if a fixed reward is not finite.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync
@@ -99,17 +99,17 @@ class Rubric:
 
     @property
     def is_async(self) -> bool:
-        """Whether scoring may take long: a reward function is a coroutine, such as a judge."""
+        """Whether a reward function is async, such as a judge."""
         return any(fn.is_async for fn in self.reward_fns)
 
     @property
     def is_group_scored(self) -> bool:
-        """Whether the rollouts of a group are scored together, once all have settled."""
+        """Whether the rollouts of a group are scored together, once all have finished."""
         return type(self).score_group is not Rubric.score_group
 
     @property
     def is_left_to_collectors(self) -> bool:
-        """Whether a collector scores what it played, not the environment's step: it may take long, or needs a group."""
+        """Whether a collector, instead of the environment's step, runs this rubric."""
         return self.is_async or self.is_group_scored
 
     def check_inputs(self, available: Collection[str]) -> None:
@@ -118,7 +118,7 @@ class Rubric:
             fn.check_inputs(available)
 
     async def score(self, rollout: RewardInput) -> Score:
-        """Score one settled rollout. A failing reward function never ends it: it is scored as an error."""
+        """Score one finished rollout; an error of a reward function is stored in the score."""
         if rollout.status is RolloutStatus.TRUNCATED and self.truncation_reward is not None:
             return Score(self.truncation_reward)
         if rollout.status in (RolloutStatus.ERROR, RolloutStatus.ABORTED):
@@ -146,7 +146,7 @@ class Rubric:
         return self.failed(text)
 
     async def score_group(self, rollouts: Sequence[RewardInput]) -> list[Score]:
-        """Score the rollouts of one group, in order. Override to compare them with each other."""
+        """Score the rollouts of one group, in order; override to compare them with each other."""
         return list(await asyncio.gather(*(self.score(rollout) for rollout in rollouts)))
 
     def failed(self, error: str) -> Score:
@@ -157,15 +157,10 @@ class Rubric:
 
 
 class JointRubric(Rubric):
-    """Several rubrics of one environment as one: their rewards add up, their breakdowns are put together.
+    """Several rubrics of one environment: their rewards are summed and their breakdowns merged.
 
-    Where one of them fails to score a rollout, it is not scored. Each keeps its own limit of time.
-
-    Args:
-        rubrics: one or more.
-
-    Raises:
-        ValueError: if two reward functions have one name, in which the breakdown could not tell them apart.
+    If one of them fails, the rollout is not scored. Each keeps its own time limit. ValueError is raised if two reward
+    functions have the same name.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync
@@ -188,20 +183,20 @@ class JointRubric(Rubric):
 
     @property
     def is_async(self) -> bool:
-        """Whether scoring by one of them may take long."""
+        """Whether one of the rubrics is async."""
         return any(rubric.is_async for rubric in self.rubrics)
 
     @property
     def is_group_scored(self) -> bool:
-        """Whether one of them compares the rollouts of a group."""
+        """Whether one of the rubrics scores groups."""
         return any(rubric.is_group_scored for rubric in self.rubrics)
 
     async def score(self, rollout: RewardInput) -> Score:
-        """Score one settled rollout by all of them."""
+        """Score one finished rollout with all rubrics."""
         return _sum(await asyncio.gather(*(rubric.score(rollout) for rubric in self.rubrics)))
 
     async def score_group(self, rollouts: Sequence[RewardInput]) -> list[Score]:
-        """Score the rollouts of one group, by each rubric in its own way."""
+        """Score the rollouts of one group with all rubrics."""
         by_rubric = await asyncio.gather(*(rubric.score_group(rollouts) for rubric in self.rubrics))
         return [_sum(scores) for scores in zip(*by_rubric, strict=True)]
 
@@ -220,15 +215,14 @@ def _sum(scores: Sequence[Score]) -> Score:
 
 
 async def scores_of(rubric: Rubric, rollouts: Sequence[RewardInput], *, parent: str = "") -> list[Score]:
-    """Score settled rollouts, in order: together if the rubric scores groups, else each in a span.
+    """Score finished rollouts, in order: together if the rubric scores groups, otherwise each in its own tracing span.
 
     Args:
-        rubric: the rubric.
         rollouts: rollouts; those of one group if the rubric scores groups.
-        parent: parent of the spans, if it is another thread's.
+        parent: parent span, if it belongs to another thread.
 
     Raises:
-        Exception: whatever a rubric of the user's own raises.
+        Exception: any exception of a user's rubric.
     """
     if rubric.is_group_scored:
         return await rubric.score_group(rollouts)

@@ -1,4 +1,4 @@
-"""What is here for calls of TorchRL's alone: a module for each of its namespaces.
+"""Names that only TorchRL's interface needs, one module per namespace.
 
-`llmrl.envs`, `llmrl.transforms` and `llmrl.tools` hand its names on.
+`llmrl.envs`, `llmrl.transforms` and `llmrl.tools` re-export them.
 """

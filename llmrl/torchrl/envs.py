@@ -1,4 +1,4 @@
-"""`torchrl.envs.llm`: environments of text, tokens and hashes, without messages."""
+"""Environments of `torchrl.envs.llm` for plain text, tokens and hashes, without messages."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from llmrl.envs.tasks.task import REASONING_PROMPT
 
 
 class LLMEnv(KnownArguments, EnvBase):
-    """Appends the policy's output to the prompt: plain text, or token ids.
+    """An environment of any batch shape that appends the policy's output, text or token ids, to the prompt.
 
-    For conversations use `ChatEnv`, which keeps the exact tokens of several turns; this is for scripts and search that
-    think in one string. It takes any batch shape. Nothing but `eos_token_id` ends it: append a transform that does.
+    For conversations use `ChatEnv`, which keeps multi-turn tokens exact. Only `eos_token_id` ends an episode; append
+    a transform for other conditions.
 
     Args:
-        str_key, token_key: where text, or tokens `[num_tokens]`, are.
-        action_key: where the policy's part is; `text_response`, or `tokens_response`.
-        from_text: whether it is text.
-        eos_token_id: token of a response that ends the episode, where it is tokens.
+        str_key, token_key: entry of the text, or of the tokens `[num_tokens]`.
+        action_key: entry of the policy's output; by default `text_response` or `tokens_response`.
+        from_text: whether the entries are text rather than tokens.
+        eos_token_id: token that ends an episode of tokens.
 
     Raises:
         ValueError: if `eos_token_id` is given with text, or if reset gets no prompt.
@@ -63,7 +63,7 @@ class LLMEnv(KnownArguments, EnvBase):
         self.from_text = from_text
         self.eos_token_id = eos_token_id
         self.prompt_key = str_key if from_text else token_key
-        # Not `action_key`: that is EnvBase's, read off the specs below.
+        # `EnvBase.action_key` already exists and is derived from the specs below.
         self._response_key = action_key or ("text_response" if from_text else "tokens_response")
         spec = NonTensor(shape=(), example_data="") if from_text else Unbounded((-1,), dtype=torch.int64)
         self.observation_spec = Composite({self.prompt_key: spec})
@@ -73,11 +73,11 @@ class LLMEnv(KnownArguments, EnvBase):
 
     @classmethod
     def from_dataloader(cls, dataloader: Source, *, repeats: int = 1, **options: Any) -> TransformedEnv:
-        """Return an environment that draws the next row of a `DataLoader` at reset; one column is named `str_key`.
+        """Return an environment that draws a row of a `DataLoader` at each reset; one column must be named `str_key`.
 
         Args:
             dataloader: see `DataLoadingPrimer`.
-            repeats: episodes a row.
+            repeats: episodes per row.
             options: see the class.
 
         Example:
@@ -92,7 +92,7 @@ class LLMEnv(KnownArguments, EnvBase):
                 f"reset needs a tensordict with {self.prompt_key!r}; pass one, or use LLMEnv.from_dataloader."
             )
         flags = {key: torch.zeros(*tensordict.shape, 1, dtype=torch.bool) for key in ("done", "terminated")}
-        # Selected, not read: rows of tokens of several lengths cannot be stacked.
+        # `select` does not stack, which would fail for token rows of different lengths.
         return tensordict.select(self.prompt_key).update(flags)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -112,20 +112,18 @@ class LLMEnv(KnownArguments, EnvBase):
 
 
 class LLMHashingEnv(KnownArguments, EnvBase):
-    """Appends one token per step, and names each chain of tokens by a hash: nodes of a search tree, say.
+    """An environment that appends one token per step and identifies each token sequence by a hash, for tree search.
 
-    The hash of a chain is that of its beginning's hash and its last token, so that a step costs the same however long
-    the chain is.
+    The hash of a sequence is computed from the hash of its prefix and the last token, in constant time per step.
 
     Args:
         vocab_size: number of token ids; by default the tokenizer's.
         hashing_module: hash function from int64 `[*batch, n]` to int64 `[*batch]`.
         observation_key, text_key: keys of the tokens and their text.
-        text_output: whether the text is written, which needs a tokenizer.
-        tokenizer: tokenizer of the tokens.
+        text_output: whether to write the text, which needs a tokenizer.
 
     Raises:
-        TypeError: if both `vocab_size` and tokenizer are missing, or if there is text and no tokenizer.
+        TypeError: if a tokenizer is needed and missing.
         ValueError: if reset gets no tokens.
 
     Example:
@@ -172,7 +170,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         self.reward_spec = Unbounded((1,))
 
     def make_tensordict(self, input: str | list[str]) -> TensorDictBase:
-        """Reset on texts, which must have the same number of tokens."""
+        """Reset with texts, which must have equal numbers of tokens."""
         if self._tokenizer is None:
             raise TypeError("make_tensordict needs a tokenizer; give LLMHashingEnv one.")
         texts = [input] if isinstance(input, str) else input
@@ -214,10 +212,10 @@ class LLMHashingEnv(KnownArguments, EnvBase):
 
 
 class GSM8KPrepareQuestion(KnownArguments, Transform):
-    """Writes DeepSeek-R1's prompt around a question when an environment of plain text is reset.
+    """Wraps a question in DeepSeek-R1's prompt when an environment of plain text is reset.
 
     Args:
-        in_keys, out_keys: where the question is and where the prompt goes; `["text"]` unless given.
+        in_keys, out_keys: entries of the questions and of the prompts; by default `["text"]` for both.
 
     Example:
         >>> from tensordict import TensorDict
@@ -230,7 +228,7 @@ class GSM8KPrepareQuestion(KnownArguments, Transform):
         super().__init__(in_keys, in_keys if out_keys is None else list(out_keys))
 
     def prepare(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the prompts of a tensordict of any batch shape."""
+        """Write the prompts for a tensordict of any batch shape."""
         for element in batch_elements(tensordict):
             for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
                 prompt = f"{REASONING_PROMPT} User: {plain(element.get(in_key))}. Assistant: <think>"

@@ -1,4 +1,4 @@
-"""TorchRL's tools by its names: services in a registry, its two formats of calls, and what runs them one by one."""
+"""TorchRL's tool interface: a registry, two call formats, and transforms that run calls sequentially."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _BLOCK = re.compile(r'<tool\s+name="([^"]+)"(?:\s+tag="([^"]+)")?\s*>\s*(.*?)\s*
 
 
 class ToolService(Protocol):
-    """A tool: called with keyword arguments, and `_state` where it is asked for."""
+    """A tool, called with keyword arguments, which may include `_state`."""
 
     name: str
 
     def __call__(self, **arguments: object) -> object:
-        """Return what the model reads."""
+        """Return the result for the model."""
         ...
 
 
 @dataclass
 class ToolCall:
-    """A call that was read."""
+    """A parsed tool call."""
 
     tool: str
     args: dict[str, object] | str
-    """Or JSON that is not read yet."""
+    """Arguments, or JSON that has not been decoded."""
     tag: str | None = None
 
 
 class ParseResult(TypedDict):
-    """What a parser returns: the text without its calls, and these."""
+    """A parser's output: the text without its calls, and the calls."""
 
     text: str
     calls: list[ToolCall]
@@ -55,7 +55,7 @@ class ToolRegistry:
         self._services: dict[str, Callable[..., object]] = {service.name: service for service in services}
 
     def register(self, service: ToolService) -> None:
-        """Add a tool, or replace the one of its name."""
+        """Add a tool, replacing any tool of the same name."""
         self._services[service.name] = service
 
     def get(self, name: str) -> Callable[..., object]:
@@ -69,7 +69,7 @@ class ToolRegistry:
 
 
 class XMLBlockParser:
-    """Reads calls `<tool name="add" tag="A">{"a": 1}</tool>`; a body that is no JSON object is the argument `raw`.
+    """Parses calls `<tool name="add" tag="A">{"a": 1}</tool>`; a body that is not a JSON object is the argument `raw`.
 
     Example:
         >>> XMLBlockParser()('Let me see. <tool name="add">{"a": 1}</tool>')
@@ -77,7 +77,7 @@ class XMLBlockParser:
     """
 
     def __call__(self, response: str | Mapping[str, object]) -> ParseResult:
-        """Return the text without its calls, and these."""
+        """Return the text without its calls, and the calls."""
         text = response if isinstance(response, str) else str(response.get("text", ""))
         calls = [
             ToolCall(name, _arguments(body), tag) for name, tag, body in map(re.Match.groups, _BLOCK.finditer(text))
@@ -86,7 +86,7 @@ class XMLBlockParser:
 
 
 class JSONCallParser:
-    """Reads calls of an object, or its JSON, `{"message": "...", "tools": [{"tool": "add", "args": {"a": 1}}]}`.
+    """Parses calls in an object, or in its JSON: `{"message": "...", "tools": [{"tool": "add", "args": {"a": 1}}]}`.
 
     Example:
         >>> JSONCallParser()('{"message": "Hi", "tools": []}')
@@ -94,7 +94,7 @@ class JSONCallParser:
     """
 
     def __call__(self, response: str | Mapping[str, object]) -> ParseResult:
-        """Return the message and its calls; what is no JSON object is a message."""
+        """Return the message and its calls; a text that is not a JSON object is a message without calls."""
         if isinstance(response, str):
             try:
                 decoded = json.loads(response)
@@ -108,16 +108,15 @@ class JSONCallParser:
 
 
 class ExecuteToolsInOrder(ToolTransform):
-    """Runs the calls of a message one after the other, and answers them by one message: TorchRL's form of a tool.
+    """Runs the calls of a message sequentially and answers all of them in one message.
 
-    `ToolTransform` takes functions, validates arguments, shows tools to the model and runs calls side by side. As
-    there, whatever goes wrong is reported to the model and ends no rollout.
+    Unlike `ToolTransform`, it neither validates arguments nor shows tools to the model. Errors are reported to the
+    model and do not end the rollout.
 
     Args:
-        registry: the tools.
-        parser: returns the calls of a message, as `XMLBlockParser` and `JSONCallParser` do.
-        stop_on_error: leave out the calls after one that failed.
-        pass_state_to_tools: give each tool `_state`, a dict that its conversation keeps.
+        parser: returns the calls of a message, such as `XMLBlockParser` and `JSONCallParser`.
+        stop_on_error: whether to skip the calls after a failed one.
+        pass_state_to_tools: whether to pass `_state`, a dict of the conversation, to each tool.
 
     Example:
         >>> transform = ExecuteToolsInOrder(ToolRegistry(), XMLBlockParser())
@@ -144,7 +143,7 @@ class ExecuteToolsInOrder(ToolTransform):
     async def answer(
         self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
     ) -> list[Message]:
-        """Return one message for all calls, or none; never raises."""
+        """Return one message for all calls, or an empty list without calls; never raise."""
         if not session.claim(turn, "in order"):
             return []
         try:
@@ -179,15 +178,15 @@ class ExecuteToolsInOrder(ToolTransform):
 
 
 class SimpleToolTransform(ExecuteToolsInOrder):
-    r"""Runs functions by their names, one after the other, and answers each call by a message: TorchRL's simplest form.
+    r"""Runs functions by name sequentially and answers each call in its own message.
 
     Args:
         tools: functions by name.
-        tool_schemas: what the tools take, for readers; models are not shown it.
-        parser: returns the calls of a message; by default `tool_call_pattern` reads them.
-        tool_call_pattern: a regular expression with two groups, a tool's name and its arguments as JSON.
+        tool_schemas: schemas of the tools, which are not shown to the model.
+        parser: returns the calls of a message; by default uses `tool_call_pattern`.
+        tool_call_pattern: regular expression with two groups, a tool's name and its arguments as JSON.
         tool_name: role of the answers.
-        timeout: seconds that one call may take.
+        timeout: time limit of one call, in seconds.
 
     Example:
         >>> transform = SimpleToolTransform({"add": lambda a, b: {"sum": a + b}})

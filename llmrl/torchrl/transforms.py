@@ -1,4 +1,4 @@
-"""`torchrl.envs.llm.transforms`: a second thought, and conversations as text or tokens."""
+"""Transforms of `torchrl.envs.llm.transforms`: thinking prompts, and conversations as text or tokens."""
 
 from __future__ import annotations
 
@@ -31,25 +31,24 @@ _AS_USER = (
 
 
 class AddThinkingPrompt(KnownArguments, Transform):
-    """Asks for another attempt after an answer that meets a condition, and lets the conversation go on.
+    """Asks for another attempt after an answer that meets a condition, and lets the conversation continue.
 
-    Append it after what gives the reward, since the condition usually reads it. The prompt comes within the answer, in
-    place of its last `<answer>`, or at its end; without `edit_last_turn` it is a message of its own. What is left of
-    the answer stays as it was sampled, and what follows is context; where more than half of it goes, the answer stays
-    whole in a row of its own (see `Conversation`).
+    Append it after the transform that writes the reward. The prompt replaces the answer's last `<answer>` and what
+    follows, or is added to its end; without `edit_last_turn` it is a new message. The rest of the answer keeps its
+    sampled tokens; if more than half of the answer is replaced, the original answer becomes a separate row (see
+    `Conversation`).
 
     Args:
-        cond: told the element of one conversation's `next`; true asks again.
-        prompt: what is said; one of its own by default.
-        random_prompt: choose among several of its own.
+        cond: function of the `next` entries of one conversation; True asks again.
+        prompt: text of the prompt; by default a built-in one.
+        random_prompt: whether to choose randomly among the built-in prompts.
         role: `assistant` for a prompt in the first person, or `user`.
-        edit_last_turn: whether the prompt is written into the last answer, in place of a new message.
-        zero_reward: take back the reward of the answer that is asked again; by default that of one that is edited.
-        undo_done: let the conversation go on although it was over.
-        seed: seed of the random choice.
+        edit_last_turn: whether the prompt is written into the last answer.
+        zero_reward: whether to set the reward of the answer to 0; by default the value of `edit_last_turn`.
+        undo_done: whether to clear the done flags.
 
     Raises:
-        ValueError: if the role is unknown, if a user's prompt would stand in the assistant's answer, or if `prompt` and
+        ValueError: if the role is unknown, if `edit_last_turn` is set with `role="user"`, or if `prompt` and
             `random_prompt` are both given.
 
     Example:
@@ -108,7 +107,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
     def _ask_again(self, element: TensorDictBase) -> None:
         history = element.get(("history", "prompt"))
         prompt = self._random.choice(self.prompts)
-        if self.edit_last_turn and history.chats:  # of random actions, as of a check of specs, there may be none
+        if self.edit_last_turn and history.chats:  # the history of a random action may be empty
             *earlier, last = history.chats
             before, tag, after = text_of(last.get("content")).rpartition("<answer>")
             edited: Message = {**last, "content": f"{before if tag else after} {prompt}".lstrip()}
@@ -127,23 +126,23 @@ class AddThinkingPrompt(KnownArguments, Transform):
 
 
 class Tokenizer(KnownArguments, Transform):
-    """Tokenizes entries of plain text, `[num_tokens]` each, and reads a policy's tokens as text.
+    """Tokenizes text entries to `[num_tokens]`, and decodes a policy's tokens for the environment.
 
-    For text that is not a conversation, as `LLMEnv` has, or a column. The messages of a `ChatEnv` are rendered by the
-    policy, or by `IncrementalTokenizer`, which keep tokens as they were sampled; text that is tokenized again may not.
+    Use it for text that is not a conversation, such as in an `LLMEnv`. For a `ChatEnv`, the policy or an
+    `IncrementalTokenizer` keeps tokens as they were sampled.
 
     Args:
-        in_keys, out_keys: text of the environment's output, and where its token ids go.
-        in_keys_inv, out_keys_inv: text that the environment reads, and the token ids that a policy writes for it.
+        in_keys, out_keys: text entries of the environment's output, and entries for their token ids.
+        in_keys_inv, out_keys_inv: text entries that the environment reads, and the policy's token ids for them.
         tokenizer: a Hugging Face tokenizer, or its name.
-        skip_special_tokens: whether the policy's special tokens are left out of its text.
-        add_special_tokens: whether the tokenizer adds its own to the text.
-        return_attention_mask: whether `"attention_mask"`, ones of the same length, is written beside the token ids.
-        call_before_reset: tokenize what a reset is given rather than what comes out; a primer's rows too, where this
-            is inserted before the primer.
+        skip_special_tokens: whether to omit special tokens when decoding.
+        add_special_tokens: whether to add the tokenizer's special tokens when encoding.
+        return_attention_mask: whether to write `"attention_mask"`, ones of the same length, next to the token ids.
+        call_before_reset: whether to tokenize the input of a reset instead of the output; to include a primer's rows,
+            insert this transform before the primer.
 
     Raises:
-        ValueError: if keys come without their counterparts.
+        ValueError: if keys have no counterparts.
         KeyError: if an entry is missing.
 
     Example:
@@ -220,7 +219,7 @@ class Tokenizer(KnownArguments, Transform):
         return self._call(tensordict_reset)
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        # Without a tensordict the environment draws by itself, or says what it misses.
+        # Without a tensordict, the environment draws a prompt or raises.
         if tensordict is None or not self.call_before_reset:
             return tensordict
         return self._each(tensordict, self._tokenize)
@@ -232,7 +231,7 @@ class Tokenizer(KnownArguments, Transform):
         return Bounded(0, len(self.tokenizer) - 1, shape=(*shape, -1), dtype=torch.int64)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add what it writes: tokens."""
+        """Add the token entries."""
         shape = observation_spec.shape
         for out_key in [] if self.call_before_reset else self.out_keys:
             observation_spec[out_key] = self._spec(shape)
@@ -241,7 +240,7 @@ class Tokenizer(KnownArguments, Transform):
         return observation_spec
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Read tokens where the environment reads text."""
+        """Replace the environment's text inputs by tokens."""
         for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
             _replace_input(input_spec, in_key, out_key, self._spec(input_spec.shape))
         return input_spec
@@ -259,22 +258,21 @@ def _entry(element: TensorDictBase, key: NestedKey) -> torch.Tensor | NonTensorD
 
 
 class TemplateTransform(Transform):
-    r"""Writes `("text", "prompt")`, the conversation up to where the assistant is to speak, and reads its answer.
+    r"""Renders the conversation to `("text", "prompt")`, with the generation prompt, and parses the policy's answer.
 
-    A policy writes `("text", "response")`; on the way into the environment it is parsed (reasoning, tool calls) and
-    appended as the assistant's message, `("history", "full")`. Append it last. Each prompt is rendered and tokenized
-    afresh: for tokens that stay as they were sampled, and in collectors, let the policy read the history, which needs
-    no transform.
+    The policy's `("text", "response")` is parsed (reasoning, tool calls) and appended as an assistant message in
+    `("history", "full")`. Append this transform last. Prompts are rendered and tokenized afresh at each turn; to keep
+    sampled tokens, and in collectors, let the policy read the history instead.
 
     Args:
-        tokenizer: the model's tokenizer, which has the chat template; or pass a `renderer`.
-        chat_template: Jinja text; the tokenizer's own by default.
-        renderer: messages to text and back.
+        tokenizer: a tokenizer with a chat template.
+        chat_template: Jinja template in place of the tokenizer's.
+        renderer: converts messages to text and back; alternative to `tokenizer`.
 
     Raises:
         ValueError: unless exactly one of tokenizer and renderer is given.
-        RenderingError: if the template cannot be read back, see `TemplateRenderer`; in a step, if a message has a
-            special token, which a policy of text could not tell from the template's own.
+        RenderingError: if the template cannot be parsed back (see `TemplateRenderer`); in a step, if a message
+            contains a special token.
 
     Example:
         >>> from llmrl.testing.embedded_model import ensure_embedded_model
@@ -309,7 +307,7 @@ class TemplateTransform(Transform):
             messages = element.get(("history", "prompt")).chats
             tools = plain(root.get("tools", None))
             text = ""
-            if messages:  # a history drawn from the spec has none
+            if messages:  # a history drawn from the spec is empty
                 self.renderer.content_marks.refuse(messages, tools)
                 text = self.renderer.render_text(messages, tools=tools, add_generation_prompt=True)
             element.set("text", container_of(Text, {"prompt": non_tensor(text)}))
@@ -333,12 +331,12 @@ class TemplateTransform(Transform):
         return restacked(elements, tensordict.batch_size)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add what it writes: the prompt's text."""
+        """Add the prompt's text."""
         observation_spec["text"] = Text.default_spec(observation_spec.shape, ("prompt",))
         return observation_spec
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Read text where the environment reads a history."""
+        """Replace the environment's history input by text."""
         shape = input_spec.shape
         response = NonTensor(shape=tuple(shape), example_data="")
         _replace_input(input_spec, ("history", "full"), ("text", "response"), response)
@@ -346,10 +344,7 @@ class TemplateTransform(Transform):
 
 
 def _replace_input(input_spec: Composite, inner: NestedKey, outer: NestedKey, spec: TensorSpec) -> None:
-    """Let what a policy writes to `outer` stand for the entry `inner`, which the environment reads, in place.
-
-    Raises KeyError if the environment reads no such entry.
-    """
+    """Replace the input entry `inner` by `outer` in place; raise KeyError if the environment does not read `inner`."""
     parts = [input_spec[name] for name in ("full_action_spec", "full_state_spec") if name in input_spec]
     for part in parts:
         if inner in part.keys(True):

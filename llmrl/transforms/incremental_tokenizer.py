@@ -1,4 +1,4 @@
-"""`IncrementalTokenizer`: the next prompt's tokens in the environment's output, a turn at the cost of a turn."""
+"""`IncrementalTokenizer`: writes the next prompt's tokens, tokenizing only new messages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Rendere
 class IncrementalTokenizer(KnownArguments, Transform):
     r"""Writes `("tokens", "prompt")` `[num_tokens]` and `"conversation"` at reset and step.
 
-    A policy renders prompts by itself; append this transform, last, where something else needs them in the
-    environment's output. Both use the same `Conversation`, so nothing is rendered twice, and only the messages that
-    are new since the last turn are tokenized.
+    Policies render prompts themselves; append this transform last if other code needs them in the environment's
+    output. Both share the same `Conversation`, so only messages that are new since the last turn are tokenized, once.
 
     Args:
-        tokenizer: the model's tokenizer; or pass a `renderer`.
-        renderer: messages to tokens.
+        renderer: converts messages to tokens; alternative to `tokenizer`.
         mode, fork_threshold_tokens: see `Conversation.start`.
 
     Raises:
@@ -66,7 +64,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
                 conversation = Conversation.start(
                     self.renderer, mode=self.mode, fork_threshold_tokens=self.fork_threshold_tokens
                 )
-            if messages:  # a history drawn from the spec has none
+            if messages:  # a history drawn from the spec is empty
                 conversation = conversation.with_prompt(messages, tools=plain(root.get("tools", None)))
             element.set("conversation", NonTensorData(conversation))
             element.set("tokens", Tokens(prompt=conversation.tensor_view("token_ids")))
@@ -79,7 +77,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
         return self._tokenize(tensordict_reset, tensordict_reset)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add what it writes: the prompt's tokens and the conversation."""
+        """Add the prompt's tokens and the conversation."""
         shape = observation_spec.shape
         observation_spec["tokens"] = Tokens.default_spec(shape, ("prompt",))
         observation_spec["conversation"] = NonTensor(shape=tuple(shape), example_data=None)

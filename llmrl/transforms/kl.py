@@ -1,4 +1,4 @@
-"""Log-probs under another model, and the KL to it, in an environment's output or over a batch."""
+"""Log-probabilities under another model, and the KL divergence from it, in environments and over batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MASK: NestedKey = ("masks", "all_assistant_mask")
 
 
 class ScoringOptions(TypedDict, total=False):
-    """How `RetrieveLogProb` scores."""
+    """Options of `RetrieveLogProb`."""
 
     detach: bool
     assistant_only: bool
@@ -37,26 +37,27 @@ class ScoringOptions(TypedDict, total=False):
 
 
 class RetrieveLogProb(KnownArguments, Transform):
-    """Scores the sampled tokens of each turn with a model, and writes its log-probs into `next`.
+    """Scores the sampled tokens of each turn with a model, and writes the log-probs under `next`.
 
-    In an environment it scores the conversation that the policy just extended; over a batch (`forward`: a collector's
-    `postproc`, a replay buffer) each row or turn, and where a batch has no `next` it writes at the root. Sampled tokens
-    are scored as they are: the model reads `("tokens", "full")` and the loss mask.
+    In an environment it scores the conversation after each step. `forward` scores the rows or turns of a batch (for a
+    collector's `postproc` or a replay buffer); if the batch has no `next`, it writes at the root. Sampled tokens are
+    never tokenized again: the model reads `("tokens", "full")` and the loss mask.
 
     Args:
-        model: `TransformersWrapper`, or any TensorDict module that reads those and writes `[num_tokens]` log-probs.
-        model_factory: builds it at first use, in the process that uses it; instead of `model`.
-        log_probs_full_key: entry written under `next`; by default the model's own, and `("ref_log_probs", "full")` of
-            one that names none.
-        detach: score without gradients.
-        assistant_only: score the loss mask's tokens; False scores all, where the model is a `TransformersWrapper`.
-        tokenizer, tokenizer_kwargs: for conversations without tokens: the tokenizer, by default the model's, and
-            options of `History.apply_chat_template`, by default the model's template.
+        model: `TransformersWrapper`, or any TensorDict module that reads these entries and writes `[num_tokens]`
+            log-probs.
+        model_factory: function that builds the model at first use; alternative to `model`.
+        log_probs_full_key: entry written under `next`; by default the model's own key, or else `("ref_log_probs",
+            "full")`.
+        detach: whether to score without gradients.
+        assistant_only: whether to score only the loss mask's tokens; False needs a `TransformersWrapper`.
+        tokenizer, tokenizer_kwargs: for conversations without tokens, the tokenizer and the options of
+            `History.apply_chat_template`; by default the model's tokenizer and template.
 
     Raises:
-        ValueError: if not exactly one of model and model_factory is given, or if a model of text, which does not say
-            what the assistant wrote, is to score assistant_only.
-        TypeError: if the model cannot be called.
+        ValueError: unless exactly one of model and model_factory is given, or if `assistant_only` is set for a model
+            with `input_mode="text"`.
+        TypeError: if the model is not callable.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -90,7 +91,7 @@ class RetrieveLogProb(KnownArguments, Transform):
                 "The model must have `input_mode='history'` when assistant_only=True: a text does not say what the "
                 "assistant wrote; pass assistant_only=False to score all of it."
             )
-        # In a list, so that the reference's parameters are not the environment's.
+        # In a list, so that the model is not registered as a submodule.
         self._models = [] if model is None else [model]
         self._model_factory = model_factory
         own_key: NestedKey = (getattr(model, "log_probs_key", "ref_log_probs"), "full")
@@ -122,7 +123,7 @@ class RetrieveLogProb(KnownArguments, Transform):
         return log_probs
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch of any shape, in place."""
+        """Score a batch of any shape in place."""
         path = _path(self.log_probs_full_key)
         write_column(tensordict, ("next", *path) if "next" in tensordict else path, self._log_probs(tensordict))
         return tensordict
@@ -135,7 +136,7 @@ class RetrieveLogProb(KnownArguments, Transform):
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add what it writes: the log-probs."""
+        """Add the log-probs."""
         observation_spec[self.log_probs_full_key] = Unbounded((*observation_spec.shape, -1))
         return observation_spec
 
@@ -143,21 +144,17 @@ class RetrieveLogProb(KnownArguments, Transform):
 class KLComputation(KnownArguments, Transform):
     """The per-token KL `log pi - log pi_ref` (k1, http://joschu.net/blog/kl-approx.html) of the sampled tokens.
 
-    Written into `next` as `[num_tokens, 1]`, 0 outside the mask. A turn holds the whole conversation so far: what was
-    sampled within its `("tokens", "prompt")` counted in an earlier turn and is 0 too, so that each token of a
-    conversation counts once. A row, which has no such entry, counts all its sampled tokens. A batch without `next` has
-    everything at the root.
+    It is written under `next` (at the root if there is no `next`) as `[num_tokens, 1]`, and is 0 outside the mask and
+    within a turn's `("tokens", "prompt")`, so that each token of a conversation counts once.
 
-    With `add_to_reward` the reward, where there is one, becomes dense, `[num_tokens, 1]`: each of these tokens pays
-    `coeff` times its KL, and the turn's reward stands at the last one. Append it after what gives the reward.
+    With `add_to_reward`, an existing reward becomes dense, `[num_tokens, 1]`: minus `coeff` times the KL at each
+    sampled token, plus the turn's reward at the last one. Append this transform after the one that writes the reward.
 
     Args:
-        gen_log_probs_full_key: the policy's log-probs, under `next`, or else, as samplers write them, at the root.
-        ref_log_probs_full_key: the reference's, under `next`.
+        gen_log_probs_full_key: the policy's log-probs, under `next` or else at the root, where samplers write them.
+        ref_log_probs_full_key: the reference's log-probs, under `next`.
         kl_key: entry written under `next`.
-        add_to_reward: whether to change the reward.
-        coeff: weight of the KL in the reward.
-        assistant_only: count the loss mask's tokens; False counts all, which both log-probs must then be of.
+        assistant_only: whether to count only the loss mask's tokens; False needs both log-probs for all tokens.
 
     Example:
         >>> from tensordict import TensorDict
@@ -200,7 +197,7 @@ class KLComputation(KnownArguments, Transform):
         if log_probs is None:
             log_probs = element.get(self.gen_log_probs_full_key)
         mask = element.get(_MASK, None) if self.assistant_only else None
-        # Without a mask, of text or a history alone: what is not counted was not scored, and is 0 in both.
+        # Text or a history alone has no mask; there, tokens that are not counted have log-prob 0 in both models.
         mask = torch.ones_like(log_probs).bool() if mask is None else mask.bool()
         prompt = element.get(_PROMPT, None) if self.assistant_only else None
         if prompt is not None:
@@ -212,7 +209,7 @@ class KLComputation(KnownArguments, Transform):
         return divergences.unsqueeze(-1), reward
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Compute over a batch of turns or rows, of any shape, in place."""
+        """Process a batch of turns or rows, of any shape, in place."""
         self._step(tensordict, tensordict.get("next", tensordict))
         return tensordict
 
@@ -228,30 +225,29 @@ class KLComputation(KnownArguments, Transform):
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add what it writes: the KL of each token."""
+        """Add the KL of each token."""
         observation_spec[self.kl_key] = Unbounded((*observation_spec.shape, -1, 1))
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Make the reward one per token, where the KL is added to it."""
+        """Make the reward dense if the KL is added to it."""
         if self.add_to_reward:
             reward_spec["reward"] = Unbounded((*reward_spec.shape, -1, 1))
         return reward_spec
 
 
 class RetrieveKL(KnownArguments, Compose):
-    """`RetrieveLogProb` of a reference, and of the policy where it is asked for, then `KLComputation`.
+    """A `RetrieveLogProb` of the reference, optionally one of the policy, and a `KLComputation`.
 
     Args:
-        gen_model, gen_model_factory: the policy's model, or what builds it; by default, `"from_collector"`, its
-            log-probs are those that the sampler reported.
-        ref_model, ref_model_factory: the reference's model, or what builds it.
+        gen_model, gen_model_factory: the policy's model, or a function that builds it; with `"from_collector"`, the
+            log-probs that the sampler reported are used.
+        ref_model, ref_model_factory: the reference model, or a function that builds it.
         gen_log_probs_full_key, ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
         options: `detach`, `assistant_only`, `tokenizer` and `tokenizer_kwargs` of `RetrieveLogProb`.
 
     Raises:
-        ValueError: if one model pads and the other does not, or if assistant_only is False without a `gen_model`,
-            since a sampler scores what it sampled.
+        ValueError: if only one of the models pads, or if `assistant_only` is False without a `gen_model`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -303,12 +299,12 @@ class RetrieveKL(KnownArguments, Compose):
 
 
 class KLRewardTransform(RetrieveKL):
-    """`RetrieveKL` under the name and arguments that it had: the reward less `coef` times the KL to a reference.
+    """`RetrieveKL` under TorchRL's earlier name and arguments.
 
     Args:
         ref_model, ref_model_factory, add_to_reward, options: see `RetrieveKL`.
         coef: weight of the KL in the reward.
-        log_prob_key: the policy's log-probs; those that the sampler reported, by default.
+        log_prob_key: the policy's log-probs; by default those that the sampler reported.
 
     Example:
         >>> from tensordict import TensorDict

@@ -1,4 +1,4 @@
-"""The parts of an environment: what it is within, and its transforms."""
+"""The parts of an environment: the inner environment and its transforms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
 
 def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
-    """Return the inner environment, then its transforms, innermost first; a `Compose` follows those it holds.
+    """Return the inner environment, then its transforms, innermost first; a `Compose` follows its own transforms.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -25,7 +25,7 @@ def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
 def reads_turns(env: EnvBase) -> bool:
     """Return whether a part of an environment may read a turn's tensors: tokens, log-probs, masks, policy versions.
 
-    Parts of llmrl that do so have an attribute `reads_turns`. A part of any other project counts as reading.
+    Parts of llmrl declare this with an attribute `reads_turns`; other parts are assumed to read them.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -39,8 +39,7 @@ def reads_turns(env: EnvBase) -> bool:
 def writes_reward(env: EnvBase) -> bool:
     """Return whether a part of an environment may write a reward.
 
-    Parts of llmrl that do so have an attribute `writes_reward`. A part of any other project counts as rewarding, unless
-    its attribute says otherwise.
+    Parts of llmrl declare this with an attribute `writes_reward`; other parts without it are assumed to write one.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -57,12 +56,12 @@ def _declares(env: EnvBase, attribute: str) -> bool:
 
 
 def is_ours(part: EnvBase | Transform) -> bool:
-    """Return whether a part of an environment is of a class of this library, not of a user's that derives from one."""
+    """Return whether the class of a part is defined in this library; False for users' subclasses."""
     return type(part).__module__.startswith("llmrl.")
 
 
 def environment_around(container: EnvBase | Transform | None) -> EnvBase | None:
-    """Return the environment that a transform's container is, or is in; None while it is in none."""
+    """Return the environment that a transform's container is or belongs to, or None."""
     while isinstance(container, Transform):
         reference = container.__dict__.get("_container")
         container = None if reference is None else reference()
@@ -73,5 +72,5 @@ def _flat(transform: Transform | None) -> Iterator[Transform]:
     if isinstance(transform, Compose):
         for held in transform:
             yield from _flat(held)
-    if transform is not None:  # an environment that is being made has none yet
+    if transform is not None:  # None while the environment is being constructed
         yield transform

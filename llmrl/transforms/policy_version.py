@@ -1,4 +1,4 @@
-"""`PolicyVersion`: the version of the weights that generates, beside each step."""
+"""`PolicyVersion`: the version of the policy's weights at each step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from llmrl._utils.types import StateDict
 
 
 class PolicyVersion(KnownArguments, Transform):
-    """Writes the policy's version into `"policy_version"` at reset and step: `[*batch]` int64, or a uuid each.
+    """Writes the version of the policy's weights to `"policy_version"` at reset and step: `[*batch]` int64, or a uuid.
 
-    The version is counted once, by the engine that holds the weights: pass its counter as `source`. Per-token
-    versions, exact also when weights change within a completion, are in `("policy_versions", "full")`.
+    Per-token versions, which are exact also if weights change within a completion, are in `("policy_versions",
+    "full")`.
 
     Args:
-        version_type: `int` (or `"int"`), or `str` (or `"uuid"`) for names that no other run gives its versions.
-        source: gives the current count; by default a counter of its own, raised by `increment_version`.
+        version_type: `int` (or `"int"`) for a count, or `str` (or `"uuid"`) for a uuid that is unique across runs.
+        source: function that returns the current count, such as the engine's counter; by default the transform's own
+            counter.
 
     Raises:
-        ValueError: if versions are of another type.
+        ValueError: if the version type is unknown.
 
     Example:
         >>> transform = PolicyVersion()
@@ -53,21 +54,17 @@ class PolicyVersion(KnownArguments, Transform):
 
     @property
     def count(self) -> int:
-        """How often the weights were updated."""
+        """Number of weight updates."""
         return self._count if self._source is None else self._source()
 
     @property
     def version(self) -> int | str:
-        """The current version."""
-        # Made of the count, so that the uuid of a token's version can be told too.
+        """Current version."""
+        # Derived from the count, so that the uuid of a token's version can be computed, too.
         return str(uuid.uuid5(self._run, str(self.count))) if self.is_uuid else self.count
 
     def increment_version(self) -> None:
-        """Count one update of the weights.
-
-        Raises:
-            RuntimeError: if the version is counted elsewhere.
-        """
+        """Count one weight update; raise RuntimeError if a `source` counts them."""
         if self._source is not None:
             raise RuntimeError(
                 "this PolicyVersion follows its source, which counts versions; update the engine instead."
@@ -83,17 +80,17 @@ class PolicyVersion(KnownArguments, Transform):
         return self._call(tensordict_reset)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add what it writes: the version."""
+        """Add the version."""
         shape = observation_spec.shape
         spec = NonTensor(shape=tuple(shape), example_data="") if self.is_uuid else Unbounded(shape, dtype=torch.int64)
         observation_spec["policy_version"] = spec
         return observation_spec
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, int | str]:
-        """Return the counter, and what tells the uuids of this run from others."""
+        """Return the counter and the run id, from which uuids are derived."""
         return {"count": self._count, "run": str(self._run)}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
-        """Continue from a saved counter."""
+        """Restore a saved counter."""
         self._count = int(state_dict["count"])
         self._run = uuid.UUID(str(state_dict["run"]))

@@ -26,25 +26,22 @@ from llmrl.transforms.parts import environment_around, environment_parts
 class RubricReward(KnownArguments, Transform):
     """Scores a conversation with a `Rubric` when it ends.
 
-    A conversation has ended when the environment said done, when a limit met it (`("rollout", "reason")`, which a
-    collector writes before the step), or, with `terminate_when_answered`, when nothing follows the policy's own
-    message: an assistant without a tool call, or with an empty list of them, has answered. Append it after the
-    transforms that answer the policy.
+    A conversation ends when the environment is done, when it reaches a limit (`("rollout", "reason")`, which a
+    collector writes before the step), or, with `terminate_when_answered`, when its last message is an assistant
+    message. Append this transform after those that answer the policy.
 
-    Adds the score to `("next", "reward")` `[1, 1]`, and writes `("next", "reward_breakdown", NAME)` `[1]` (NaN where
-    not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. In a collector, an environment of which a
-    rubric awaits a judge or scores groups together (`Rubric.is_left_to_collectors`) is left to the collector. Of
-    several in an environment the scores add up, and the breakdown has all; where one fails to score, the rollout is
-    not scored.
+    The score is added to `("next", "reward")` `[1, 1]`. Also written are `("next", "reward_breakdown", NAME)` `[1]`
+    (NaN if not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. The scores of several
+    `RubricReward`s are summed; if one fails, the rollout is not scored. A collector itself runs async and group
+    rubrics (`Rubric.is_left_to_collectors`).
 
     Args:
-        rubric: a `Rubric`, a `RewardFn`, or a function.
-        terminate_when_answered: whether an unanswered assistant message terminates the conversation.
+        terminate_when_answered: whether an assistant message without a reply terminates the conversation.
 
     Raises:
-        UnknownRewardInput: when it is appended to an environment with a dataset, for a reward function that reads what
-            this has not.
-        ValueError: if it is appended after another one with a reward function of the same name.
+        UnknownRewardInput: when appended to an environment with a dataset, if a reward function has an unknown
+            parameter.
+        ValueError: when appended after another one with a reward function of the same name.
 
     Example:
         >>> from tensordict import TensorDict
@@ -72,7 +69,7 @@ class RubricReward(KnownArguments, Transform):
         self.terminate_when_answered = terminate_when_answered
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Join an environment, and check that it has what the rewards read."""
+        """Join an environment, and check that it provides the inputs of the reward functions."""
         super().set_container(container)
         self._check_names()
         self.check_inputs()
@@ -86,37 +83,29 @@ class RubricReward(KnownArguments, Transform):
         joint_rubric([*others, self])
 
     def _earlier(self) -> list[RubricReward]:
-        """Return those that score before this one, in their order."""
+        """Return the `RubricReward`s before this one, in order."""
         parts = itertools.takewhile(lambda part: part is not self, self._environment_parts())
         return [part for part in parts if isinstance(part, RubricReward)]
 
     def check_inputs(self) -> None:
-        """Refuse reward functions that read what the environment does not have, where that is known before a reset.
-
-        Raises:
-            UnknownRewardInput: naming the function, what it reads and what there is.
-        """
+        """Raise UnknownRewardInput if a reward function has inputs that are known to be missing before a reset."""
         parts = self._environment_parts()
         columns = [part.columns for part in parts if hasattr(part, "columns")]
-        if not columns:  # the columns are those of the reset
+        if not columns:  # columns are known only at reset
             return
         states = [part.state_names for part in parts if isinstance(part, ToolTransform)]
         available = {*ROLLOUT_INPUTS, *itertools.chain.from_iterable([*columns, *states])}
         try:
             self.rubric.check_inputs(available)
         except UnknownRewardInput:
-            parent = self.parent  # what transforms before this one write is in its specs
+            parent = self.parent  # its specs have the outputs of earlier transforms
             assert parent is not None
             for spec in (parent.state_spec, parent.observation_spec):
                 available |= {key for key, entry in spec.items() if isinstance(entry, NonTensor)}
             self.rubric.check_inputs(available)
 
     def check_order(self) -> None:
-        """Refuse tools that would answer after this has ended the conversation.
-
-        Raises:
-            ValueError: naming them.
-        """
+        """Raise ValueError if a tool is appended after this transform, which would end the conversation first."""
         parts = self._environment_parts()
         place = next((number for number, part in enumerate(parts) if part is self), len(parts))
         late = [name for part in parts[place:] if isinstance(part, ToolTransform) for name in part.tools]
@@ -143,7 +132,7 @@ class RubricReward(KnownArguments, Transform):
         return restacked(next_elements, next_tensordict.batch_size)
 
     def _pending_rubric(self, next_element: TensorDictBase) -> Rubric:
-        """Return what has not scored a conversation that ends here: earlier ones did not, unless it ended there."""
+        """Return the rubric for a conversation that ends here: joined with earlier ones that have not scored it."""
         is_scored = next_element.get("is_scored", None)
         if is_scored is None or is_scored.any() or plain(next_element.get("score_error")):
             return self.rubric
@@ -154,8 +143,8 @@ class RubricReward(KnownArguments, Transform):
         reason_of_collector = element.get(("rollout", "reason"), None)
         reason = plain(reason_of_collector) or StopReason.NONE
         is_terminated = bool(next_element.get("terminated").any())
-        # An answer that was cut is none: its conversation is truncated, not terminated. So is an agent's, which was
-        # refused answers: its environment says so.
+        # A cut answer truncates the conversation and does not terminate it. An agent whose requests were refused
+        # is truncated by its environment.
         is_truncated = bool(next_element.get("truncated").any())
         is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED) or (bool(reason) and is_truncated)
         if not (is_terminated or is_cut) and self.terminate_when_answered and _is_answered(messages):
@@ -184,7 +173,7 @@ class RubricReward(KnownArguments, Transform):
         return tensordict_reset
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Add the reward and its parts."""
+        """Add the reward breakdown, the flag and the error."""
         shape = reward_spec.shape
         names = {name: Unbounded((*shape, 1)) for part in [*self._earlier(), self] for name in part.rubric.names}
         reward_spec["reward_breakdown"] = Composite(names, shape=shape)
@@ -201,13 +190,13 @@ def _gathered(scoring: Sequence[Coroutine[None, None, list[Score]]]) -> list[lis
 
 
 def write_score(next_element: TensorDictBase, score: Score | None, names: Sequence[str]) -> None:
-    """Write a score (None: not scored yet) into the `next` entries of one conversation, beside earlier ones there."""
+    """Write a score (None: not scored yet) to the `next` entries of one conversation, combined with earlier scores."""
     error = plain(next_element.get("score_error", ""))
-    is_failed = bool(error) and not next_element.get("is_scored").any()  # an earlier one, see `JointRubric`
+    is_failed = bool(error) and not next_element.get("is_scored").any()  # an earlier score failed
     is_scored = False
     raw: dict[str, float] = {}
     if score is not None:
-        # The environment's own reward of this turn stays; a score adds to it, of a dense reward to the last token's.
+        # The score is added to the environment's reward; if that is dense, to the last token's.
         reward = next_element.get("reward").clone()
         reward[-1] += score.reward
         next_element.set("reward", reward)
@@ -222,17 +211,13 @@ def write_score(next_element: TensorDictBase, score: Score | None, names: Sequen
 
 
 def joint_rubric(rewards: Sequence[RubricReward]) -> Rubric | None:
-    """Return what scores by all of these; None where there is none.
-
-    Raises:
-        ValueError: if two of their reward functions have one name.
-    """
+    """Return one rubric for all rewards, or None if there are none; raise ValueError for duplicate function names."""
     rubrics = [reward.rubric for reward in rewards]
     return JointRubric(rubrics) if len(rubrics) > 1 else next(iter(rubrics), None)
 
 
 def find_rubric_rewards(env: EnvBase) -> list[RubricReward]:
-    """Return the `RubricReward`s among an environment's transforms, in their order."""
+    """Return the `RubricReward`s among an environment's transforms, in order."""
     return [part for part in environment_parts(env) if isinstance(part, RubricReward)]
 
 

@@ -1,4 +1,4 @@
-"""Addition: the smallest task on which a model visibly learns."""
+"""Addition: a minimal task on which small models improve quickly."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from llmrl.transforms import RubricReward
 
 
 def addition_problems(split: Split = "train", *, num_digits: int = 1) -> list[dict[str, str]]:
-    """Return all sums of two numbers of `num_digits` digits, shuffled once; a quarter of them is `test`.
+    """Return all sums of two numbers of `num_digits` digits, in a fixed random order; a quarter are the test split.
 
     Raises:
-        ValueError: if the split is unknown, or if there are more than three digits (a million problems).
+        ValueError: if the split is unknown or `num_digits` is not 1, 2 or 3.
 
     Example:
         >>> len(addition_problems("train")), len(addition_problems("test"))
@@ -32,7 +32,7 @@ def addition_problems(split: Split = "train", *, num_digits: int = 1) -> list[di
 
 
 def is_last_number_right(completion: str, answer: str) -> float:
-    """Return 1 when the last number in the completion is the answer.
+    """Return 1 if the last number in the completion is the answer, else 0.
 
     Example:
         >>> is_last_number_right("7 + 8 = 15", "15"), is_last_number_right("no idea", "15")
@@ -43,7 +43,7 @@ def is_last_number_right(completion: str, answer: str) -> float:
 
 
 def last_number_reward(reasoning: bool) -> RubricReward:
-    """Return what rewards an answer with the right last number by 1, and one that was cut by 0."""
+    """Return a transform that rewards a correct last number with 1, and truncated rollouts with 0."""
 
     def right(completion: str, answer: str) -> float:
         return is_last_number_right(extract_answer(completion, reasoning=reasoning) or "", answer)
@@ -52,9 +52,9 @@ def last_number_reward(reasoning: bool) -> RubricReward:
 
 
 class AdditionEnv(DeclaredTaskEnv):
-    """Asks for sums; `num_digits` is that of `addition_problems`. See `DeclaredTaskEnv` for the arguments.
+    """Sums of two numbers; see `DeclaredTaskEnv` for the arguments and `addition_problems` for `num_digits`.
 
-    A dataset of one's own has columns `query` and `answer`. The problems are shuffled unless `shuffle` is false.
+    A custom dataset has the columns `query` and `answer`. The problems are shuffled by default.
 
     Example:
         >>> AdditionEnv(split="test", repeats=4).reset()[0]["history"].prompt.role

@@ -1,4 +1,4 @@
-"""`AnswerReward`: what the rewards of tasks with one right answer have in common."""
+"""`AnswerReward`: base class of rewards for tasks with one correct answer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from llmrl.transforms import RubricReward
 
 
 class AnswerReward(RubricReward):
-    """Rewards the right answer with `correct_reward`, another answer with `format_reward`, none or a cut one with 0.
+    """A reward of `correct_reward` for a correct answer, `format_reward` for a wrong one, 0 for a missing or cut one.
 
-    The breakdown has `reward_right` (the reward) and, unweighted, `reward_answer` (there is an answer), `reward_think`
-    (there are thoughts in tags) and `success`. A task defines `is_right`, plain or async, a function of the completion
-    and of columns of the dataset, and `has_answer` if not every text is an answer.
+    The breakdown contains `reward_right` (the reward) and the unweighted `reward_answer` (whether there is an
+    answer), `reward_think` (whether there is a `<think>` block) and `success`. Subclasses define `is_right`, a plain
+    or async function of the completion and columns of the dataset, and may override `has_answer`.
 
     Args:
-        format_reward, correct_reward: see above.
-        set_done_if_answer: whether an answer ends the conversation; else something after it has to.
-        reasoning: whether the answer stands inside `<answer>` tags; else it is all that follows the thoughts.
+        set_done_if_answer: whether an answer ends the conversation.
+        reasoning: whether the answer is inside `<answer>` tags; otherwise it is the text after `</think>`.
 
     Example:
         >>> class Exact(AnswerReward):
@@ -69,5 +68,5 @@ class AnswerReward(RubricReward):
         self.reasoning = reasoning
 
     def has_answer(self, completion: str) -> bool:
-        """Return whether there is an answer, right or wrong."""
+        """Return whether there is an answer, correct or not."""
         return extract_answer(completion, reasoning=self.reasoning) is not None

@@ -1,4 +1,4 @@
-"""Countdown: reach a target with given numbers; problems are generated."""
+"""Countdown: generated problems that ask for an expression of given numbers with a target value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def countdown_problems(
     max_target: int = 1000,
     seed: int = 0,
 ) -> Sequence[Row]:
-    """Return numbers, a target within reach, and an expression that reaches it; train and test share no problem.
+    """Return problems with numbers, a reachable target and a solution; the splits share no problem.
 
     Raises:
         ValueError: if the bounds leave no problem.
@@ -76,9 +76,9 @@ def _combine(generator: random.Random, numbers: Sequence[int]) -> tuple[int, str
 
 
 class CountdownRewardParser(AnswerReward):
-    """Rewards an expression that hits the target; see `AnswerReward`.
+    """Rewards an expression with the target value; see `AnswerReward`.
 
-    Without `reasoning` nothing marks an answer, and a wrong one gets nothing.
+    Without `reasoning`, a wrong answer gets no format reward, because answers have no tags.
 
     Example:
         >>> CountdownRewardParser().rubric.names
@@ -86,7 +86,7 @@ class CountdownRewardParser(AnswerReward):
     """
 
     def is_right(self, completion: str, target: int, numbers: list[int]) -> bool:
-        """Return whether the answer's expression has the target's value."""
+        """Return whether the answer is an expression with the target value."""
         return is_countdown_right(completion, target, numbers, reasoning=self.reasoning)
 
     def has_answer(self, completion: str) -> bool:
@@ -95,10 +95,9 @@ class CountdownRewardParser(AnswerReward):
 
 
 class CountdownEnv(DeclaredTaskEnv):
-    """The numbers game, on generated problems; see `DeclaredTaskEnv` for the arguments.
+    """Generated Countdown problems; see `DeclaredTaskEnv` and `countdown_problems` for the arguments.
 
-    `num_problems`, `num_count`, `max_number` and `max_target` are those of `countdown_problems`; `seed` draws the
-    numbers, too. A dataset of one's own has columns `query`, `numbers` and `target`.
+    A custom dataset has the columns `query`, `numbers` and `target`.
 
     Raises:
         ValueError: if the bounds leave no problem.

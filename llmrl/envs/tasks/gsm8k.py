@@ -1,4 +1,4 @@
-"""GSM8K: word problems of grade-school mathematics (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168)."""
+"""GSM8K: grade-school math word problems (Cobbe et al. 2021, https://arxiv.org/abs/2110.14168)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmrl.rewards import has_gsm8k_answer, is_gsm8k_right
 
 
 class GSM8KRewardParser(AnswerReward):
-    """Rewards the right number; see `AnswerReward`. Without `reasoning` the last number is the answer.
+    """Rewards the correct number; see `AnswerReward`. Without `reasoning`, the last number is the answer.
 
     Example:
         >>> GSM8KRewardParser().rubric.names
@@ -19,7 +19,7 @@ class GSM8KRewardParser(AnswerReward):
     """
 
     def is_right(self, completion: str, answer: str) -> bool:
-        """Return whether the answer's last number is the reference's."""
+        """Return whether the answer's last number equals the reference."""
         return is_gsm8k_right(completion, answer, reasoning=self.reasoning)
 
     def has_answer(self, completion: str) -> bool:
@@ -28,10 +28,10 @@ class GSM8KRewardParser(AnswerReward):
 
 
 class GSM8KEnv(DeclaredTaskEnv):
-    """Word problems with a number as the answer; see `GSM8KRewardParser` for the reward.
+    """Grade-school math word problems, rewarded by `GSM8KRewardParser`; see `DeclaredTaskEnv` for the arguments.
 
-    The hub has 7,473 problems in `train` and 1,319 in `test`. A dataset of one's own has columns `question` and
-    `answer`, which ends with `#### NUMBER`. See `DeclaredTaskEnv` for the arguments.
+    The hub's dataset has 7,473 training and 1,319 test problems. A custom dataset has the columns `question` and
+    `answer`, which ends with `#### NUMBER`.
 
     Example:
         >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}
@@ -52,7 +52,7 @@ class GSM8KEnv(DeclaredTaskEnv):
 def make_gsm8k_env(
     split: Split = "train", *, data: Dataset | None = None, reasoning: bool = True, **options: Unpack[TaskOptions]
 ) -> GSM8KEnv:
-    """Make a `GSM8KEnv` over a local copy, or over the hub's; of one turn, unless `max_steps` says otherwise.
+    """Make a `GSM8KEnv` over the hub's dataset or `data`, with one turn unless `max_steps` is given.
 
     Example:
         >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}

@@ -1,4 +1,4 @@
-"""Guessing a number from hints: the smallest task that is learnt over several turns."""
+"""Number guessing with hints: a minimal multi-turn task."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NUMBER = re.compile(r"\d{1,9}")
 
 
 def guess_problems(highest: int = 10, *, seed: int = 0) -> list[dict[str, object]]:
-    """Return the games, one for each number from 1 to `highest`, shuffled once.
+    """Return one game for each number from 1 to `highest`, in random order.
 
     Raises:
-        ValueError: if there are fewer than two numbers.
+        ValueError: if `highest` is less than 2.
 
     Example:
         >>> guess_problems(2)[0].keys()
@@ -39,7 +39,7 @@ def guess_problems(highest: int = 10, *, seed: int = 0) -> list[dict[str, object
 
 
 def guesses(messages: Sequence[Message]) -> list[int | None]:
-    """Return what each assistant message guesses; None for one that has not exactly one number.
+    """Return the guess of each assistant message; None unless it contains exactly one number.
 
     Example:
         >>> guesses([{"role": "assistant", "content": "Is it 5?"}, {"role": "assistant", "content": "5 or 6"}])
@@ -50,7 +50,7 @@ def guesses(messages: Sequence[Message]) -> list[int | None]:
 
 
 def hint(guessed: Sequence[int | None], answer: int, highest: int) -> str | None:
-    """Return what is said to the last of these guesses; None where the game is over.
+    """Return the response to the last guess, or None if the game is over.
 
     Example:
         >>> hint([5], 7, 10), hint([5, 7], 7, 10)
@@ -68,7 +68,7 @@ def hint(guessed: Sequence[int | None], answer: int, highest: int) -> str | None
 
 
 def few_guesses(messages: Sequence[Message], answer: int) -> float:
-    """Return 1 for a number that is found at once and 0.1 less for each guess before, 0 for one that is not found.
+    """Return 1 minus 0.1 per wrong guess if the number was found, else 0.
 
     Example:
         >>> few_guesses([{"role": "assistant", "content": text} for text in ("5", "8", "7")], 7)
@@ -83,7 +83,7 @@ def _range(low: int, high: int) -> str:
 
 
 class _HintingEnv(DatasetChatEnv):
-    """Answers guesses."""
+    """Responds to guesses with hints."""
 
     def _stepped(self, tensordict: TensorDictBase) -> TensorDictBase:
         step = super()._stepped(tensordict)
@@ -99,19 +99,18 @@ class _HintingEnv(DatasetChatEnv):
 
 
 class GuessEnv(TaskEnv):
-    """Asks for a number in five guesses, each answered with "higher" or "lower" and what is left.
+    """A number-guessing game of five turns; a wrong guess is answered with "higher" or "lower" and the remaining range.
 
-    A number found at once gets 1, each guess before it costs 0.1, and one that is not found gets 0. The number is known
-    from hints alone, so that both splits have the same games. Of numbers to 10 bisection gets 0.81 on average and
-    five different guesses without a look at the hints get 0.4: what is above was learnt over several turns.
+    The reward is 1 minus 0.1 per wrong guess, or 0 if the number is not found. Both splits contain the same games.
+    For `highest=10`, bisection gets 0.81 on average and five distinct guesses that ignore the hints get 0.4.
 
     Args:
-        split: `train` or `test`; the name of the groups.
-        highest: the numbers are from 1 to it.
-        **options: see `GSM8KEnv`; `seed` orders the numbers, and `train` is shuffled unless `shuffle` is given.
+        split: `train` or `test`, the prefix of the group ids.
+        highest: largest possible number; the smallest is 1.
+        **options: see `TaskOptions`; by default `train` is shuffled.
 
     Raises:
-        ValueError: if the split is unknown, or if there are fewer than two numbers.
+        ValueError: if the split is unknown or `highest` is less than 2.
 
     Example:
         >>> GuessEnv(repeats=4).reset()[0]["history"].prompt.content[-1]
@@ -130,7 +129,7 @@ class GuessEnv(TaskEnv):
 
 
 class GuessOptions(TaskOptions, total=False):
-    """What `make_guess_env` hands on; see `GuessEnv`."""
+    """Options of `make_guess_env`; see `GuessEnv`."""
 
     highest: int
 

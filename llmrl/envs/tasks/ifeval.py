@@ -1,4 +1,4 @@
-"""IFEval: instructions that a program can verify (Zhou et al. 2023, https://arxiv.org/abs/2311.07911)."""
+"""IFEval: verifiable instructions (Zhou et al. 2023, https://arxiv.org/abs/2311.07911)."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ Kwargs = Sequence[Row | None]
 
 
 class IfEvalScorer(RubricReward):
-    """Rewards the share of instructions followed: all or each, strictly or loosely, weighed.
-
-    The four shares are the breakdown.
+    """Rewards the followed instructions by a weighted mean of the four IFEval accuracies, which are the breakdown.
 
     Args:
         format_weights: weights of `prompt_level_strict_acc`, `inst_level_strict_acc`, `prompt_level_loose_acc` and
             `inst_level_loose_acc`.
-        aggregate_reward: true weighs them; a function of an `IFEvalScoreData` gives the reward itself, `"aggregate"`
-            in the breakdown. It may also declare `think_blocks` and `answer_blocks`, the contents of such tags, and
-            `complete`.
-        set_done_if_answer: whether an answer ends the conversation; else something after it has to.
-        reasoning: whether the answer stands inside `<answer>` tags.
+        aggregate_reward: True for the weighted mean, or a function that returns the reward (`"aggregate"` in the
+            breakdown) from an `IFEvalScoreData` and, if it has such parameters, `think_blocks` and `answer_blocks`
+            (contents of these tags) and `complete` (whether the rollout was completed).
+        set_done_if_answer: whether an answer ends the conversation.
+        reasoning: whether the answer is inside `<answer>` tags.
 
     Raises:
-        ValueError: unless there are four weights and an aggregation.
+        ValueError: unless there are four weights, and if `aggregate_reward` is false.
 
     Example:
         >>> IfEvalScorer().rubric.names[0]
@@ -109,13 +107,13 @@ def _check_rows(rows: Rows) -> None:
 
 
 class IFEvalEnv(DeclaredTaskEnv):
-    """Prompts with instructions that are checked by program; see `DeclaredTaskEnv` for the arguments.
+    """Prompts with instructions that a program can verify; see `DeclaredTaskEnv` for the arguments.
 
-    The hub's dataset has only the split `train`. One of one's own has columns `prompt`, `instruction_id_list` and
+    The hub's dataset has only the split `train`. A custom dataset has the columns `prompt`, `instruction_id_list` and
     `kwargs`.
 
     Raises:
-        ValueError: if no checker knows an instruction.
+        ValueError: if an instruction is unknown or does not accept its arguments.
 
     Example:
         >>> row = {"prompt": "Name a colour.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}

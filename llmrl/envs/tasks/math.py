@@ -13,9 +13,9 @@ from llmrl.rewards import boxed_answer, extract_answer, is_math_right
 
 
 class MATHRewardParser(AnswerReward):
-    r"""Rewards an answer that math-verify finds equal to the reference, awaited off the batch; see `AnswerReward`.
+    r"""Rewards an answer that math-verify finds equal to the reference; see `AnswerReward`.
 
-    Without `reasoning` the answer is in the last `\boxed{…}` or line.
+    Without `reasoning`, the answer is the last `\boxed{…}`, or else the last line.
 
     Raises:
         MissingExtraError: if math-verify is not installed.
@@ -25,13 +25,13 @@ class MATHRewardParser(AnswerReward):
         ['reward_right', 'reward_answer', 'reward_think', 'success']
     """
 
-    @functools.wraps(AnswerReward.__init__)  # type: ignore[misc]  # so that its arguments are known by name
+    @functools.wraps(AnswerReward.__init__)  # type: ignore[misc]  # preserves the signature
     def __init__(self, **options: Any) -> None:
-        require("math_verify", extra="envs")  # here, where it stops a run, and not at each score
+        require("math_verify", extra="envs")  # fails at construction, not at each score
         super().__init__(**options)
 
     async def is_right(self, completion: str, answer: str) -> bool:
-        """Return whether the answer is equal to the reference."""
+        """Return whether the answer equals the reference."""
         return await asyncio.to_thread(is_math_right, completion, answer, reasoning=self.reasoning)
 
     def has_answer(self, completion: str) -> bool:
@@ -51,11 +51,10 @@ def _read_answers(rows: Rows) -> None:
 class MATHEnv(DeclaredTaskEnv):
     r"""Competition problems with expressions as answers; see `DeclaredTaskEnv` for the arguments.
 
-    A dataset of one's own has columns `problem` and `solution` (its last `\boxed{…}` is the answer), or `problem` and
-    `answer`.
+    A custom dataset has the columns `problem` and `answer`, or `problem` and `solution` with a final `\boxed{…}`.
 
     Raises:
-        ValueError: if a solution has no boxed answer.
+        ValueError: if a row has neither an answer nor a boxed one in its solution.
 
     Example:
         >>> MATHEnv([{"problem": "Half of one?", "solution": r"It is $\boxed{\frac{1}{2}}$."}]).reset()[0]["answer"]

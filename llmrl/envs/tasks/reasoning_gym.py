@@ -1,4 +1,4 @@
-"""reasoning-gym's generated tasks, one or a mix, with a curriculum."""
+"""Generated tasks of reasoning-gym, one or a weighted mix, with an optional curriculum."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from llmrl.rewards import RewardFn, RewardInput, Rubric, Score, score_reasoning_
 from llmrl.transforms import RubricReward
 
 _NUM_KEPT = 1024
-"""Problems that are kept once drawn, at most: a group shares its problem while the level rises."""
+"""Maximum number of cached problems; a group keeps its problem when the level rises."""
 
 
 class ReasoningGymProblems:
-    """Problems of a weighted mix of tasks, generated when drawn.
+    """Problems of a weighted mix of tasks, generated on demand.
 
-    With a curriculum a task starts at its easiest level; when the mean score of its last `window` answers reaches
-    `raise_at`, its level rises by one. Problems that were just drawn are kept, so that a group shares its problem.
+    With a curriculum, each task starts at its easiest level, which rises by one when the mean of its last `window`
+    scores reaches `raise_at`. Recent problems are cached, so all rollouts of a group get the same one.
 
     Args:
-        tasks: a task's name, or names with their weights.
-        num_problems: number of problems in an epoch.
-        split: `train` and `test` generate from different seeds.
+        tasks: a task's name, or weights by name.
+        num_problems: number of problems per epoch.
+        split: `train` or `test`, which use different seeds.
         seed: seed of the mix and of the problems.
-        curriculum: whether levels rise.
-        raise_at, window: mean score, and number of scores, at which they rise.
+        raise_at, window: mean score and number of scores at which a level rises.
         config: arguments of reasoning-gym's configuration, by task.
 
     Raises:
-        ValueError: if a task is unknown, lacks a curriculum or refuses its configuration, or if the weights have no
-            positive sum.
-        TypeError: if a task's configuration does not have a name; the message has the nearest one.
+        ValueError: if a task is unknown, lacks a curriculum or rejects its configuration, or if the weights are
+            invalid.
+        TypeError: if a task's configuration has an unknown argument.
 
     Example:
         >>> problems = ReasoningGymProblems({"chain_sum": 1.0}, num_problems=8)
@@ -76,7 +75,7 @@ class ReasoningGymProblems:
         self.config = config or {}
         self.levels = dict.fromkeys(self.weights, 0)
         self._scores: dict[str, deque[float]] = {task: deque(maxlen=window) for task in self.weights}
-        # Not all of them: in the next epoch they come at the level that was reached.
+        # Not all problems, so that the next epoch generates them at the current level.
         self._num_kept = max(1, min(_NUM_KEPT, num_problems // 2))
         self._drawn: dict[int, Row] = {}
         self._drawn_levels: dict[int, int] = {}
@@ -119,7 +118,7 @@ class ReasoningGymProblems:
         return factory.DATASETS[task][0](curriculum.generate_configuration(arguments))
 
     def record(self, task: str, level: int, score: float) -> None:
-        """Note an answer's score; enough good ones at the task's present level raise it."""
+        """Record the score of an answer at a level; enough good scores at the current level raise it."""
         scores = self._scores[task]
         if not self.has_curriculum or level != self.levels[task]:
             return
@@ -132,12 +131,12 @@ class ReasoningGymProblems:
             scores.clear()
 
     def state_dict(self) -> StateDict:
-        """Return the levels, the scores since they rose, and the levels of the problems that were just drawn."""
+        """Return the levels, the scores since they rose, and the levels of the cached problems."""
         drawn = self._drawn_levels | {index: problem["level"] for index, problem in self._drawn.items()}
         return {"levels": dict(self.levels), "scores": {k: list(v) for k, v in self._scores.items()}, "drawn": drawn}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue from a saved curriculum."""
+        """Restore a saved curriculum."""
         self.levels = dict(state["levels"])
         self._scores = {task: deque(scores, maxlen=self.window) for task, scores in state["scores"].items()}
         self._drawn = {}
@@ -159,16 +158,7 @@ def _check_names(known: Row, tasks: Mapping[str, float], config: Mapping[str, Ro
 
 
 class ReasoningGymChatEnv(DatasetChatEnv):
-    """Saves the curriculum with the position.
-
-    Args:
-        problems: with the curriculum.
-        options: see `DatasetChatEnv`.
-
-    Example:
-        >>> ReasoningGymChatEnv(ReasoningGymProblems("chain_sum", num_problems=8)).state_dict()["curriculum"]["levels"]
-        {'chain_sum': 0}
-    """
+    """A `DatasetChatEnv` that saves the curriculum with the position."""
 
     def __init__(self, problems: ReasoningGymProblems, **options: object) -> None:
         self.problems = problems
@@ -179,13 +169,13 @@ class ReasoningGymChatEnv(DatasetChatEnv):
         return {**super().state_dict(), "curriculum": self.problems.state_dict()}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
-        """Continue from a saved position and curriculum."""
+        """Restore a saved position and curriculum."""
         super().load_state_dict(state_dict)
         self.problems.load_state_dict(state_dict["curriculum"])
 
 
 class _CurriculumRubric(Rubric):
-    """Tells the curriculum every score, those of answers that were cut too, which no reward function sees."""
+    """Records every score in the curriculum, including those of truncated rollouts."""
 
     def __init__(self, problems: ReasoningGymProblems, *reward_fns: RewardFn, truncation_reward: float) -> None:
         super().__init__(*reward_fns, truncation_reward=truncation_reward)
@@ -199,7 +189,7 @@ class _CurriculumRubric(Rubric):
 
 
 class ReasoningGymOptions(TaskOptions, total=False):
-    """What `make_reasoning_gym_env` hands on; see `ReasoningGymProblems`."""
+    """Options of `make_reasoning_gym_env`; see `ReasoningGymProblems`."""
 
     num_problems: int
     curriculum: bool
@@ -209,11 +199,11 @@ class ReasoningGymOptions(TaskOptions, total=False):
 
 
 class ReasoningGymEnv(TaskEnv):
-    """Any of reasoning-gym's tasks, or a weighted mix, scored by its own scorers.
+    """One or several tasks of reasoning-gym, scored by its own scorers.
 
     Args:
         tasks, split, num_problems, curriculum, raise_at, window, config: see `ReasoningGymProblems`.
-        reasoning, **options: see `GSM8KEnv`.
+        reasoning, **options: see `DeclaredTaskEnv`.
 
     Raises:
         ValueError: see `ReasoningGymProblems`.

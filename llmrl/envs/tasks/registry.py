@@ -14,7 +14,7 @@ from llmrl.envs.tasks.task import TASKS, Dataset
 
 
 def task_environments() -> dict[str, str]:
-    """Return the name of each task environment, and a line about it.
+    """Return a one-line description of each task environment, by name.
 
     Example:
         >>> task_environments()["gsm8k"]
@@ -26,20 +26,21 @@ def task_environments() -> dict[str, str]:
 def make_task_env(
     name: str, /, split: str = "train", *, data: Dataset | None = None, repeats: int = 1, **options: object
 ) -> EnvBase:
-    """Make a task environment by its name, or one of your own.
+    """Make a task environment by its name, or with your own function.
 
     Args:
-        name: one of `task_environments()`; or `FILE.py:FUNCTION`, a function of yours that gives an environment. It is
-            called with those of `split`, `repeats`, `data` and `seed` that it has parameters for, and with the options.
-        split: which of its problems: `train`, `test`, or what the hub's data have, such as `train[:-100]`.
-        data: problems of one's own: a hub name, a file or folder, or rows.
-        repeats: conversations per problem: the group size.
-        **options: the keywords of the environment's own `make_…_env`.
+        name: a name in `task_environments()`, or `FILE.py:FUNCTION` for a function that returns an environment. It is
+            called with the options and with those of `split`, `repeats`, `data` and `seed` that it has parameters
+            for.
+        split: `train`, `test`, or a split of the hub's dataset, such as `train[:-100]`.
+        data: your own problems: a hub name, a file or folder, or rows.
+        repeats: group size, the number of conversations per problem.
+        **options: keyword arguments of the environment's `make_…_env`.
 
     Raises:
-        ValueError: if the name is unknown, or if data are given to an environment that makes its own problems.
+        ValueError: if the name is unknown, or if `data` is given to an environment that generates its problems.
         FileNotFoundError: if the file does not exist.
-        TypeError: if the environment does not have an option; the message has the nearest name.
+        TypeError: if an option is unknown.
 
     Example:
         >>> make_task_env("countdown", "test", repeats=4, num_count=3).reset()[0]["rollout", "group_id"]
@@ -64,13 +65,13 @@ def make_task_env(
 
 
 def _make_own(path: Path, name: str, given: dict[str, object], options: dict[str, object]) -> EnvBase:
-    """Call a function of a file of the user's."""
+    """Call a function in a user's file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r} to take the environment {name!r} from.")
     module_name = f"llmrl_own_{path.resolve().stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None  # it is a Python file
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # where pickle looks for its classes
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # so that pickle finds its classes
     spec.loader.exec_module(module)
     make = getattr(module, name, None)
     if not callable(make):

@@ -1,4 +1,4 @@
-"""Searching: a task of several turns with a tool, made up on the spot, so that it trains without a network."""
+"""Search: a multi-turn task with a search tool over a generated corpus."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _FACTS = {
 
 
 def search_corpus(*, num_people: int = 60, seed: int = 0) -> tuple[list[str], list[dict[str, str]]]:
-    """Return documents about people that do not exist, and questions that they answer, each with its `answer`.
+    """Return documents about fictional people, and questions about them with the columns `query` and `answer`.
 
     Raises:
-        ValueError: if there are fewer than two people, or more than names.
+        ValueError: if `num_people` is less than 2 or greater than the number of names.
 
     Example:
         >>> documents, questions = search_corpus(num_people=2)
@@ -67,7 +67,7 @@ def search_corpus(*, num_people: int = 60, seed: int = 0) -> tuple[list[str], li
 
 
 def is_answer_named(completion: str, answer: str) -> float:
-    """Return 1 when the answer is a word of the completion.
+    """Return 1 if the answer occurs as a whole word in the completion, else 0.
 
     Example:
         >>> is_answer_named("She lives in Oslo.", "Oslo"), is_answer_named("Oslofjord", "Oslo")
@@ -77,7 +77,7 @@ def is_answer_named(completion: str, answer: str) -> float:
 
 
 def has_searched(messages: Sequence[Message]) -> float:
-    """Return 1 when a search since the question gave something.
+    """Return 1 if a search since the last question returned a result, else 0.
 
     Example:
         >>> has_searched(({"role": "tool", "content": "[1] Ada lives in Oslo."},)), has_searched(())
@@ -92,12 +92,7 @@ def has_searched(messages: Sequence[Message]) -> float:
 
 
 def example_conversation() -> tuple[Message, ...]:
-    """Return an example with a search and an answer, about a person that no corpus has, to show a model the task.
-
-    Example:
-        >>> [message["role"] for message in example_conversation()]
-        ['user', 'assistant', 'tool', 'assistant']
-    """
+    """Return an example with a search and an answer, about a person who is in no corpus."""
     question, statement, _ = _FACTS["city"]
     query = question.format(name="Zoe Zimmer")
     return (
@@ -109,20 +104,20 @@ def example_conversation() -> tuple[Message, ...]:
 
 
 class SearchEnv(TaskEnv):
-    """Questions that need the search tool: question, search, answer.
+    """Questions that can only be answered with the search tool.
 
-    Two things are rewarded, the mean of them weighted: naming the answer in the last message (weight 1), and having
-    searched with success (weight 0.2), which shows a small model the way.
+    The reward is the weighted mean of naming the answer in the last message (weight 1) and of a successful search
+    (weight 0.2).
 
     Args:
-        dataset: questions of one's own, with columns `query`, `answer` and `documents` (texts); all documents
-            together are what is searched. By default they are `search_corpus`.
-        split: three quarters of the made-up questions are `train`, the rest `test`; both search the whole corpus.
-        num_people: number of people; the corpus has three facts about each.
-        num_results: number of documents that a search shows.
-        show_example: whether every conversation begins with one that is searched and answered.
+        dataset: questions with the columns `query`, `answer` and `documents` (texts); searches cover the documents of
+            all rows. By default `search_corpus`.
+        split: `train` has three quarters of the generated questions, `test` the rest; both search the whole corpus.
+        num_people: number of people in the generated corpus, which has three facts about each.
+        num_results: number of documents that a search returns.
+        show_example: whether every conversation begins with an example.
         tool_parser: see `ToolTransform`.
-        **options: see `GSM8KEnv`; `seed` draws the corpus too, and `train` is shuffled unless `shuffle` is given.
+        **options: see `TaskOptions`; by default `train` is shuffled.
 
     Raises:
         ValueError: if the split is unknown, the dataset empty or a column missing.
@@ -172,7 +167,7 @@ class SearchEnv(TaskEnv):
 
 
 class SearchOptions(TaskOptions, total=False):
-    """What `make_search_env` hands on; see `SearchEnv`."""
+    """Options of `make_search_env`; see `SearchEnv`."""
 
     num_people: int
     num_results: int
@@ -184,7 +179,7 @@ class SearchOptions(TaskOptions, total=False):
 def make_search_env(
     split: Split = "train", *, data: Dataset | None = None, **options: Unpack[SearchOptions]
 ) -> SearchEnv:
-    """Make a `SearchEnv` over a made-up corpus, or over questions and documents of one's own.
+    """Make a `SearchEnv` over the generated corpus or over `data`.
 
     Example:
         >>> row = {"query": "Where does Ada live?", "answer": "Oslo", "documents": ["Ada lives in Oslo."]}

@@ -1,4 +1,4 @@
-"""Sum of digits: the worked example of a task with generated problems."""
+"""Sum of digits: the documentation's example of a task with generated problems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmrl.envs.tasks.task import DeclaredTaskEnv, Split, Task, is_in_split, nam
 def sum_of_digits_problems(
     num_problems: int = 1000, *, split: Split = "train", num_digits: int = 3, seed: int = 0
 ) -> list[dict[str, str]]:
-    """Return numbers of `num_digits` digits, and the sums of their digits; train and test share no number.
+    """Return questions about the digits of random numbers of `num_digits` digits; the splits share no number.
 
     Example:
         >>> sum_of_digits_problems(1)[0].keys()
@@ -25,10 +25,9 @@ def sum_of_digits_problems(
 
 
 class SumOfDigitsEnv(DeclaredTaskEnv):
-    """Asks for the sum of a number's digits; see `DeclaredTaskEnv` for the arguments.
+    """Sums of digits; see `DeclaredTaskEnv` and `sum_of_digits_problems` for the arguments.
 
-    `num_problems` and `num_digits` are those of `sum_of_digits_problems`; `seed` draws the numbers, too. A dataset of
-    one's own has columns `query` and `answer`.
+    A custom dataset has the columns `query` and `answer`.
 
     Example:
         >>> SumOfDigitsEnv().reset()[0]["history"].prompt.role

@@ -1,4 +1,4 @@
-"""`TaskEnv`: problems and how answers to them are rewarded; `Task` declares both for a task that has a name."""
+"""`TaskEnv`: problems with a reward; `Task` declares a named task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llmrl.envs.sources import load_rows
 
 Split = Literal["train", "test"]
 Dataset = str | Path | Iterable[Row]
-"""What `load_rows` reads."""
+"""A source of `load_rows`."""
 Rows = list[dict[str, Any]]
 
 REASONING_PROMPT = (
@@ -33,11 +33,11 @@ REASONING_PROMPT = (
 
 
 class TaskOptions(DrawOptions, total=False):
-    """How a task's problems are drawn; see `DatasetChatEnv`.
+    """Options that all task environments share; see `DatasetChatEnv`.
 
-    `num_envs` is 1 as in TorchRL, so that a reset gives a batch `[1]`; with None, batches have any shape.
-    With `max_steps` a `StepCounter` limits the turns. Without `compute_reward` conversations are neither ended nor
-    scored. Rewards read messages: with another `input_mode` than `history` the `tokenizer` makes one of the answer.
+    `num_envs` is 1 by default, as in TorchRL, so a reset returns a batch `[1]`; with None, batches have any shape.
+    `max_steps` limits the turns. Without `compute_reward`, conversations are neither ended nor scored. Rewards need a
+    `tokenizer` if `input_mode` is not `history`.
     """
 
     batch_size: Sequence[int] | int | None
@@ -54,15 +54,14 @@ class TaskEnv(KnownArguments, TransformedEnv):
     """A `DatasetChatEnv` over the problems of a task, with its reward appended.
 
     Args:
-        problems: rows with a column `query` and those that the reward reads.
-        reward: the transform that ends and scores conversations; with others before it, a `Compose`.
-        system_prompt: system prompt of the conversation.
-        reasoning: whether the prompt also asks for `<think>` and `<answer>`.
-        options: options of drawing problems.
-        chat_env: class of the environment that draws them.
+        problems: rows with a column `query` and the columns that the reward reads.
+        reward: transform that ends and scores conversations.
+        reasoning: whether the prompt also asks for `<think>` and `<answer>` tags.
+        options: see `TaskOptions`.
+        chat_env: class of the inner environment.
 
     Raises:
-        TypeError: if an option is unknown; the message has the nearest name.
+        TypeError: if an option is unknown.
 
     Example:
         >>> from llmrl.transforms import RubricReward
@@ -97,50 +96,50 @@ class TaskEnv(KnownArguments, TransformedEnv):
             self.append_transform(StepCounter(options["max_steps"]))
 
     def reset_dataloader(self) -> Self:
-        """Begin the problems anew; see `DatasetChatEnv`."""
+        """Restart the problems; return the environment."""
         self.base_env.reset_dataloader()
         return self
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
-        """Return the position in the problems, and a curriculum where there is one."""
+        """Return the position in the problems, and the curriculum if there is one."""
         return self.base_env.state_dict()
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
-        """Continue from a saved position."""
+        """Restore a saved position."""
         self.base_env.load_state_dict(state_dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What a task asks and how it rewards answers; the class attribute `task` of a `DeclaredTaskEnv`."""
+    """Problems, prompt and reward of a task; the class attribute `task` of a `DeclaredTaskEnv`."""
 
     source: str | Callable[..., Sequence[Row]]
-    """Hub name of the problems, or what generates them: a function of `split`, perhaps of `seed`, and of the keyword
-    arguments that become options of the environment."""
+    """Hub name, or a function that generates the problems from `split`, optionally `seed`, and keyword arguments,
+    which become options of the environment."""
     reward: Callable[..., Transform]
-    """Makes the transform that ends and scores conversations, given `reasoning`."""
+    """Function of `reasoning` that returns the transform which ends and scores conversations."""
     query: str = "query"
-    """Column that is asked."""
+    """Column with the question."""
     columns: tuple[str, ...] = ("answer",)
     """Other columns that every row needs."""
     system_prompt: str | None = None
     reasoning: bool = True
-    """Whether the prompt asks for thoughts and answer in tags; `reasoning=` of the environment overrides it."""
+    """Whether the prompt asks for `<think>` and `<answer>` tags, by default."""
     subset: str | None = None
     """Configuration of the hub's dataset."""
     complete_rows: Callable[[Rows], None] | None = None
-    """Checks the rows and writes what they lack."""
+    """Function that checks the rows and adds missing values in place."""
     shuffle: bool = False
 
     def own_options(self) -> dict[str, inspect.Parameter]:
-        """Return the options that the generator of problems has of its own."""
+        """Return the options of the task's problem generator."""
         if isinstance(self.source, str):
             return {}
         parameters = inspect.signature(self.source).parameters.items()
         return {name: each for name, each in parameters if name not in ("split", "seed")}
 
     def rows(self, dataset: Dataset | None, split: str, options: dict[str, object]) -> Rows:
-        """Return the rows of a dataset, or the task's own; its own options are taken out of the given ones."""
+        """Return the rows of a dataset, or the task's own; the generator's options are removed from `options`."""
         own = {name: options.pop(name) for name in self.own_options() if name in options}
         if dataset is None and not isinstance(self.source, str):
             if "seed" in inspect.signature(self.source).parameters:
@@ -155,17 +154,17 @@ class Task:
 
 
 class DeclaredTaskEnv(TaskEnv):
-    """A `TaskEnv` that its `task` describes.
+    """A `TaskEnv` defined by its class attribute `task`.
 
     Args:
-        dataset: hub name, local file or folder, or rows to use in place of the task's own problems.
-        split: which problems; also the name of their groups.
-        reasoning: whether the prompt asks for thoughts and answer in tags; by default what the task says.
-        **options: `TaskOptions`, and those of the task's generator.
+        dataset: hub name, local file or folder, or rows; by default the task's own problems.
+        split: split of the problems, also the prefix of the group ids.
+        reasoning: whether the prompt asks for `<think>` and `<answer>` tags; by default as the task declares.
+        **options: `TaskOptions` and the options of the task's generator.
 
     Raises:
         FileNotFoundError: if the dataset does not exist.
-        TypeError: if an option is unknown; the message has the nearest name.
+        TypeError: if an option is unknown.
         ValueError: if the dataset is empty or lacks a column.
 
     Example:
@@ -199,7 +198,7 @@ class DeclaredTaskEnv(TaskEnv):
         )
 
     def __init_subclass__(cls) -> None:
-        # So that help() shows every option, and an unknown one is refused before anything is loaded.
+        # help() shows every option, and unknown ones are refused before anything is loaded.
         super().__init_subclass__()
         _, dataset, split, reasoning, _ = inspect.signature(DeclaredTaskEnv.__init__).parameters.values()
         own = [each.replace(kind=reasoning.kind) for each in cls.task.own_options().values()]
@@ -214,23 +213,17 @@ class DeclaredTaskEnv(TaskEnv):
 
     @classmethod
     def make(cls, split: Split = "train", *, data: Dataset | None = None, **options: Any) -> Self:
-        """Make the environment over a split of the task's own problems, or over `data`.
-
-        Example:
-            >>> from llmrl.envs import AdditionEnv
-            >>> AdditionEnv.make("test", data=[{"query": "1 + 1 =", "answer": "2"}]).reset()[0]["rollout", "group_id"]
-            'test/0/0'
-        """
+        """Make the environment over a split of the task's own problems, or over `data`."""
         return cls(data, split=split, **options)
 
 
 Maker = TypeVar("Maker", bound=Callable[..., TaskEnv])
 TASKS: dict[str, tuple[Callable[..., TaskEnv], str]] = {}
-"""What makes the environment of each task that has a name, and a line about it."""
+"""Factory and one-line description of each named task environment."""
 
 
 def named_task(name: str, about: str) -> Callable[[Maker], Maker]:
-    """Return a decorator that enters a function under a name for `make_task_env`, with a line about the task."""
+    """Return a decorator that registers a factory for `make_task_env`."""
 
     def enter(make: Maker) -> Maker:
         TASKS[name] = (make, about)
@@ -242,7 +235,7 @@ def named_task(name: str, about: str) -> Callable[[Maker], Maker]:
 def task_rows(
     dataset: Dataset, *, split: str | None, query: str, columns: Sequence[str] = (), subset: str | None = None
 ) -> Rows:
-    """Return the rows of a task's dataset (see `load_rows`), with the column that is asked as `query`, too.
+    """Return the rows of a dataset (see `load_rows`), with the column `query` copied from the question's column.
 
     Example:
         >>> task_rows([{"problem": "1 + 1 ="}], split=None, query="problem")
@@ -253,12 +246,12 @@ def task_rows(
 
 
 def is_in_split(problem: str, split: Split) -> bool:
-    """Return whether a generated problem belongs to a split: a tenth of all, by their text, are for testing."""
+    """Return whether a generated problem belongs to a split; a hash assigns a tenth of the problems to `test`."""
     return (zlib.crc32(problem.encode()) % 10 == 0) == (check_split(split) == "test")
 
 
 def check_split(split: str) -> str:
-    """Return a split's name; raise ValueError if it is neither `train` nor `test`."""
+    """Return the split; raise ValueError if it is neither `train` nor `test`."""
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}.")
     return split
