@@ -1,7 +1,6 @@
-"""Reinforcement learning of language models the TensorDict way.
+"""Reinforcement learning of language models with TensorDict.
 
-The names below load the module that defines them when first used, so that `import llmrl` is quick and imports neither
-vLLM nor Ray nor any of transformers' models.
+Names are imported on first use, so `import llmrl` is fast and does not import vLLM, Ray or transformers' models.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
 # Public name -> the module that defines it. The imports above are for type checkers and editors only;
-# `test/project/test_structure.py` checks that both list the same.
+# `test/project/test_structure.py` checks that both are the same.
 _EXPORTS = {
     "AgentEnv": "llmrl.envs",
     "AsyncVLLM": "llmrl.engines",

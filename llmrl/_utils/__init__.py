@@ -1,1 +1,1 @@
-"""What every package may use and that knows nothing of ours: loops, threads, failures, arguments, files, imports."""
+"""Helpers without dependencies on other packages of llmrl: loops, threads, failures, arguments, files, imports."""

@@ -1,4 +1,4 @@
-"""Refusing arguments that nothing would read, with the name that was meant."""
+"""Errors for unknown arguments, with the nearest known name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from llmrl._utils.torchrl_names import instead_of
 def refuse_unknown(
     owner: str, given: Iterable[str], known: Iterable[str], explained: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse the first name that is not known.
+    """Raise TypeError for the first unknown name, with the nearest known one.
 
     Args:
-        owner: what was given them, for the message.
+        owner: what has the arguments, for the message.
         given, known: names.
-        explained: what to do instead of names that other libraries know; TorchRL's of this owner when not given.
-
-    Raises TypeError, which names the argument and what to do instead, the nearest known name, or all known names.
+        explained: advice for names from other libraries; by default `instead_of(owner)`.
 
     Example:
         >>> refuse_unknown("make_env", ["num_digit"], ["num_digits", "seed"])
@@ -63,11 +61,11 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "vllm_gpu_memory_utilization": ("gpu_memory_utilization",),
     "vllm_importance_sampling_cap": ("importance_cap",),
 }
-"""Names of TRL and verl, and those that mean the same here."""
+"""Names in TRL and verl, and the names here with the same meaning."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that was probably meant, if there is one: what other libraries call so, or the nearest.
+    """Return the synonym or the most similar known name, or None.
 
     Example:
         >>> nearest("wnadb", ["tensorboard", "wandb"]), nearest("beta", ["kl_to_ref_coeff", "seed"])
@@ -82,7 +80,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 @functools.cache
 def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
-    """Names that a function takes as keywords, those of a typed `**options` included; None where it takes any.
+    """Return the keywords of a function, including those of a typed `**options`; None if it takes any keyword.
 
     Example:
         >>> keywords_of(refuse_unknown)
@@ -91,9 +89,9 @@ def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
     names: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            if parameter.annotation == "Never":  # it takes what is to be refused
+            if parameter.annotation == "Never":  # unknown arguments that the function refuses itself
                 continue
-            # Alone: other annotations may have names that only a type checker imports.
+            # The other annotations may have names that only type checkers import.
             alone = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
             hint = get_type_hints(alone, inspect.unwrap(function).__globals__).get(parameter.name)
             if get_origin(hint) is not Unpack:
@@ -105,7 +103,7 @@ def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
 
 
 class KnownArguments:
-    """A base of classes that refuse unknown keywords by name, before they build or load anything.
+    """Base of classes that refuse unknown keywords before they do anything else.
 
     Example:
         >>> class Task(KnownArguments):

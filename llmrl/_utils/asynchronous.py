@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def run_sync(coroutine: Coroutine[object, None, Result]) -> Result:
-    """Run a coroutine to its end, also where an event loop is already running (notebooks).
+    """Run a coroutine and return its result, even if an event loop is running, as in notebooks.
 
     Example:
         >>> async def answer():

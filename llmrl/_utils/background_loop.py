@@ -1,4 +1,4 @@
-"""An event loop on its own thread, awaited cheaply from other event loops."""
+"""An event loop in its own thread, with cheap waits from other event loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Mailbox:
-    """Runs callables on a loop of another thread; a burst of them costs one wake-up."""
+    """Queue of calls for a loop in another thread; a burst of calls wakes the loop once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -30,14 +30,14 @@ class Mailbox:
 
     @property
     def overdue_seconds(self) -> float:
-        """How long the loop has not come to look."""
+        """Seconds for which the loop has not processed its queue."""
         woken_s = self._woken_s
         return 0.0 if woken_s is None else time.monotonic() - woken_s
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Run `function(*arguments)` on the loop soon. Raises RuntimeError if the loop is closed."""
+        """Schedule `function(*arguments)` on the loop. Raises RuntimeError if the loop is closed."""
         self._queue.append((function, arguments))
-        # Between the append and the flag a drain may run: it then finds the letter. A spurious wake-up is harmless.
+        # If `_drain` runs between these statements, it finds the call. A superfluous wake-up is harmless.
         if self._woken_s is None:
             self._woken_s = time.monotonic()
             try:
@@ -54,23 +54,23 @@ class Mailbox:
 
 
 class CrossLoopTask(Generic[Result]):
-    """A coroutine on its way to a background loop, and what came of it on its way back."""
+    """A coroutine that runs on a background loop, and its result for the loop that waits."""
 
     __slots__ = ("_background", "_claims", "_context", "_coroutine", "_ended", "_here", "_outbox", "_task", "future")
 
     def __init__(self, coroutine: Coroutine[None, None, Result]) -> None:
         self._coroutine = coroutine
         self._here = asyncio.get_running_loop()
-        self._context = contextvars.copy_context()  # the sender's, not that of the task that wakes the loop
+        self._context = contextvars.copy_context()  # the sender's context, not that of the task that wakes the loop
         self.future: asyncio.Future[Result] = self._here.create_future()
         """Its result, for the loop that it was begun from."""
         self._task: asyncio.Task[Result] | None = None
         self._ended: asyncio.Future[None] | None = None
 
     def go_to(self, background: BackgroundLoop) -> None:
-        """Begin on this loop. Raises RuntimeError if the loop is closed; the coroutine is, too."""
+        """Start on this loop. If the loop is closed, closes the coroutine and raises RuntimeError."""
         self._background = background
-        self._claims = [None]  # the side that takes it owns the coroutine
+        self._claims = [None]  # the side that takes the item owns the coroutine
         try:
             background.check_open()
             self._outbox = background.outbox(self._here)
@@ -80,11 +80,11 @@ class CrossLoopTask(Generic[Result]):
             raise
 
     def withdraw(self) -> bool:
-        """Take it back, if it has not begun."""
+        """Return whether the coroutine had not started yet and has been withdrawn."""
         return _take(self._claims)
 
     def cancel(self) -> asyncio.Future[None]:
-        """Cancel it where it runs and return a future that is done when it has ended."""
+        """Cancel the coroutine, and return a future that is done when it has ended."""
         self.future.cancel()
         self._ended = self._here.create_future()
         if self.withdraw():
@@ -104,7 +104,7 @@ class CrossLoopTask(Generic[Result]):
     def _finished(self, task: asyncio.Task[Result]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if isinstance(error, asyncio.CancelledError) and not self._background.is_closed:
-            error = as_exception(error)  # it cancelled itself; a cancelled wait does not see this
+            error = as_exception(error)  # it cancelled itself; a cancelled wait does not get here
         with contextlib.suppress(RuntimeError):  # the awaiting loop is closed
             self._outbox.post(self._deliver, error)
 
@@ -121,14 +121,14 @@ class CrossLoopTask(Generic[Result]):
 
 def _take(tickets: list[None]) -> bool:
     try:
-        tickets.pop()  # of two threads, one finds it
+        tickets.pop()  # only one of two threads succeeds
     except IndexError:
         return False
     return True
 
 
 class BackgroundLoop:
-    """An event loop on a daemon thread. Whatever escapes on it, it runs until `close`.
+    """An event loop in a daemon thread. It runs until `close`, whatever its tasks raise.
 
     Example:
         >>> async def answer():
@@ -150,24 +150,24 @@ class BackgroundLoop:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether the loop was closed."""
         return self._is_closing or not self._thread.is_alive()
 
     @property
     def thread(self) -> threading.Thread:
-        """The thread that runs it."""
+        """The thread of the loop."""
         return self._thread
 
     @property
     def overdue_seconds(self) -> float:
-        """How long something has been waiting for the loop to come round: its thread is blocked meanwhile."""
+        """Seconds for which a call has waited because the loop's thread is blocked."""
         return self._inbox.overdue_seconds
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # a thread does not travel: elsewhere there is none
+        return type(None), ()  # a thread cannot be pickled
 
     def submit(self, coroutine: Coroutine[None, None, Result]) -> Future[Result]:
-        """Run a coroutine on the loop, for a thread that waits for its result. Raises RuntimeError after `close`."""
+        """Run a coroutine on the loop, and return its future for a thread. Raises RuntimeError after `close`."""
         try:
             self.check_open()
             return asyncio.run_coroutine_threadsafe(guarded(coroutine), self.loop)
@@ -176,9 +176,9 @@ class BackgroundLoop:
             raise
 
     def run(self, coroutine: Coroutine[None, None, Result], timeout: float | None = None) -> Result:
-        """Run a coroutine on the loop and block until its result.
+        """Run a coroutine on the loop and wait for its result.
 
-        Raises RuntimeError if called on the loop's own thread, which would wait for itself, or after `close`.
+        Raises RuntimeError in the loop's own thread, which would deadlock, and after `close`.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -186,22 +186,22 @@ class BackgroundLoop:
         return self.submit(coroutine).result(timeout)
 
     def check_open(self) -> None:
-        """Refuse what comes after `close`: raises RuntimeError."""
+        """Raise RuntimeError if the loop is closed."""
         if self.is_closed:
             raise RuntimeError(f"The background loop {self._thread.name!r} is closed: its owner was shut down.")
 
     def begin(self, coroutine: Coroutine[None, None, Result]) -> CrossLoopTask[Result]:
-        """Have a coroutine run on the loop, for the running loop of the caller. Raises RuntimeError after `close`."""
+        """Start a coroutine on the loop for the caller's running loop. Raises RuntimeError after `close`."""
         errand = CrossLoopTask(coroutine)
         errand.go_to(self)
         return errand
 
     async def wait(self, coroutine: Coroutine[None, None, Result]) -> Result:
-        """Await a coroutine that runs on the background loop; cancelling the wait cancels it there.
+        """Await a coroutine that runs on the background loop. Cancelling the wait cancels the coroutine.
 
         Raises:
-            Exception: whatever it raised, as by `as_exception`.
-            CancelledError: when the wait is cancelled, or the loop is closed.
+            Exception: any exception of the coroutine, converted by `as_exception`.
+            CancelledError: if the wait is cancelled, or the loop is closed.
             RuntimeError: after `close`.
         """
         if asyncio.get_running_loop() is self.loop:
@@ -214,29 +214,29 @@ class BackgroundLoop:
             raise
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the loop soon. Raises RuntimeError after `close`."""
+        """Schedule a function on the loop. Raises RuntimeError after `close`."""
         self.check_open()
         self._inbox.post(function, *arguments)
 
     def ask(self) -> None:
-        """Have the loop come round, so that `overdue_seconds` says whether it does."""
+        """Schedule an empty call, so that `overdue_seconds` shows whether the loop responds."""
         with contextlib.suppress(RuntimeError):
             self.post(bool)
 
     def close(self) -> None:
-        """Cancel what still runs, stop the loop and join its thread. May be called twice."""
+        """Cancel all tasks, stop the loop and join its thread. May be called twice."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self.stop()
             self._thread.join(timeout=10)
 
     def stop(self) -> None:
-        """End it without waiting for that."""
+        """Stop the loop without waiting."""
         self._is_closing = True
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
 
     def outbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
-        """Return the way back to a loop that waits."""
+        """Return the queue of a loop that waits for results."""
         with self._lock:
             outbox = self._outboxes.get(loop)
             if outbox is None:
@@ -259,7 +259,7 @@ class BackgroundLoop:
             self.loop.close()
 
     def _run_until(self, run: Callable[[], object]) -> None:
-        """Run the loop to its end: `SystemExit` in one of its tasks leaves it at once, and is no reason to stop."""
+        """Run the loop until `close`: it continues after a task raises `SystemExit` or `KeyboardInterrupt`."""
         while True:
             try:
                 run()

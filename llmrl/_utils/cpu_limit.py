@@ -1,4 +1,4 @@
-"""A bound of what other people's Python code computes, in whichever thread it is called."""
+"""A limit on the CPU time of user code, in any thread."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LOOK_SECONDS = 0.1
 
 
 class CpuLimitError(Exception):
-    """Code that was called computed for longer than it may."""
+    """User code exceeded its CPU time."""
 
 
 class _Expired(BaseException):
-    """Raised within the code that is called, which must not catch it."""
+    """Raised in user code, which must not catch it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     seconds: Callable[[], float]
-    """How long its thread has computed; where that is not known (macOS), the time."""
+    """Returns the CPU time of the thread, or the wall time if that is unknown (macOS)."""
     end_s: float
     is_expired: bool = False
 
@@ -38,16 +38,10 @@ _watches: list[threading.Thread] = []
 
 
 def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
-    """Call a function, and end it when it has computed for so long; waiting and other threads do not count.
+    """Call a function, and stop it after `cpu_seconds` of this thread's CPU time.
 
-    It ends between two instructions of Python, so one that computes within an extension ends when it returns from
-    that. Calls do not nest.
-
-    Args:
-        function: code that may not end.
-        cpu_seconds: seconds of this thread's processor time.
-
-    Raises CpuLimitError if it is ended.
+    Raises CpuLimitError if it is stopped. It is stopped between two Python instructions, so a call into an extension
+    finishes first. Calls cannot be nested.
 
     Example:
         >>> call_within(lambda: sum(range(4)), 10.0)
@@ -65,7 +59,7 @@ def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
         finally:
             with _lock:
                 _calls.pop(thread, None)
-            if call.is_expired:  # and perhaps not raised yet
+            if call.is_expired:  # the exception may still be pending
                 _set_exception(thread, None)
     except _Expired:
         with _lock:
@@ -76,7 +70,7 @@ def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
 def _begin(thread: int, call: _Call) -> None:
     with _lock:
         _calls[thread] = call
-        if not _watches or not _watches[0].is_alive():  # also after a fork, which has no threads
+        if not _watches or not _watches[0].is_alive():  # also after a fork, which has no other threads
             _watches[:] = [threading.Thread(target=_watch, name="llmrl-cpu-limit", daemon=True)]
             _watches[0].start()
     _is_called.set()

@@ -1,7 +1,7 @@
-"""What escapes from code of users, whatever it is: an `Exception`, so that it ends nothing but what it escaped from.
+"""Converts whatever user code raises to an `Exception`.
 
-A reward that runs `sys.exit()`, a tool in which a cancel scope leaks, a generator that is closed: `SystemExit`,
-`CancelledError` and `GeneratorExit` are no `Exception`s, and event loops take them for orders of their own.
+`SystemExit`, `CancelledError` and `GeneratorExit` are not subclasses of `Exception`. An event loop would obey them if
+they escaped from user code, such as a reward that calls `sys.exit()`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Result = TypeVar("Result")
 
 
 class EscapedError(RuntimeError):
-    """A `BaseException` other than an `Exception` escaped from user code; it is the cause of this error."""
+    """User code raised a `BaseException` that is no `Exception`, which is the cause of this error."""
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return the error, or an `EscapedError` caused by it where futures and loops would take it for an order.
+    """Return the error itself, or an `EscapedError` with it as the cause if loops or futures would obey it.
 
-    Raises KeyboardInterrupt on the main thread, where it is the process's own.
+    Raises KeyboardInterrupt in the main thread.
 
     Example:
         >>> as_exception(SystemExit(3))
@@ -38,7 +38,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error in a line: its type and its text.
+    """Return type and text of an error in one line.
 
     Example:
         >>> describe(KeyError("a")), describe(as_exception(SystemExit(3)))
@@ -46,18 +46,18 @@ def describe(error: BaseException) -> str:
     """
     try:
         text = str(error)
-    except Exception:  # of a user's class
+    except Exception:  # raised by a user's class
         text = "its text cannot be made"
     return text if isinstance(error, EscapedError) else f"{type(error).__name__}: {text}"
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return where an error comes from, as Python prints it."""
+    """Return the traceback of an error, as Python prints it."""
     return "".join(traceback.format_exception(error))
 
 
 async def guarded(work: Awaitable[Result]) -> Result:
-    """Await something of a user's in a task of its own: only exceptions, and cancellations, leave it."""
+    """Await user code in its own task, and raise only exceptions and cancellations."""
     try:
         return await work
     except Exception:
@@ -70,11 +70,9 @@ async def guarded(work: Awaitable[Result]) -> Result:
 
 
 async def contained(work: Awaitable[Result]) -> Result:
-    """Await something of a user's on this loop: what leaves it is an exception; a cancellation is always the caller's.
+    """Await user code on this loop; a `CancelledError` is always a cancellation of the caller, which cancels the code.
 
-    When the caller is cancelled, `work` is too, and not waited for.
-
-    Raises what it raised, as by `as_exception`.
+    Raises other errors as `as_exception` converts them.
     """
     task = asyncio.ensure_future(guarded(work))
     try:
@@ -86,10 +84,7 @@ async def contained(work: Awaitable[Result]) -> Result:
 
 
 def result_of(task: asyncio.Future[Result]) -> Result:
-    """Return the result of a task that has ended and that llmrl did not cancel.
-
-    Raises what it raised, as by `as_exception`.
-    """
+    """Return the result of a finished task that llmrl did not cancel; raises errors as `as_exception` converts them."""
     try:
         return task.result()
     except asyncio.CancelledError as error:
@@ -97,7 +92,7 @@ def result_of(task: asyncio.Future[Result]) -> Result:
 
 
 async def cancel_this_task() -> None:
-    """Cancel the running task, which alone may raise a `CancelledError`: any other is taken for one that escaped."""
+    """Cancel the running task. A `CancelledError` raised in any other way counts as one of user code."""
     task = asyncio.current_task()
     assert task is not None
     task.cancel()

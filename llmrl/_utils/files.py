@@ -1,7 +1,7 @@
-"""Reading and writing files: a kill leaves no half of one, and no link is followed.
+"""Safe reading and writing of files: writes are atomic, and links are not followed.
 
-A folder that was sent may hold links to files of its reader, pipes that are never written to, or devices. What is read
-or written by a name in it goes through `open_file` and the writers here, which take regular files alone.
+A folder of unknown origin may contain links to private files, pipes that block, or devices. `open_file` and the
+writers here accept only regular files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KINDS = {
 
 
 class UnsafeFileError(ValueError):
-    """A name that should be a file, or a folder, is something else: a link, a pipe, a socket, a device."""
+    """A path expected to be a file or a folder is a link, a pipe, a socket or a device."""
 
     def __init__(self, path: Path, expected: str = "a file") -> None:
         try:
@@ -52,15 +52,14 @@ class UnsafeFileError(ValueError):
 
 
 def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors: str | None = None) -> IO[Any]:
-    """Open a regular file, as `open` does with UTF-8; nothing else is waited for, followed or written to.
+    """Open a regular file with the encoding UTF-8, without following links or blocking.
 
     Args:
-        path: path of the file. Links among the folders above it are followed, see `check_entries`.
+        path: path of the file. Links among its parent folders are followed (`check_entries`).
         mode: `r`, `r+`, `w`, `a` or `a+`, with `b` for bytes.
-        newline, errors: see `open`.
+        newline, errors: as for `open`.
 
-    Raises UnsafeFileError for a link, a pipe, a socket, a device or a folder, and FileNotFoundError if there is none
-    to read.
+    Raises UnsafeFileError if the path is no regular file, and FileNotFoundError if there is no file to read.
 
     Example:
         >>> import tempfile
@@ -73,7 +72,7 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
     """
     flags = _FLAGS[mode.replace("b", "")]
     try:
-        # Not truncated before it is known to be a file.
+        # Truncate only after checking that it is a file.
         descriptor = os.open(path, (flags & ~os.O_TRUNC) | _NO_LINKS, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP):
@@ -93,22 +92,20 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
 
 
 def read_text(path: Path, *, newline: str | None = None, errors: str | None = None) -> str:
-    """Return what a file holds; see `open_file`."""
+    """Return the content of a file (`open_file`)."""
     with open_file(path, newline=newline, errors=errors) as file:
         return str(file.read())
 
 
 def check_entries(folder: Path, names: Collection[str], *, links: Collection[str] = ()) -> None:
-    """Refuse a folder in which one of these entries, or what is in one, is neither a file nor a folder.
+    """Raise UnsafeFileError if an entry of a folder, or anything below it, is neither a file nor a folder.
 
-    It is for what is opened by others, who follow links, and for the folders on the way to a file.
+    Used before other libraries, which follow links, open files in the folder.
 
     Args:
         folder: may be missing.
-        names: patterns of entries, see `fnmatch`; others are not looked at.
-        links: patterns of paths in the folder that may be links, such as `wandb/latest-run`.
-
-    Raises UnsafeFileError for the first one.
+        names: patterns of the entries to check (`fnmatch`).
+        links: patterns of paths that may be links, such as `wandb/latest-run`.
 
     Example:
         >>> import tempfile
@@ -129,10 +126,9 @@ def check_entries(folder: Path, names: Collection[str], *, links: Collection[str
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that readers see the old one or the new one, never half: `write(temporary_path)`, then rename.
+    """Write a file atomically: `write(temporary_path)`, flush to disk, then rename.
 
-    The content reaches the disk before the name that leads to it. What `write` raises is raised, and nothing is left.
-    What a kill leaves is removed by `clean_killed_writes`.
+    If `write` raises, nothing changes. `clean_killed_writes` removes the temporary file of a killed process.
 
     Example:
         >>> import tempfile
@@ -154,15 +150,15 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """Return a name beside a path's that cannot be guessed, so that nothing waits under it."""
+    """Return a temporary path in the same folder, with an unpredictable name."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder so that readers see the old one or the new one, never half: `write(temporary_path)`, then rename.
+    """Write a folder atomically: `write(temporary_path)`, flush to disk, then rename.
 
-    Between the two names is a moment without either; a kill in it leaves the old one to `clean_killed_writes`. What
-    `write` raises is raised, and nothing is left.
+    If `write` raises, nothing changes. If the process is killed between the two renames, `clean_killed_writes` restores
+    the old folder.
 
     Example:
         >>> import tempfile
@@ -193,7 +189,7 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
 
 
 def clean_killed_writes(folder: Path) -> None:
-    """Remove what killed writers left in a folder that has no writer now, and put back what they had moved away."""
+    """Remove temporary entries of killed processes from a folder, and restore what they had renamed."""
     for old in folder.glob(".*.old"):
         _put_back(old, old.with_name(old.name[1:].removesuffix(".old")))
     for left in folder.glob(".*.tmp"):
@@ -208,7 +204,7 @@ def _put_back(old: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all in it; of a link the link alone."""
+    """Remove a file, a folder with its content, or a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -216,10 +212,7 @@ def remove(path: Path) -> None:
 
 
 def flush_to_disk(path: str | os.PathLike[str]) -> None:
-    """Return once the content of a file, or the names in a folder, are on the disk.
-
-    A rename may otherwise reach the disk before what it names.
-    """
+    """Flush the content of a file, or the names in a folder, to disk, so that a later rename cannot overtake it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -228,7 +221,7 @@ def flush_to_disk(path: str | os.PathLike[str]) -> None:
 
 
 def cut_lines(path: Path, is_kept: Callable[[bytes], bool] = lambda line: True) -> None:
-    r"""Cut off the last lines of a file: half a line, which a killed writer leaves, and those that are not kept.
+    r"""Remove an incomplete last line, and then all last lines for which `is_kept` is false.
 
     Example:
         >>> import tempfile

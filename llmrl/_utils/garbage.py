@@ -1,4 +1,4 @@
-"""Python's search for garbage, made rarer while conversations are in flight."""
+"""Less frequent garbage collection while conversations are in flight."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import weakref
 from collections.abc import Callable
 
 NUM_OBJECTS = 50_000
-"""Objects that come about, beyond those that go, between two searches; Python's own number is 700."""
+"""Threshold of new objects between two collections; Python's default is 700."""
 
-_lock = threading.RLock()  # a search itself may end an owner
+_lock = threading.RLock()  # reentrant, because a collection may finalize an owner
 _num_owners = 0
 _before: tuple[int, int, int] = gc.get_threshold()
 
 
 def search_rarely(owner: object) -> Callable[[], None]:
-    """Have Python look for garbage rarely while `owner` lives, or until what this returns is called.
+    """Collect garbage rarely while `owner` lives, or until the returned function is called.
 
-    A turn makes a hundred objects that live to the next, and that counting references frees then. By Python's own
-    number they are looked at again and again, and whenever they have been a quarter of all objects of the process, all
-    of these: half a million once torch is imported. A larger number that the program
-    has set, or a search that is switched off, stays as it is.
+    With Python's threshold, the short-lived objects of turns trigger full collections over the half million objects of
+    torch. A higher threshold of the program is kept, and so is a disabled collector.
 
     Example:
         >>> class Owner: ...
@@ -42,7 +40,7 @@ def search_rarely(owner: object) -> Callable[[], None]:
 
 
 def search_young() -> None:
-    """Free unreachable objects that were made since the last searches, such as a step's tensors in a cycle.
+    """Free recent unreachable objects, such as a step's tensors in reference cycles.
 
     Example:
         >>> search_young()

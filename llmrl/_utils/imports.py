@@ -1,4 +1,4 @@
-"""Optional dependencies: imported where used, and missed with a sentence that says how to install them."""
+"""Imports of optional dependencies, with the command that installs them in the error."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from types import ModuleType
 
 
 class MissingExtraError(ImportError):
-    """A package that only some of llmrl needs is not installed."""
+    """A package that an optional feature needs is not installed."""
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Import an optional module, or say which extra brings it.
+    """Import an optional module. Raises MissingExtraError if its package is not installed.
 
     Args:
-        module: dotted name of the module, as in an import statement.
-        extra: the extra of llmrl's `pyproject.toml` that installs it.
-
-    Raises MissingExtraError if the package is absent; one that fails to import otherwise raises its own error.
+        module: dotted name of the module.
+        extra: extra of llmrl that installs it.
 
     Example:
         >>> require("json", extra="tools").loads("[1]")
@@ -30,7 +28,7 @@ def require(module: str, *, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # If a dependency of that package is missing, installing our extra would not help.
+        # If a dependency of that package is missing, our extra would not install it.
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise

@@ -1,4 +1,4 @@
-"""Values of models, environments and users as JSON has them."""
+"""Conversion of arbitrary values to JSON."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 from llmrl._utils.types import JSON
 
-# Deeper values, and longer integers, raise where Python writes them or reads them back.
+# Python cannot write, or cannot read back, deeper values and longer integers.
 _MAX_DEPTH = 100
 _MAX_BITS = 14_000
 
 
 def as_json(value: object, depth: int = _MAX_DEPTH) -> JSON:
-    """Return a value as JSON has it, and as its text where JSON has no such thing. Raises for nothing.
+    """Return a value as JSON, with the text of objects that JSON does not support. Never raises.
 
-    What is nested more than a hundred deep is left out (`…`). Text stays as it is, lone surrogates too: write it with
-    `errors="backslashreplace"`, which is how JSON escapes them.
+    Values nested more than 100 deep become `…`. Lone surrogates are kept: write the text with
+    `errors="backslashreplace"`.
 
     Example:
         >>> as_json({"a": (1, {2}), 3: None})

@@ -1,4 +1,4 @@
-"""Names that a package hands on from modules that import the package itself."""
+"""Lazy re-exports of names from modules that import the package itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 
 def handed_on(package: str, names: Collection[str], *modules: str) -> Callable[[str], object]:
-    """Return the `__getattr__` of a package that takes what it lacks of its names from modules, when asked for it.
+    """Return a package's `__getattr__`, which imports the modules when one of the names is first used.
 
     Example:
         >>> handed_on("package", ["pi"], "math")("pi") > 3

@@ -1,4 +1,4 @@
-"""The parts of a transformers model that engines and trainers look at."""
+"""Parts of transformers models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the configuration of a model's decoder, where it is a part of a larger one."""
+    """Return the configuration of a model's decoder, which may be part of a larger configuration."""
     return getattr(model.config, "text_config", None) or model.config
 
 

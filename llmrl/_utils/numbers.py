@@ -1,4 +1,4 @@
-"""Numbers that come from an author's function, and where that function is."""
+"""Validation of numbers from user functions, and the location of such functions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ import traceback
 from collections.abc import Callable
 
 _LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest float32, in which rewards are kept."""
+"""The largest float32, the dtype of rewards."""
 
 
 def finite_number(value: object, name: str) -> float:
-    """Return a number as a float: of Python, NumPy or a tensor of one element; true is 1.
+    """Return a number of Python or NumPy, or a tensor with one element, as a float.
 
-    Args:
-        value: whatever a function returned.
-        name: what it is, for the message.
-
-    Raises TypeError for what is no number, a text that reads like one included, and ValueError for NaN, infinity, and
-    what float32 cannot hold.
+    Raises TypeError if it is not a number (text is not), and ValueError if float32 cannot represent it, or if it is NaN
+    or infinite. The messages contain `name`.
 
     Example:
         >>> finite_number(True, "reward"), finite_number(2, "reward")
@@ -33,7 +29,7 @@ def finite_number(value: object, name: str) -> float:
         if isinstance(value, str | bytes | bytearray):
             raise TypeError
         number = float(value)  # type: ignore[arg-type]  # whatever has no float raises
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises the last
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         raise TypeError(f"{name} must be a number, got {value!r:.80} ({type(value).__name__}).") from None
     except OverflowError:
         number = math.inf
@@ -43,7 +39,7 @@ def finite_number(value: object, name: str) -> float:
 
 
 def location_of(function: Callable[..., object], error: BaseException | None = None) -> str:
-    """Return `file:line` of a function's definition, or of its last line that an error passed; "" of a built-in one.
+    """Return `file:line` of a function, at the last line in `error`'s traceback if given; "" for a built-in function.
 
     Example:
         >>> location_of(location_of).rpartition("/")[2].partition(":")[0]

@@ -1,4 +1,4 @@
-"""Which rank of a process group computes what."""
+"""Distribution of work over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ T = TypeVar("T")
 
 
 def rank_and_size(process_group: torch.distributed.ProcessGroup | None) -> tuple[int, int]:
-    """Return this process's rank in the group, and the number of ranks; (0, 1) without one."""
+    """Return this process's rank and the number of ranks; (0, 1) without a group."""
     if process_group is None:
         return 0, 1
     return torch.distributed.get_rank(process_group), torch.distributed.get_world_size(process_group)
 
 
 def share_of(micro_batches: Sequence[T], rank: int, num_ranks: int) -> Iterator[tuple[T, bool]]:
-    """Yield the micro-batches that a rank computes, and of each whether another rank counts it.
+    """Yield a rank's micro-batches, each with a flag: True if another rank already counts it.
 
-    Ranks that would run out first repeat one, so that all make the same number of passes and their collectives match.
+    Ranks without a micro-batch repeat one, so that all ranks make the same number of passes and collective calls.
 
     Example:
         >>> [list(share_of("abc", rank, 2)) for rank in (0, 1)]
@@ -32,11 +32,11 @@ def share_of(micro_batches: Sequence[T], rank: int, num_ranks: int) -> Iterator[
 
 
 def gather_or_fail(compute: Callable[[], T], process_group: torch.distributed.ProcessGroup | None) -> list[T]:
-    """Return what each rank computes, of rank 0 first; a failure of one ends on all, which would wait for it.
+    """Return the results of all ranks by rank; if one rank fails, all ranks raise.
 
     Raises:
-        Exception: what `compute` raised on this rank.
-        RuntimeError: what it raised on another one, as text.
+        Exception: any exception of `compute` on this rank.
+        RuntimeError: if another rank failed, with its error as text.
 
     Example:
         >>> gather_or_fail(lambda: 3, None)

@@ -1,4 +1,4 @@
-"""An event loop for code of users, which may block its thread: what begins later then has another one."""
+"""An event loop for user code that is replaced while its thread is blocked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GRACE_SECONDS = 0.5
 
 
 class _Visit:
-    """An errand, on which loop it is, and whether it may be moved to another."""
+    """A coroutine in flight, its loop, and whether it may be moved to another loop."""
 
     __slots__ = ("errand", "is_movable", "place")
 
@@ -34,7 +34,7 @@ class _Visit:
 
 
 class _Watch:
-    """What one event loop waits for: as long as there is something, it looks now and then whether all loops go on."""
+    """What one event loop waits for. It checks periodically whether the background loops respond."""
 
     __slots__ = ("is_looking", "overdue", "visits")
 
@@ -45,10 +45,10 @@ class _Watch:
 
 
 class ReplaceableLoop:
-    """A background loop, started when it is first needed, and another one while something blocks its thread.
+    """A background loop, started on first use, with a replacement while its thread is blocked.
 
-    A coroutine that blocks (`time.sleep`, a request without `await`) holds up what has begun on its loop; what has not
-    is moved to another, and a warning shows where the thread stands. A loop that goes on is used again.
+    If user code blocks (`time.sleep`, a synchronous request), coroutines that have not started move to another loop,
+    and a warning shows the stack of the blocked thread. A loop that responds again is used again.
 
     Example:
         >>> async def answer():
@@ -69,11 +69,11 @@ class ReplaceableLoop:
         self._finalizer.atexit = False
 
     def __reduce__(self) -> tuple[type[ReplaceableLoop], tuple[str]]:
-        return ReplaceableLoop, (self.name,)  # threads do not travel
+        return ReplaceableLoop, (self.name,)  # threads cannot be pickled
 
     @property
     def current(self) -> BackgroundLoop:
-        """The loop for what begins now."""
+        """The loop for new coroutines."""
         with self._lock:
             for loop in list(self._loops):
                 if loop.is_closed:
@@ -91,11 +91,11 @@ class ReplaceableLoop:
         *,
         on: BackgroundLoop | None = None,
     ) -> Result:
-        """Await a coroutine that runs on the current loop, or always `on` this one; cancelling the wait cancels it.
+        """Await a coroutine on the current loop, or on `on`. Cancelling the wait cancels the coroutine.
 
         Raises:
-            Exception: whatever it raised, as by `as_exception`.
-            TimeoutError: when it took too long.
+            Exception: any exception of the coroutine, converted by `as_exception`.
+            TimeoutError: after `timeout_seconds`.
         """
         here = asyncio.get_running_loop()
         place = on or self.current
@@ -112,10 +112,10 @@ class ReplaceableLoop:
             async with asyncio.timeout(timeout_seconds):
                 return await future
         except (asyncio.CancelledError, TimeoutError) as interruption:
-            if not future.cancelled():  # a time-out of its own
+            if not future.cancelled():  # a TimeoutError of the coroutine itself
                 raise
             ended = errand.cancel()
-            # What is cancelled may itself wait for something cancelled, so the owner of the limit waits longer.
+            # Cancellation may itself take time, so the owner of the limit waits longer.
             await asyncio.wait([ended], timeout=_GRACE_SECONDS * (1 if timeout_seconds is None else 2))
             if not ended.done() and visit.place.overdue_seconds:
                 self._found_blocked(visit.place)
@@ -138,7 +138,7 @@ class ReplaceableLoop:
     def _look(self, watch: _Watch) -> None:
         watch.is_looking = False
         overdue = {place for place in {visit.place for visit in watch.visits} if place.overdue_seconds > _GRACE_SECONDS}
-        for place in overdue & watch.overdue:  # twice: once may be that no thread of this process ran
+        for place in overdue & watch.overdue:  # twice, because once may be a pause of the whole process
             self._found_blocked(place)
         for visit in list(watch.visits):
             if visit.is_movable and visit.place in self._blocked and visit.errand.withdraw():
@@ -163,7 +163,7 @@ class ReplaceableLoop:
         )
 
     def close(self) -> None:
-        """Cancel what still runs and end the threads; one that is blocked ends when it can. May be called twice."""
+        """Cancel all tasks and end the threads, a blocked one when it can. May be called twice."""
         for loop in self._loops:
             if loop.overdue_seconds > _GRACE_SECONDS:
                 loop.stop()

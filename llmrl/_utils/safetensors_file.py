@@ -1,4 +1,4 @@
-"""Safetensors files, one tensor at a time: safetensors' own writer holds all of them twice while it writes."""
+"""Streaming of safetensors files: the library's writer would hold all tensors twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from llmrl._utils.files import flush_to_disk
 
 Announced: TypeAlias = tuple[str, torch.dtype, Sequence[int]]
-"""Name, dtype and shape of a tensor that is to come."""
+"""Name, dtype and shape of a coming tensor."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -25,16 +25,16 @@ _CHECKSUM_SIZE = 4
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies in a file."""
+    """Location of a tensor in a file."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """In bytes, from the start of the file."""
+    """Bytes from the start of the file."""
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view of the file's bytes, [num_bytes] uint8."""
+        """Return the tensor as a view of the file's bytes (uint8, [num_bytes])."""
         size = torch.Size(self.shape).numel() * self.dtype.itemsize
         return buffer[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
@@ -46,17 +46,17 @@ def write_safetensors(
     *,
     checksum_name: str | None = None,
 ) -> tuple[int, int]:
-    """Write a file and bring it to the disk; its size and CRC-32.
+    """Write a file, flush it to disk, and return its size and CRC-32.
 
     Args:
-        path: the file.
-        entries: the tensors to come.
-        pairs: the tensors, by name and in that order.
-        checksum_name: name of one more tensor, the last: the CRC-32 of everything before it.
+        path: path of the file.
+        entries: the coming tensors.
+        pairs: names and tensors, in the same order.
+        checksum_name: name of an additional last tensor, the CRC-32 of everything before it.
 
-    Raises ValueError if other tensors come than were announced.
+    Raises ValueError if the tensors differ from `entries`.
     """
-    # Wide types first, so that each tensor begins at a multiple of its own width.
+    # Wide dtypes first, for alignment.
     in_order = sorted(entries, key=lambda entry: -entry[1].itemsize)
     if in_order != list(entries):
         held = dict(pairs)
@@ -87,7 +87,7 @@ def write_safetensors(
 
 
 def is_sealed(buffer: torch.Tensor) -> bool:
-    """Return whether a file ([num_bytes] uint8) that was written with a checksum is as it was written."""
+    """Return whether the checksum of a file (uint8, [num_bytes]) is right."""
     data = memoryview(buffer.numpy())  # type: ignore[arg-type]
     sealed = data[:-_CHECKSUM_SIZE]
     seal = data[-_CHECKSUM_SIZE:]
@@ -95,7 +95,7 @@ def is_sealed(buffer: torch.Tensor) -> bool:
 
 
 def places_of(buffer: torch.Tensor) -> list[TensorPlace]:
-    """Return where the tensors of a file ([num_bytes] uint8) lie."""
+    """Return the locations of the tensors in a file (uint8, [num_bytes])."""
     header_size = int.from_bytes(bytes(buffer[:8].tolist()), "little")
     header = json.loads(bytes(buffer[8 : 8 + header_size].numpy()))
     return [

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of rollouts: what their time went on, by the names of its GenAI conventions.
+"""OpenTelemetry spans of rollouts, named by the GenAI conventions.
 
-They are off until `trace_spans`, and then cost a comparison each. `llmrl` makes them; who keeps them is a provider of
-OpenTelemetry's SDK, the program's own or the one that `run.spans` sets up.
+They are off until `trace_spans`. A provider of OpenTelemetry's SDK exports them: the program's own, or the one that
+`run.spans` sets up.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ _tracer: Tracer | None = None
 
 
 def trace_spans(provider: TracerProvider | None = None) -> None:
-    """Make spans of this process's rollouts from now on: rollout, turn, and in it the engine, tools, and rewards.
-
-    They hold names, counts and scores, but no text of a conversation.
+    """Create spans for rollouts of this process, without conversation text.
 
     Args:
-        provider: makes the spans; None is the program's own, as `opentelemetry-instrument` sets it, or one that
-            sends them by OTLP where it has none, to where `OTEL_EXPORTER_OTLP_ENDPOINT` says.
+        provider: creates the spans. None means the program's provider, or one that exports by OTLP to
+            `OTEL_EXPORTER_OTLP_ENDPOINT`.
 
-    Raises MissingExtraError if OpenTelemetry is not installed, naming the extra.
+    Raises MissingExtraError if OpenTelemetry is not installed.
     """
     global _tracer
     trace = require("opentelemetry.trace", extra="spans")
@@ -41,7 +39,7 @@ def trace_spans(provider: TracerProvider | None = None) -> None:
 
 
 def stop_spans() -> None:
-    """Make none any more."""
+    """Stop creating spans."""
     global _tracer
     _tracer = None
 
@@ -57,12 +55,12 @@ def _sending_provider() -> TracerProvider:
 
 
 def span(operation: str, subject: str = "", *, parent: str = "") -> AbstractContextManager[Span | None]:
-    """Return a context manager of a span, which it gives; of None while spans are off.
+    """Return a context manager that yields a span, or None if spans are off.
 
     Args:
-        operation: the first word of its name, and its `gen_ai.operation.name`.
-        subject: the rest of its name: a model, a tool.
-        parent: `here()` of another thread; by default the span that this is in.
+        operation: first word of the span's name, and its `gen_ai.operation.name`.
+        subject: rest of the name: a model or a tool.
+        parent: `here()` of another thread; by default the current span.
 
     Example:
         >>> with span("execute_tool", "search") as current:
@@ -78,7 +76,7 @@ def span(operation: str, subject: str = "", *, parent: str = "") -> AbstractCont
 
 
 def here() -> str:
-    """Return what names this place among spans, for a thread that this one's context does not reach; "" while off."""
+    """Return an identifier of the current span for `span(parent=...)` in another thread; "" if spans are off."""
     if _tracer is None:
         return ""
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

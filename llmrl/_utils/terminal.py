@@ -1,18 +1,18 @@
-"""Text of models and pages on a terminal."""
+"""Safe display of text from models and web pages on a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
 _KEPT = "\n\t"
-# Characters that turn the direction of what follows, so that text reads as what it is not (Boucher and Anderson, 2021,
-# "Trojan Source"), and that join or hide: category Cf has them all.
+# Among them are characters of category Cf that change the direction of text, so that it misleads (Boucher and Anderson,
+# 2021, "Trojan Source").
 _HIDDEN = ("Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp")
-_JOINERS = "\u200d\ufe0f"  # which emoji are made with
+_JOINERS = "\u200d\ufe0f"  # parts of emoji
 
 
 def printable(text: str) -> str:
-    r"""Return the text with what a terminal would obey, hide or turn around written out.
+    r"""Return the text with control, hidden and direction-changing characters escaped.
 
     Example:
         >>> printable("a\x1b]52;c;aGk=\x07 \u202eb")

@@ -1,4 +1,4 @@
-"""Blocking functions of users, awaited. The threads are daemons: one that hangs keeps no process from ending."""
+"""Awaitable calls of blocking user functions, in daemon threads, which do not delay the end of the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class WorkerThread:
-    """A thread that calls functions one after another; it begins with the first call.
+    """A thread that runs calls in order; it starts with the first call.
 
     Example:
         >>> async def main():
@@ -42,7 +42,7 @@ class WorkerThread:
         threading.Thread(target=_work, args=arguments, name=self._name, daemon=True).start()
 
     def leave_behind(self) -> None:
-        """Go on in another thread, also with what waits: what this one does cannot be interrupted."""
+        """Continue in a new thread, because the current call cannot be interrupted."""
         if self._is_left is not None:
             self._is_left.set()
         self._begin()
@@ -54,10 +54,7 @@ class WorkerThread:
         *arguments: Parameters.args,
         **keywords: Parameters.kwargs,
     ) -> Result:
-        """Call a function in the thread.
-
-        Raises what it raised, as by `as_exception`.
-        """
+        """Call a function in the thread; raises errors as `as_exception` converts them."""
         if self._is_left is None:
             self._begin()
         call = _Call(lambda: function(*arguments, **keywords))
@@ -65,16 +62,16 @@ class WorkerThread:
         return await call.future
 
     def close(self) -> None:
-        """End the thread after what was called before. May be called twice."""
+        """End the thread after the calls so far. May be called twice."""
         self._calls.put(None)
 
 
 async def run_in_thread(
     function: Callable[Parameters, Result], /, *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> Result:
-    """Run a function in a thread of its own, which is left behind when its caller is cancelled.
+    """Run a function in a new thread, which is abandoned if the caller is cancelled.
 
-    Raises what it raised, as by `as_exception`.
+    Raises errors as `as_exception` converts them.
 
     Example:
         >>> asyncio.run(run_in_thread(max, 1, 2))
@@ -88,7 +85,7 @@ async def run_in_thread(
 def start_in_thread(
     function: Callable[Parameters, Result], /, *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> Future[Result]:
-    """Run a function in a thread of its own, which keeps no process from ending; an executor's would.
+    """Run a function in a new daemon thread, which, unlike an executor's, does not delay the end of the process.
 
     Example:
         >>> start_in_thread(max, 1, 2).result()
@@ -134,7 +131,7 @@ def _work(calls: queue.SimpleQueue[Callable[[], None] | None], is_left: threadin
     while not is_left.is_set():
         call = calls.get()
         if call is None:
-            calls.put(None)  # for one that was left behind, too
+            calls.put(None)  # also for an abandoned thread
             return
         call()
-        del call  # what it held is not kept while nothing comes
+        del call  # free what the call refers to

@@ -1,7 +1,6 @@
-"""What TorchRL's classes take that those of the same name here do not, and what to do instead.
+"""Arguments and attributes of TorchRL's classes that classes of the same name here lack, with alternatives.
 
-One table, which `docs/migrating-from-torchrl.md` prints and the errors quote; a test compares it with TorchRL's
-signatures.
+`docs/migrating-from-torchrl.md` prints the table, and errors quote it. A test compares it with TorchRL's signatures.
 """
 
 from __future__ import annotations
@@ -228,12 +227,12 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("VLLMWeightSyncScheme", ".create_receiver", "engines receive by themselves once the sender has them"),
 )
-"""Classes, their arguments and (with a dot) methods and properties, and what to do instead."""
+"""Classes or functions, their arguments and (with a dot) attributes, and the alternative."""
 
 
 @functools.cache
 def instead_of(*owners: str) -> Mapping[str, str]:
-    """Return what TorchRL's classes or functions of these names offer and ours do not, with what to do instead.
+    """Return what TorchRL's classes or functions of these names offer and ours do not, with the alternatives.
 
     Example:
         >>> instead_of("DAPO")["reduction"]
@@ -247,7 +246,7 @@ def instead_of(*owners: str) -> Mapping[str, str]:
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:
-    """Return the error for a missing attribute, with what to do instead if TorchRL's class has it."""
+    """Return the error for a missing attribute, with the alternative if TorchRL's class has the attribute."""
     known = instead_of(*(base.__name__ for base in type(owner).__mro__))
     advice = f": {known['.' + name]}." if "." + name in known else "."
     return AttributeError(f"{type(owner).__name__} has no {name!r}{advice}", name=name, obj=owner)

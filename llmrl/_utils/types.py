@@ -1,4 +1,4 @@
-"""Types that several rooms share: JSON values, ragged nestings, and what llmrl calls of a tokenizer."""
+"""Shared types: JSON values, nested lists, datasets, tokenizers."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 Item = TypeVar("Item")
 
 JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"] | None
-"""What `json.dumps` writes."""
+"""A value that `json.dumps` can write."""
 
 Nested: TypeAlias = Item | list["Nested[Item]"]
-"""One item, or lists of items that are nested as a batch is."""
+"""One item, or lists of items nested like a batch."""
 
 InputMode: TypeAlias = Literal["history", "text", "tokens"]
-"""What a policy reads."""
+"""The form in which a policy reads conversations."""
 
 StateDict: TypeAlias = dict[str, Any]
-"""What `state_dict` returns and `load_state_dict` takes; the values depend on the class."""
+"""A value of `state_dict` and `load_state_dict`."""
 
 Row: TypeAlias = Mapping[str, Any]
-"""A row of a dataset: its columns by name, of whatever type."""
+"""A row of a dataset: its columns by name."""
 
 
 class Encoding(TypedDict):
-    """What a tokenizer gives for one text."""
+    """Result of tokenizing one text."""
 
     input_ids: list[int]
     offset_mapping: list[tuple[int, int]]
-    """First character of each token and the one after its last, where it was asked for."""
+    """Start and end of each token in characters, if requested."""
 
 
 class AddedToken(Protocol):
-    """A token that was added to a vocabulary."""
+    """A token added to a vocabulary."""
 
     content: str
     special: bool
@@ -41,7 +41,7 @@ class AddedToken(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What llmrl calls of a tokenizer; every `PreTrainedTokenizerBase` of transformers has it."""
+    """The tokenizer methods that llmrl uses; every `PreTrainedTokenizerBase` has them."""
 
     chat_template: str | None
     eos_token: str | None

@@ -1,4 +1,4 @@
-"""Tools: what a model may call, and the transforms that answer its calls."""
+"""Tools that a model may call, and the transforms that answer the calls."""
 
 from typing import TYPE_CHECKING
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from playwright.async_api import Browser, Page, Playwright
 
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-# Of an action's time: what the page has, and what is left to ask whether it still responds.
+# Shares of an action's time for the page, and for checking whether the page responds afterwards.
 _ACTION_SHARE = 0.6
 _RESPONSE_SHARE = 0.35
-# A page that does not let itself be closed is left to the browser's end.
+# A page that does not close by then ends with the browser.
 _CLOSE_SECONDS = 10.0
-# What could go around the proxy, or calls home.
+# Options against bypassing the proxy and against background traffic.
 _FLAGS = (
     "--disable-quic",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
@@ -37,7 +37,7 @@ _FLAGS = (
 )
 
 
-# A conversation has one page: what would open another goes there.
+# A conversation has one page, so links and scripts that would open another one use it.
 _ONE_PAGE = """
 window.open = address => { if (address) location.href = address; return null; };
 addEventListener('click', event => {
@@ -52,28 +52,28 @@ async def _close_pop_up(page: Page) -> None:
 
 
 def find_chromium() -> str | None:
-    """Return the path of the system's Chromium or Chrome; None where there is none."""
+    """Return the path of the system's Chromium or Chrome, or None."""
     return next((path for name in _PROGRAMS if (path := shutil.which(name)) is not None), None)
 
 
 class BrowserTransform(ToolTransform):
-    """Gives the model a headless browser: `navigate`, `click`, `type_text`, `extract` and `screenshot`.
+    """A headless browser for the model: `navigate`, `click`, `type_text`, `extract` and `screenshot`.
 
-    Each conversation has a page of its own, with its own cookies, from its first call to its end. Everything that the
-    browser asks for, redirects and what pages load included, goes through a gateway that knows the allowed domains.
+    Each conversation has its own page and cookies. All requests of the browser, including redirects and what pages
+    load, go through a gateway that allows only some domains.
 
     Args:
-        allowed_domains: host names, perhaps with a port; what is below one is allowed too. Names that stand for an
-            address of this machine or its network are refused, unless that address is among them.
-        timeout: seconds that one action may take.
-        tool_name, **output: see `ToolTransform`.
-        max_pages: pages open at one time; a conversation beyond that waits for one to end, as long as `timeout`.
-        screenshot_folder: where screenshots are saved; without it there is no such tool.
-        executable_path: path of the browser; by default the system's.
+        allowed_domains: host names, optionally with a port; subdomains are allowed too. Names that resolve to an
+            address of this machine or its network are refused, unless the address is listed.
+        timeout: seconds per action.
+        tool_name, **output: as for `ToolTransform`.
+        max_pages: number of open pages; further conversations wait for one for up to `timeout` seconds.
+        screenshot_folder: where screenshots are saved; without it there is no `screenshot` tool.
+        executable_path: path of the browser; the system's by default.
 
     Raises:
         MissingExtraError: if the `tools` extra is not installed.
-        ValueError: if no domain is allowed, or if one matches nothing, such as a pattern or a URL.
+        ValueError: if no domain is allowed, or a domain is a pattern or a URL.
         FileNotFoundError: if no Chromium is installed.
     """
 
@@ -139,14 +139,14 @@ class BrowserTransform(ToolTransform):
                     raise ToolError(
                         "the page does not respond and was closed; the next action has a new one."
                     ) from error
-            except asyncio.CancelledError:  # of the action, or of the question whether its page responds
+            except asyncio.CancelledError:  # of the action, or of the check whether the page responds
                 self._close_page(conversation_id)
                 raise
 
         return Tool(action.__name__, signature.description, signature.schema, run, release=self._release)
 
     async def _responds(self, page: Page) -> bool:
-        """Return whether scripts run in the page: one that never ends blocks all others and the next action."""
+        """Return whether scripts run in the page; an endless one would block the next action."""
         try:
             await asyncio.wait_for(page.evaluate("1"), self.timeout * _RESPONSE_SHARE)
         except Exception:
@@ -167,7 +167,7 @@ class BrowserTransform(ToolTransform):
         except Exception as error:
             self._opening = None
             raise ToolError(f"the browser does not start: {first_line(error)}") from error
-        if not browser.is_connected():  # it crashed, and its pages with it
+        if not browser.is_connected():  # a crash, which ends all pages
             self._opening = None
             return await self._browser()
         return browser
@@ -183,8 +183,8 @@ class BrowserTransform(ToolTransform):
         return await self._playwright.chromium.launch(
             executable_path=self._program,
             args=list(_FLAGS),
-            chromium_sandbox=os.getuid() != 0,  # as root it does not start with its own sandbox
-            # Loopback too goes through the gateway.
+            chromium_sandbox=os.getuid() != 0,  # Chromium's sandbox does not work as root
+            # Loopback addresses go through the gateway too.
             proxy={"server": f"http://127.0.0.1:{self._port}", "bypass": "<-loopback>"},
         )
 
@@ -225,7 +225,7 @@ class BrowserTransform(ToolTransform):
 
     async def _end_page(self, opening: asyncio.Task[Page]) -> None:
         if not opening.done():
-            opening.cancel()  # it waits for a place
+            opening.cancel()  # it waits for a free page
         results = await asyncio.gather(opening, return_exceptions=True)
         if not isinstance(results[0], BaseException):
             self._places.release()
@@ -234,7 +234,7 @@ class BrowserTransform(ToolTransform):
 
     @property
     def num_pages(self) -> int:
-        """Conversations that have a page, or wait for one."""
+        """Number of conversations that have a page or wait for one."""
         return len(self._pages)
 
     def close(self) -> None:

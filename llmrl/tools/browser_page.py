@@ -1,4 +1,4 @@
-"""What the model does with a page of the browser. Docstrings and type hints here are what it is shown."""
+"""The model's actions on a page of the browser. The model reads the docstrings and type hints here."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class PageActions:
-    """The actions on one page of playwright.
+    """The actions on one page.
 
     Args:
         page: page of playwright.
-        allowed_domains: told to the model when it asks for another.
-        screenshot_path: where the next screenshot goes.
+        allowed_domains: for messages to the model.
+        screenshot_path: returns the path of the next screenshot.
     """
 
     def __init__(self, page: Page, allowed_domains: Sequence[str], screenshot_path: Callable[[], Path]) -> None:
@@ -88,14 +88,14 @@ class PageActions:
         path = self._screenshot_path()
         await self._page.screenshot(path=path)
         size = self._page.viewport_size
-        assert size is not None  # as the browser was started
+        assert size is not None  # set when the browser started
         return f"[screenshot: {path.name}, {size['width']} × {size['height']}]"
 
     async def _loaded(self) -> str:
-        """Return the page as it is once it has loaded."""
+        """Return title, address and text of the page after it has loaded."""
         await self._page.wait_for_load_state("load")
         text = await self._page.inner_text("body")
-        if text.startswith("Refused: "):  # the gateway's answer to a link or a form
+        if text.startswith("Refused: "):  # the gateway's response to a link or a form
             await self._page.goto("about:blank")
             raise self._refusal(text.split()[1])
         return f"{await self._page.title()}\n{self._page.url}\n\n{text}"
@@ -105,5 +105,5 @@ class PageActions:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the part of an error's text that says what happened."""
+    """Return the first line of an error's text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""`Gateway`: the one way out of a browser, to the allowed domains only."""
+"""`Gateway`: restricts a browser to the allowed domains."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ REFUSED_HEADER = "x-llmrl-refused"
 _MAX_HEAD_BYTES = 64 << 10
 _CONNECT_SECONDS = 20.0
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# Addresses that a router of this network unwraps or that belong to a site: 6to4, Teredo, local NAT64, IPv4-compatible.
+# Addresses that routers translate, or of a local site: 6to4, Teredo, local NAT64, IPv4-compatible.
 _TUNNELS = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "64:ff9b:1::/48", "::/96", "fec0::/10")))
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 
 def is_allowed(host: str, port: int, allowed_domains: Sequence[str]) -> bool:
-    """Return whether a host is one of the domains, or below one; a domain with a port allows that port only.
+    """Return whether a host is one of the domains or a subdomain; a domain with a port allows only that port.
 
     Example:
         >>> is_allowed("docs.python.org", 443, ["python.org"]), is_allowed("evilpython.org", 443, ["python.org"])
@@ -37,11 +37,11 @@ def is_allowed(host: str, port: int, allowed_domains: Sequence[str]) -> bool:
 
 
 def check_domains(allowed_domains: Sequence[str]) -> tuple[str, ...]:
-    """Return the domains, when each can match something.
+    """Return the domains.
 
     Raises:
-        TypeError: if they are a string, which is a sequence of letters.
-        ValueError: if there are none, or if one is an address with a scheme or path, or a pattern.
+        TypeError: if they are a string.
+        ValueError: if there are none, or if one has a scheme, a path or a pattern.
 
     Example:
         >>> check_domains(["python.org", "127.0.0.1:8000"])
@@ -72,12 +72,11 @@ def _is_port(text: str) -> bool:
 
 
 def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> bool:
-    """Return whether the gateway connects to an address that a host's name stands for.
+    """Return whether the gateway may connect to an address to which a host name resolves.
 
-    A name may stand for any address on the internet. One of this machine or its network is reached only where the
-    address itself, or the name `localhost`, is among the domains: the owner of a name decides what it stands for. An
-    IPv6 address that stands for an IPv4 one (mapped, NAT64) is that; of tunnels that hold one (6to4, Teredo) none is
-    reached.
+    Public addresses are allowed. A local or private one is allowed only if the address itself, or `localhost`, is
+    listed, because the owner of a name decides where it resolves to. IPv4 addresses within IPv6 (mapped, NAT64) are
+    unwrapped; tunnels (6to4, Teredo) are refused.
 
     Example:
         >>> is_reachable("93.184.216.34", "example.org", ["example.org"]), is_reachable("10.0.0.1", "a.org", ["a.org"])
@@ -99,13 +98,13 @@ def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> boo
 
 
 class Gateway:
-    """A forward proxy on loopback that refuses every host but the allowed ones.
+    """A forward proxy on loopback that refuses all but the allowed hosts.
 
-    The browser sends everything through it: pages, what they load, redirects, web sockets. It also resolves names, so
-    the browser resolves nothing, and connects to the very address that it has checked (`is_reachable`).
+    It receives all requests of the browser, also those of web sockets, resolves names itself, and connects to the
+    address that it has checked (`is_reachable`).
 
     Args:
-        allowed_domains: see `is_allowed`.
+        allowed_domains: as for `is_allowed`.
     """
 
     def __init__(self, allowed_domains: Sequence[str]) -> None:
@@ -120,7 +119,7 @@ class Gateway:
         return self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Stop listening, and cut what is open."""
+        """Stop listening and close all connections."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
@@ -134,13 +133,13 @@ class Gateway:
         try:
             await self._serve(reader, writer)
         except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # a request that is none, or a host that does not answer: the browser sees a closed connection
+            pass  # an invalid request or an unreachable host: the browser sees a closed connection
         finally:
             self._tasks.discard(task)
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one request per connection, so that no second one goes unseen."""
+        """Serve one request per connection, so that each request is checked."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         request, _, fields = head.partition("\r\n")
         method, target, _ = request.split(" ", 2)
@@ -177,7 +176,7 @@ class Gateway:
 
 
 def _closing(fields: str) -> str:
-    """Return header fields such that the server closes after its answer."""
+    """Return the header fields with `connection: close`, except for an upgrade."""
     lines = fields.split("\r\n")
     if any(line.lower().startswith("upgrade:") for line in lines):
         return fields
@@ -191,7 +190,7 @@ async def _join(
     far_reader: asyncio.StreamReader,
     far_writer: asyncio.StreamWriter,
 ) -> None:
-    """Carry bytes both ways until the far side ends."""
+    """Forward bytes in both directions until the far side ends."""
     outward = asyncio.create_task(_carry(reader, far_writer))
     try:
         await _carry(far_reader, writer)

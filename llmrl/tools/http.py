@@ -1,4 +1,4 @@
-"""`HttpTool` and `StopTool`: a request to hosts that are named, and the end of the conversation."""
+"""`HttpTool` and `StopTool`: HTTP requests to allowed hosts, and the end of the conversation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmrl.tools.output import ToolResult
 from llmrl.tools.tool import StopSignal, Tool, ToolError, function_tool
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-# None that says where a request goes, where it ends, or who sent it.
+# No headers that determine the target, the end or the sender of a request.
 _HEADERS = frozenset(
     (
         "accept", "accept-language", "authorization", "cache-control", "content-language", "content-type", "cookie",
@@ -22,20 +22,19 @@ _HEADERS = frozenset(
 def HttpTool(
     *, allowed_hosts: Sequence[str], timeout: float = 10.0, max_response_bytes: int = 1 << 20, name: str = "http"
 ) -> Tool:
-    """Return a tool that makes HTTP requests; redirects are shown, and not followed.
+    """Return a tool that makes HTTP requests, without following redirects.
 
-    Headers are those of a list, such as `Accept`, `Authorization` and `Content-Type`: not `Host`, which names another
-    site of the same server, nor those that say where a body ends.
+    Only common headers such as `Accept`, `Authorization` and `Content-Type` are allowed; `Host` is not.
 
     Args:
-        allowed_hosts: names, such as `api.example.org`, or with a port; to others nothing is sent. The browser's
-            gateway is what keeps a model from machines near this one; here a name means whatever it resolves to.
-        timeout: seconds that a request may take.
-        max_response_bytes: most bytes of a body, after which it is cut.
+        allowed_hosts: host names, such as `api.example.org`, optionally with a port. Names may resolve to any address:
+            unlike the browser's gateway, this does not protect the local network.
+        timeout: seconds per request.
+        max_response_bytes: length at which a body is cut.
         name: name of the tool.
 
     Raises:
-        ValueError: if no host is named.
+        ValueError: if there are no hosts.
         MissingExtraError: if aiohttp is not installed.
 
     Example:
@@ -59,7 +58,7 @@ def HttpTool(
             body: text that is sent.
         """
         try:
-            parsed = yarl.URL(url)  # by which it is sent, too
+            parsed = yarl.URL(url)  # the parser that the request uses, too
         except ValueError as error:
             raise ToolError(f"{url!r:.200} is no URL: {error}.") from None
         hosts = {parsed.host, f"{parsed.host}:{parsed.port}"}
@@ -95,7 +94,7 @@ def HttpTool(
 
 
 def StopTool(name: str = "stop") -> Tool:
-    """Return a tool by which the model ends the conversation; what it says with the call is its last answer.
+    """Return a tool with which the model ends the conversation; the message with the call is its last answer.
 
     Example:
         >>> StopTool().name

@@ -22,31 +22,29 @@ if TYPE_CHECKING:
 
 _ASK_AGAIN_SECONDS = 5.0
 MAX_TOOLS = 1000
-"""Of a server; no prompt has room for more."""
+"""Tools per server."""
 MAX_NAME_CHARS = 128
-"""As the protocol has it."""
+"""The protocol's limit."""
 MAX_SCHEMA_CHARS = 32_000
-"""Of a tool's description and schema together, some ten thousand tokens."""
+"""Characters of a tool's description and schema, about 10,000 tokens."""
 
 
 class MCPToolTransform(ToolTransform):
-    """Offers the model the tools of MCP servers, found when the transform is made, as `SERVER.TOOL`.
+    """Offers the model the tools of MCP servers, as `SERVER.TOOL`.
 
-    A message of a server has 8 MiB at most, and a server 1,000 tools. A lost connection is opened again. The call that
-    lost it is repeated where the server says that its tool may be (it only reads, or is idempotent); otherwise the
-    model reads that its outcome is unknown.
+    A message has at most 8 MiB, and a server at most 1,000 tools. A lost connection is reopened. The interrupted call
+    is repeated if its tool is marked as read-only or idempotent; otherwise the model reads that the outcome is unknown.
 
     Args:
-        servers: a name for each server, and how it is reached: `command`, `args`, `env` and `cwd` of a program that
-            speaks over its standard streams (it sees none of this program's environment but paths and names), or
-            `url` and `headers` of one that speaks HTTP.
-        tool_name, timeout, max_parallel_calls, **output: see `ToolTransform`.
-        connect_timeout: seconds that a server may take to start and list its tools.
+        servers: servers by name: `command`, `args`, `env` and `cwd` of a program that communicates over its standard
+            streams (its environment has only `env`, paths and names), or `url` and `headers` of an HTTP server.
+        tool_name, timeout, max_parallel_calls, **output: as for `ToolTransform`.
+        connect_timeout: seconds for a server to start and list its tools.
 
     Raises:
         MissingExtraError: if the `tools` extra is not installed.
-        ValueError: if a server is described wrongly, or has a tool with too long a name or description.
-        ConnectionError: if a server cannot be reached or lists too many tools.
+        ValueError: if a server's description is invalid, or a tool's name or description is too long.
+        ConnectionError: if a server cannot be reached or has too many tools.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class MCPToolTransform(ToolTransform):
         return tools
 
     def close(self) -> None:
-        """Leave the servers; programs that were started end. May be called twice."""
+        """Disconnect, and end the programs that were started. May be called twice."""
         if self._home is not None and not self._home.is_closed:
             connections = list(self._connections.values())
             self._connections = {}
@@ -100,7 +98,7 @@ class MCPToolTransform(ToolTransform):
 
 
 class _Connection:
-    """One server, and the task that holds the connection to it: who opens it must be who closes it."""
+    """One server and the task that opens and closes its connection; both must happen in the same task."""
 
     def __init__(self, name: str, server: MCPServer, connect_timeout: float) -> None:
         self._name = name
@@ -111,17 +109,13 @@ class _Connection:
         self._leave = asyncio.Event()
         self._reopening = asyncio.Lock()
         self.num_opened = 0
-        self._is_forgotten = False  # whether the server does not know the session any more
+        self._is_forgotten = False  # whether the server has lost the session
 
     def _forget(self) -> None:
         self._is_forgotten = True
 
     async def open(self) -> list[mcp_types.Tool]:
-        """Connect, and return the server's tools.
-
-        Raises:
-            ConnectionError: if it cannot be reached.
-        """
+        """Connect, and return the server's tools. Raises ConnectionError if the server cannot be reached."""
         ready: asyncio.Future[list[mcp_types.Tool]] = asyncio.get_running_loop().create_future()
         self._leave = asyncio.Event()
         self._task = asyncio.create_task(self._hold(ready, self._leave))
@@ -167,11 +161,7 @@ class _Connection:
             self._client = None
 
     async def call(self, tool: str, arguments: dict[str, object], *, is_repeatable: bool) -> mcp_types.CallToolResult:
-        """Return the result of a call.
-
-        Raises:
-            ToolError: what the model is to be told when there is none.
-        """
+        """Return the result of a call. Raises ToolError with a message for the model."""
         from mcp import MCPError
 
         for is_last in (False, True):
@@ -186,7 +176,7 @@ class _Connection:
                     raise ToolError(error.error.message) from error
             except ConnectionError as error:
                 raise ToolError(str(error)) from error
-            except Exception as error:  # of the transport: anyio's streams, httpx
+            except Exception as error:  # of the transport: anyio, httpx
                 if isinstance(error, ValueError):
                     raise
             try:
@@ -201,7 +191,7 @@ class _Connection:
         raise AssertionError("unreachable")
 
     async def _is_lost(self, error: MCPError) -> bool:
-        """Return whether an error is of the connection; a server's own may have the same code, so it is asked again."""
+        """Return whether the connection is lost; sends a request, because servers may use the same error code."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -214,18 +204,18 @@ class _Connection:
                 await self._client.list_tools()
         except MCPError as refusal:
             return refusal.error.code == CONNECTION_CLOSED
-        except Exception:  # of the transport, or the time-out
+        except Exception:  # of the transport, or the timeout
             return True
         return False
 
     async def _reopen(self, number: int) -> None:
         async with self._reopening:
-            if self.num_opened == number:  # no other call has done it meanwhile
+            if self.num_opened == number:  # no other call has reopened it
                 await self.close()
                 await self.open()
 
     async def close(self) -> None:
-        """Leave the server."""
+        """Disconnect."""
         task = self._task
         self._task = None
         if task is None:
@@ -286,9 +276,9 @@ def _check_description(server: str, description: mcp_types.Tool) -> None:
 
 
 def result_text(result: mcp_types.CallToolResult) -> str:
-    """Return what a result says, as text: images, sounds and files are named, not shown.
+    """Return a result as text; images, sounds and files are replaced by descriptions.
 
-    Structured content is shown where there is no other, since servers repeat it as text.
+    Structured content is used only if there is no other content, because servers repeat it as text.
     """
     parts = [_content_text(content) for content in result.content]
     if not parts and result.structured_content is not None:

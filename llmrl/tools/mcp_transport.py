@@ -1,4 +1,4 @@
-"""How MCP servers are reached, with bounds: the length of a message, and the sessions that a server forgot."""
+"""Connections to MCP servers with limits on messages, and detection of lost sessions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Of one message of a server: parsing it takes the time of some tens of milliseconds."""
+"""Limit of a server's message, which takes tens of milliseconds to parse."""
 _ENCODING = "utf-8-in-bounded-lines"
 _TIMEOUT_S = 30.0
 _READ_TIMEOUT_S = 300.0
-"""As the SDK's own client has them."""
+"""Defaults of the SDK's client."""
 _TOO_LONG = f"the server sent a message of more than {MAX_MESSAGE_BYTES >> 20} MiB."
 _ID = re.compile(rb'"id"\s*:\s*("[^"\\\\]*"|[0-9]{1,15})\s*[,}]')
 _NUM_ID_BYTES = 256
-"""Of a message, in which its id is looked for."""
+"""Where a message's id is searched."""
 
 
 class MCPServer(TypedDict, total=False):
-    """How a server is reached: `command` and what goes with it, or `url` and `headers`."""
+    """How to reach a server: `command` with its options, or `url` and `headers`."""
 
     command: str
     args: list[str]
@@ -39,7 +39,7 @@ class MCPServer(TypedDict, total=False):
 async def make_client(
     server: MCPServer, stack: contextlib.AsyncExitStack, *, when_forgotten: Callable[[], None]
 ) -> Client:
-    """Make a client of the official SDK; `when_forgotten` is called when an HTTP server has forgotten its session."""
+    """Return a client of the official SDK; `when_forgotten` is called if an HTTP server has lost the session."""
     from mcp import Client, StdioServerParameters
 
     if "command" in server:
@@ -48,7 +48,7 @@ async def make_client(
     from mcp.client.streamable_http import streamable_http_client
 
     class Bounded(httpx2.AsyncByteStream):
-        """The body of an answer, which fails where it is longer than a message may be."""
+        """The body of a response, which fails at the limit."""
 
         def __init__(self, stream: httpx2.AsyncByteStream) -> None:
             self._stream = stream
@@ -65,10 +65,10 @@ async def make_client(
             await self._stream.aclose()
 
     async def look(response: httpx2.Response) -> None:
-        # What the protocol says of a session that ended: 404 to a request that names one.
+        # 404 to a request with a session id: the session has ended.
         if response.status_code == 404 and "mcp-session-id" in response.request.headers:
             when_forgotten()
-        response.headers.pop("content-encoding", None)  # none was asked for, and a bound is of what is parsed
+        response.headers.pop("content-encoding", None)  # none was requested, and the limit applies to decoded bytes
         if "text/event-stream" not in response.headers.get("content-type", ""):
             assert isinstance(response.stream, httpx2.AsyncByteStream)
             response.stream = Bounded(response.stream)
@@ -83,10 +83,10 @@ async def make_client(
 
 
 class BoundedLines(codecs.IncrementalDecoder):
-    """Decodes UTF-8 of which each line is a message, and cuts one that is too long: the SDK would gather it first.
+    """Decodes UTF-8 with one message per line, and cuts lines that are too long before the SDK collects them.
 
-    A codec, since that is where the SDK lets a program's output pass before it does so. The request that the message
-    answers gets an error instead.
+    It is a codec, because the SDK applies one to a program's output first. A cut message becomes an error for its
+    request.
     """
 
     def __init__(self, errors: str = "strict") -> None:
@@ -98,7 +98,7 @@ class BoundedLines(codecs.IncrementalDecoder):
         self._is_cut = False
 
     def decode(self, data: Buffer, final: bool = False) -> str:
-        """Return the text of what came; of a line that is too long its beginning, and then an error."""
+        """Return the decoded text; a line that is too long is cut and followed by an error."""
         texts = []
         *lines, rest = bytes(data).split(b"\n")
         for piece in (*(line + b"\n" for line in lines), rest):
@@ -118,7 +118,7 @@ class BoundedLines(codecs.IncrementalDecoder):
 
 
 def _error_for(beginning: bytes) -> str:
-    """Return the answer to the request that a message of this beginning answers; nothing where it cannot be told."""
+    """Return the error response to the request of a cut message, or "" if the request is unknown."""
     found = _ID.search(beginning)
     if found is None:
         return ""

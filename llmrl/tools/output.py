@@ -1,4 +1,4 @@
-"""What a tool gives, as text for the model."""
+"""Results of tools, as text for the model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TruncateSide = Literal["start", "middle", "end"]
 
 
 def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
-    r"""Return the text, or what fits of it with a mark where the rest was: at its start, in its middle, or at its end.
+    r"""Return the text, shortened if necessary, with a mark where characters were removed.
 
     Raises:
-        ValueError: if the side is unknown or the limit below one.
+        ValueError: if the side is unknown or the limit is below 1.
 
     Example:
         >>> truncate("abcdefghij", 4, "end"), truncate("abcdefghij", 4, "middle")
@@ -39,28 +39,28 @@ def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A text of a tool's result."""
+    """Text in a tool's result."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class JsonPart:
-    """Something of a tool's result that is given as JSON."""
+    """JSON in a tool's result."""
 
     data: object
 
 
 @dataclass(frozen=True, slots=True)
 class FileRefPart:
-    """A file that a tool made, given to the model by its path."""
+    """Path of a file in a tool's result."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image of a tool's result, which no policy here sees: a call that gives one has failed, and says so."""
+    """An image in a tool's result. No policy here reads images: the call counts as failed."""
 
     data: bytes
     media_type: str = "image/png"
@@ -71,7 +71,7 @@ ToolResultPart: TypeAlias = TextPart | JsonPart | FileRefPart | ImagePart
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    r"""What a tool gives, in parts, where a text or a value does not say whether it worked.
+    r"""A tool's result in parts, with a flag for failure.
 
     Example:
         >>> ToolResult((TextPart("found:"), JsonPart({"count": 2}))).text
@@ -80,18 +80,18 @@ class ToolResult:
 
     parts: tuple[ToolResultPart, ...] = ()
     is_error: bool = False
-    """The call counts as failed."""
+    """Whether the call counts as failed."""
     meta: Mapping[str, object] = field(default_factory=dict)
-    """For callers of the tool by hand."""
+    """For other code that calls the tool; the model does not see it."""
 
     @classmethod
     def from_text(cls, text: str, *, is_error: bool = False) -> ToolResult:
-        """Return a result of one text."""
+        """Return a result with one text."""
         return cls((TextPart(text),), is_error)
 
     @property
     def text(self) -> str:
-        """What the model reads; TypeError if it is an image."""
+        """Text for the model. Raises TypeError if there is an image."""
         return "\n".join(map(_text_of_part, self.parts))
 
 
@@ -108,10 +108,10 @@ def _text_of_part(part: ToolResultPart) -> str:
 
 
 def as_text(value: object) -> str:
-    """Return text as it is, nothing as nothing, a result's parts, anything else as JSON, or else as Python prints it.
+    """Return a value as text: strings and results as they are, None as "", others as JSON or else as `str`.
 
     Raises:
-        TypeError: if it is, or contains, an object that Python prints as its place in memory.
+        TypeError: if the text contains a memory address.
 
     Example:
         >>> as_text({"celsius": 9}), as_text(None), as_text({1, 1})

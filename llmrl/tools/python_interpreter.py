@@ -1,4 +1,4 @@
-"""`PythonInterpreter`: runs the Python that the model writes."""
+"""`PythonInterpreter`: runs Python code of the model."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ _PARAMETERS = {
 
 
 class PythonInterpreter(ToolTransform):
-    r"""Runs the Python that the model writes, in fenced blocks or in calls of the tool `python`, and answers.
+    r"""Runs Python code of the model, from fenced blocks or calls of the tool `python`, and returns the output.
 
-    Code runs in a `PythonExecutorService`: confined, with limits, in a process of its own that a time-out kills with
-    all it started.
+    Code runs in a `PythonExecutorService`: in a confined process with limits, which is killed after a timeout.
 
     Args:
-        tokenizer: TorchRL's, without effect: the policy renders.
+        tokenizer: ignored; for compatibility with TorchRL.
         tool_name: role of the answers.
-        persistent: whether the code of one conversation shares its variables; else each piece starts afresh.
-        timeout: seconds that a piece of code may run.
-        services: `"ray"` for a service that is shared through TorchRL's service registry; by default a local one.
+        persistent: whether the code of a conversation shares variables.
+        timeout: seconds per piece of code.
+        services: `"ray"` for a service shared through TorchRL's service registry; a local one by default.
         service_name, namespace: name and namespace of the shared service.
-        calls: `fenced` for blocks of Python in the message, `tool_call` for calls of the tool `python`.
-        executor: a local service that several transforms share, or a `SandboxExecutor`, for which `persistent` means
-            files alone; by default a service of its own.
-        isolation: what the service of its own requires, see `PythonExecutorService`.
-        **output: `tool_parser`, `max_output_chars` and `truncate_side`, see `ToolTransform`.
+        calls: `fenced` for Python blocks in the message, `tool_call` for calls of the tool `python`.
+        executor: a local service to share, or a `SandboxExecutor`, with which `persistent` code shares only files; by
+            default a new service.
+        isolation: isolation that the new service requires (`PythonExecutorService`).
+        **output: `tool_parser`, `max_output_chars` and `truncate_side`, as for `ToolTransform`.
 
     Raises:
-        ValueError: if the kind of calls or of service is unknown, or if both an executor and a service are named.
+        ValueError: if `calls` or `services` is unknown, or both an executor and a service are given.
 
     Example:
         >>> from tensordict import TensorDict
@@ -102,13 +101,13 @@ class PythonInterpreter(ToolTransform):
 
     @property
     def executor(self) -> PythonExecutorService | SandboxExecutor:
-        """The local service, started when it is first used."""
+        """The local service, started on first use."""
         if self._executor is None:
             self._executor = PythonExecutorService(timeout=self.timeout, isolation=self._isolation)
         return self._executor
 
     def close(self) -> None:
-        """End the local service, unless it is shared. May be called twice."""
+        """Close the local service, unless it is shared. May be called twice."""
         super().close()
         if self._executor is not None and self._is_executor_ours:
             self._executor.close()
@@ -131,11 +130,11 @@ class PythonInterpreter(ToolTransform):
     async def answer(
         self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
     ) -> list[Message]:
-        """Return one tool message for each block, or each call."""
+        """Return one tool message per block or call."""
         if self.calls == "tool_call":
             return await super().answer(message, malformed, session, turn=turn)
         answers = []
-        # One after another: a block may use what an earlier one left.
+        # In order, because a block may use results of an earlier one.
         for number, code in enumerate(_FENCED.findall(text_of(message.get("content"))), 1):
             result = await self._execute(code, session.id)
             self.count("answered" if result.is_success else CodeFailed(result).outcome, session)
@@ -153,7 +152,7 @@ class PythonInterpreter(ToolTransform):
         return result.stdout + result.stderr
 
     async def _start(self) -> None:
-        _ = self.executor  # which takes a moment
+        _ = self.executor  # starting it takes a moment
 
     async def _execute(self, code: str, conversation_id: str) -> PythonResult:
         session = conversation_id if self.persistent else None
@@ -163,13 +162,13 @@ class PythonInterpreter(ToolTransform):
             return await self.executor.run(code, session=session, timeout=self.timeout)
         try:
             answer = await self._remote.execute.remote(code, session, self.timeout)
-        except Exception as error:  # whatever Ray raises for an actor that is gone
+        except Exception as error:  # whatever Ray raises if the actor is gone
             return PythonResult(False, "", f"The Python service is out of order: {type(error).__name__}", -1, "died")
         return PythonResult(answer["success"], answer["stdout"], answer["stderr"], answer["returncode"])
 
 
 class CodeFailed(ToolError):
-    """The model's code did not come to its end."""
+    """The model's code failed."""
 
     def __init__(self, result: PythonResult) -> None:
         super().__init__(f"the code failed:\n{_failure(result)}")
@@ -177,7 +176,7 @@ class CodeFailed(ToolError):
 
 
 def _failure(result: PythonResult) -> str:
-    # What it printed before it failed helps as much as the error.
+    # The output before the failure is as useful as the error.
     return result.stdout + result.stderr
 
 

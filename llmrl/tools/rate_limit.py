@@ -1,4 +1,4 @@
-"""`RateLimiter`: how many calls of a tool run at once, and how often one begins."""
+"""`RateLimiter`: limits concurrency and rate of a tool's calls."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 
 
 class RateLimiter:
-    """Slots that calls wait for, in the order in which they came; it serves one event loop.
+    """Slots that calls wait for in order of arrival, on one event loop.
 
     Args:
-        max_concurrent: calls at the same time; None sets no limit.
-        rate_per_second: calls that begin in a second, over time; None sets no limit.
-        burst: calls that may begin at once after a pause; by default those of a second, one at least.
+        max_concurrent: number of concurrent calls; None means no limit.
+        rate_per_second: number of calls that start per second; None means no limit.
+        burst: calls that may start at once after a pause; by default one second's worth, at least 1.
 
     Raises:
-        ValueError: if a limit is not positive, or the burst below one.
+        ValueError: if a limit is not positive, or the burst is below 1.
 
     Example:
         >>> limiter = RateLimiter(rate_per_second=100, burst=1)
@@ -45,13 +45,13 @@ class RateLimiter:
         self._places = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
         self._interval = 0.0 if rate_per_second is None else 1 / rate_per_second
         self._num_ahead = (max(rate_per_second or 1.0, 1.0) if burst is None else burst) - 1
-        self._next = float("-inf")  # when the next call would begin if all came evenly
+        self._next = float("-inf")  # when the next call would start at an even rate
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for a place; it is free again when this is left."""
+        """Wait for a slot, which is freed on exit."""
         now = asyncio.get_running_loop().time()
-        # The virtual scheduling of the ATM Forum's generic cell rate algorithm: one number, taken before any waiting.
+        # Virtual scheduling as in the generic cell rate algorithm of the ATM Forum; updated before waiting.
         due = max(self._next, now)
         self._next = due + self._interval
         await asyncio.sleep(due - self._num_ahead * self._interval - now)

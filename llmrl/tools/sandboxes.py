@@ -1,4 +1,4 @@
-"""Tools that run in a `Sandbox` of any provider: a shell, files, and Python."""
+"""Tools that run in a `Sandbox`: a shell, files, and Python."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmrl.sandbox.service import PythonResult
 from llmrl.tools.output import ToolResult
 from llmrl.tools.tool import InstanceTools, Tool, ToolError
 
-_MOST_SECONDS = 3600.0  # the transform's own limit is shorter, and cancels
+_MOST_SECONDS = 3600.0  # the transform's own limit is shorter
 
 
 class ConversationSandbox:
-    """A conversation's sandbox, and what a model may do there. Rewards read it as `conversation_sandbox`."""
+    """A conversation's sandbox and the model's tools in it. Rewards read it as `conversation_sandbox`."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -31,7 +31,7 @@ class ConversationSandbox:
             command: what `sh` reads.
             timeout: seconds after which it is ended.
         """
-        if not timeout > 0:  # nor is it NaN, which Python's JSON has
+        if not timeout > 0:  # also refuses NaN, which Python's JSON supports
             raise ToolError(f"timeout must be a positive number of seconds, got {timeout:g}.")
         told = await self.sandbox.run(["sh", "-c", command], timeout=min(timeout, _MOST_SECONDS))
         ending = f"[ended after {timeout:g} s]" if told.timed_out else f"[exit {told.exit_code}]"
@@ -56,10 +56,10 @@ class ConversationSandbox:
 
 
 class Sandboxes:
-    """One sandbox for each conversation, which the tools that are made of this share.
+    """One sandbox per conversation, shared by the tools made from it.
 
     Args:
-        make: makes a sandbox, such as `lambda: ConfinedSandbox(service)`.
+        make: returns a new sandbox, such as `lambda: ConfinedSandbox(service)`.
 
     Example:
         >>> from llmrl.sandbox.confined import ConfinedSandbox
@@ -83,19 +83,19 @@ def ShellTool(sandboxes: Sandboxes) -> Tool:
 
 
 def FileReadTool(sandboxes: Sandboxes) -> Tool:
-    """Return the tool `file_read`, which shows files of the conversation's sandbox."""
+    """Return the tool `file_read`, which reads files of the conversation's sandbox."""
     return sandboxes.tools["file_read"]
 
 
 class SandboxExecutor:
-    r"""Runs Python in sandboxes: an `executor` for `PythonInterpreter` in place of a `PythonExecutorService`.
+    r"""Runs Python in sandboxes, as the `executor` of a `PythonInterpreter`.
 
-    Calls of one session share the sandbox, its files and no variables; without a session each call has a fresh one.
+    Calls of one session share a sandbox and its files, but no variables; without a session each call has a new one.
 
     Args:
-        make: makes a sandbox.
-        python: the interpreter there.
-        timeout: seconds that a call may take.
+        make: returns a new sandbox.
+        python: name of the interpreter in the sandbox.
+        timeout: seconds per call.
 
     Example:
         >>> from llmrl.sandbox.confined import ConfinedSandbox
@@ -115,7 +115,7 @@ class SandboxExecutor:
         self._sandboxes: dict[str, asyncio.Task[Sandbox]] = {}
 
     async def run(self, code: str, *, session: str | None = None, timeout: float | None = None) -> PythonResult:
-        """Run code, from any event loop; never raises for what the code does."""
+        """Run code, from any event loop. Errors of the code are in the result."""
         return await self._loop.wait(self._run(code, session, self.timeout if timeout is None else timeout))
 
     async def _run(self, code: str, session: str | None, timeout: float) -> PythonResult:
@@ -141,7 +141,7 @@ class SandboxExecutor:
         return sandbox
 
     def release(self, session: str) -> None:
-        """Close a session's sandbox. Unknown ones are none."""
+        """Close a session's sandbox; unknown sessions are ignored."""
         if not self._loop.is_closed:
             self._loop.submit(self._release(session))
 
@@ -150,7 +150,7 @@ class SandboxExecutor:
             await (await starting).close()
 
     def close(self) -> None:
-        """Close every sandbox. May be called twice."""
+        """Close all sandboxes. May be called twice."""
         if not self._loop.is_closed:
             self._loop.run(self._close())
             self._loop.close()

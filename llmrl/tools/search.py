@@ -1,4 +1,4 @@
-"""`SearchIndex`: a corpus that the model may search, on this machine alone."""
+"""`SearchIndex`: local full-text search for the model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _DESCRIPTION = "Search the documents. The answer is those that fit best, the bes
 
 
 class SearchIndex:
-    """Documents, ranked by BM25 (Robertson and Zaragoza, 2009, equation 3.15; computed by bm25s).
+    """Documents ranked by BM25 (Robertson and Zaragoza, 2009, equation 3.15; computed by bm25s).
 
     Args:
         documents: texts, or mappings with `title` and `text`.
-        num_results: documents that an answer shows at most, each cut after 1,000 characters.
+        num_results: number of documents per answer, each cut after 1,000 characters.
 
     Raises:
         MissingExtraError: if the `tools` extra is not installed.
-        ValueError: if there are no documents, or if `num_results` is not positive.
+        ValueError: if there are no documents, or `num_results` is not positive.
 
     Example:
         >>> index = SearchIndex(["Paris is in France.", "Rome is in Italy."])
@@ -50,11 +50,11 @@ class SearchIndex:
         self._index.index(self._words(self.documents), show_progress=False)
 
     def _words(self, texts: list[str]) -> Tokenized:
-        # Questions are made of stop words as much as of others, and titles too.
+        # Questions consist largely of stop words.
         return self._bm25s.tokenize(texts, stopwords="en", show_progress=False)
 
     def search(self, query: str) -> list[tuple[int, str]]:
-        """Return the documents that share a word with the query, best first: places in the corpus and texts."""
+        """Return the indices and texts of documents that share a word with the query, best first."""
         words = self._bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)
         if not words[0]:
             return []

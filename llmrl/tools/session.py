@@ -1,4 +1,4 @@
-"""`ToolSession`: what ties a conversation to what its tools keep for it."""
+"""`ToolSession`: links a conversation to the data its tools keep for it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from llmrl.data.tensordicts import plain
 logger = logging.getLogger("llmrl")
 
 Release = Callable[[str], Future[None] | None]
-"""Called with the id of a conversation that ends; an awaitable that it returns is awaited beside the others."""
+"""Called with the id of a conversation that ends; a returned future is awaited."""
 CLOSE_SECONDS = 30.0
 
 STATE_KEY = "tool_state"
 SESSION = (STATE_KEY, "session")
-"""Where a conversation's session is in its TensorDict."""
+"""Key of a conversation's session in its TensorDict."""
 OUTCOMES = ("answered", "failed", "timeouts", "invalid", "unknown", "malformed")
-"""How a tool call ends: of the failed ones the tool raised, `timeouts` took too long, `invalid` are the arguments."""
+"""Outcomes of tool calls. `failed`: the tool raised; `timeouts`: it took too long; `invalid`: wrong arguments."""
 
 
 class ToolSession:
-    """One conversation, as its tools know it: an id, and who is to be told when it ends.
+    """A conversation as its tools know it: an id, and callbacks for its end.
 
-    It rides in the TensorDict, where every copy of it is itself. Tools learn it once: by `release`, which a collector
-    calls however a rollout ended, or when nothing refers to the conversation any more.
+    Copies of the TensorDict share the session. The callbacks run once, on `release`, which a collector calls at the end
+    of each rollout, or when nothing refers to the conversation any more.
 
     Example:
         >>> told = []
@@ -63,14 +63,11 @@ class ToolSession:
         self._places: dict[int, tuple[int, Message]] = {}
 
     def on_release(self, release: Release) -> None:
-        """Have a function called with the id when the conversation ends."""
+        """Register a callback for the end of the conversation."""
         self._releases.append(release)
 
     def release(self) -> None:
-        """Tell the tools that the conversation has ended, and wait for what they close, 30 s at most.
-
-        In an event loop, which may be the one that closes, nothing is waited for.
-        """
+        """Run the callbacks, and wait up to 30 s for what they close; does not wait in an event loop."""
         closing = self._finalizer() or ()
         try:
             asyncio.get_running_loop()
@@ -79,13 +76,13 @@ class ToolSession:
 
     @property
     def is_released(self) -> bool:
-        """Whether the tools have been told."""
+        """Whether the callbacks have run."""
         return not self._finalizer.alive
 
-    # Several transforms may answer one message: each takes its own calls, and exactly one takes the unknown ones.
+    # Several transforms may answer a message: each answers its own calls, and one answers the unknown ones.
 
     def claim(self, turn: int, what: Hashable) -> bool:
-        """Return whether the caller is the first to answer this of the turn's calls."""
+        """Return whether the caller is the first to claim this call of the turn."""
         self._begin(turn)
         if what in self._claimed:
             return False
@@ -93,21 +90,21 @@ class ToolSession:
         return True
 
     def put_answers(self, turn: int, owner: int, messages: list[Message]) -> None:
-        """Keep what a transform answers until the turn's step."""
+        """Store a transform's answers until the turn's step."""
         self._begin(turn)
         self._answers[owner] = messages
 
     def take_answers(self, turn: int, owner: int) -> list[Message] | None:
-        """Return what `put_answers` kept, in a step that is repeated, too; None when nothing was."""
+        """Return the stored answers, also in a repeated step, or None."""
         self._begin(turn)
         return self._answers.get(owner)
 
     def put_place(self, message: Message, place: int) -> None:
-        """Note which of the turn's calls an answer is to."""
+        """Store the index of the call that an answer belongs to."""
         self._places[id(message)] = (place, message)
 
     def place_of(self, message: Message) -> int | None:
-        """Return which of the turn's calls an answer is to; None where that is not known."""
+        """Return the index of the call that an answer belongs to, or None if unknown."""
         place, noted = self._places.get(id(message), (None, None))
         return place if noted is message else None
 
@@ -125,18 +122,18 @@ class ToolSession:
         return self
 
     def __reduce__(self) -> tuple[type[ToolSession], tuple[()]]:
-        # Elsewhere the conversation goes on with tools of its own.
+        # A copy in another process has its own tools.
         return ToolSession, ()
 
 
 def outcomes_of(element: TensorDictBase) -> dict[str, int]:
-    """Return a conversation's tool calls by outcome, see `OUTCOMES`; none where there are no tools."""
+    """Return the number of a conversation's tool calls by outcome (`OUTCOMES`)."""
     session = plain(element.get(SESSION, None))
     return {} if session is None else dict(session.outcomes)
 
 
 def states_of(element: TensorDictBase) -> dict[str, object]:
-    """Return what tools with a memory keep for a conversation, by name."""
+    """Return the state that tools keep for a conversation, by name."""
     session = plain(element.get(SESSION, None))
     return {} if session is None else dict(session.states)
 
@@ -147,6 +144,6 @@ def _release_all(conversation_id: str, releases: list[Release]) -> list[Future[N
         try:
             if (future := release(conversation_id)) is not None:
                 closing.append(future)
-        except BaseException as error:  # the other tools are to be told, too
+        except BaseException as error:  # the other callbacks must run
             logger.warning("a tool failed to let go of a conversation", exc_info=as_exception(error))
     return closing

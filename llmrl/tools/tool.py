@@ -1,4 +1,4 @@
-"""`Tool`: something that the model may call, made from a function or a class."""
+"""`Tool`: a function or class that the model may call."""
 
 from __future__ import annotations
 
@@ -25,56 +25,55 @@ logger = logging.getLogger("llmrl")
 
 
 class ToolError(Exception):
-    """Raise it in a tool to tell the model something: its text is the answer, and the call counts as failed."""
+    """Raise it in a tool to fail the call, with a message for the model."""
 
     outcome = "failed"
-    """As what it is counted."""
+    """Outcome under which the call is counted."""
 
 
 class InvalidArguments(ToolError):
-    """The model's arguments do not fit the tool."""
+    """The model's arguments do not match the tool."""
 
     outcome = "invalid"
 
 
 class StopSignal(Exception):
-    """Raise it in a tool to end the conversation, with this turn; its text is why, which the model's record has."""
+    """Raise it in a tool to end the conversation after this turn; the record contains its text as the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """Something that the model may call."""
+    """A tool that the model may call."""
 
     name: str
     description: str
     parameters: Mapping[str, object]
     """JSON schema of the arguments, an object."""
     run: Callable[[dict[str, object], str], Awaitable[object]]
-    """Called with the arguments and the id of the conversation; what it returns is the answer."""
+    """Called with the arguments and the conversation's id; returns the answer."""
     release: Callable[[str], Future[None] | None] | None = None
-    """Called with the id of a conversation that has ended, if the tool keeps anything for it; see `Release`."""
+    """Called with the id of a conversation that has ended (`Release`)."""
     open: Callable[[str, Row], Coroutine[None, None, object]] | None = None
-    """Called with the id of a conversation and its row of the dataset, before its first call; gives what is kept."""
+    """Called with the id and the dataset row of a conversation, before its first call; returns the tool's state."""
     state_name: str = ""
-    """By which rewards read what is kept."""
+    """Name by which rewards read the state."""
     keeps_time: bool = False
-    """Whether it ends by itself when it takes too long, and blocks no thread: it is awaited where it is called."""
+    """Whether the tool limits its own time and never blocks; it is then awaited on the caller's loop."""
 
     @property
     def schema(self) -> ToolSchema:
-        """As chat templates read it."""
+        """Schema for chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 def function_tool(function: Callable[..., object], *, name: str | None = None) -> Tool:
-    """Return a tool from a function, sync or async: its type hints are the schema, its docstring the description.
+    """Return a tool from a function: the schema comes from its type hints, the description from its docstring.
 
-    Arguments are validated, and converted where JSON cannot say what the hint asks for. A sync function runs in a
-    thread of its own: one that never returns costs its thread, and nothing else waits for it.
+    Arguments are validated and converted to the types of the hints. A sync function runs in its own thread.
 
     Raises:
-        TypeError: if a parameter has no type hint, or if there is no docstring.
+        TypeError: if a parameter has no type hint, or the function has no docstring.
         MissingExtraError: if the `tools` extra is not installed.
 
     Example:
@@ -100,19 +99,18 @@ def function_tool(function: Callable[..., object], *, name: str | None = None) -
 
 
 class InstanceTools:
-    """Tools with a memory: each conversation has its own instance of a class, with its public methods as tools.
+    """Tools with state: the public methods of a class, with one instance per conversation.
 
-    The instance is made without arguments before the conversation's first answer is looked at, called or not. Then its
-    method `reset`, if it has one, is called with those columns of the conversation's row that it names. When the
-    conversation ends, and is scored, its method `close` is called; an `async` one on the loop that its other methods
-    ran on. Reward functions read the instance by the class's name, `class ShoppingBasket` as `shopping_basket`.
+    The instance is created before the first answer of the conversation is processed. `reset`, if defined, is then
+    called with the columns of the dataset row that it names, and `close` at the end of the conversation, after scoring.
+    Reward functions read the instance by the class's name: `class ShoppingBasket` as `shopping_basket`.
 
     Args:
-        cls: the class; `reset`, `close` and `get_reward` are no tools.
-        make: makes an instance, where that takes arguments.
+        cls: the class; `reset`, `close` and `get_reward` are not tools.
+        make: returns an instance; `cls()` by default.
 
     Raises:
-        TypeError: if the class has no public method, or one that is no tool.
+        TypeError: if the class has no public method, or an unsuitable one.
 
     Example:
         >>> class Notes:
@@ -158,7 +156,7 @@ class InstanceTools:
         return Tool(name, *described, run, self.release, open_instance, self.state_name)
 
     async def open(self, conversation_id: str, row: Row) -> tuple[object, object]:
-        """Make a conversation's instance; return it, and what its `reset` returned."""
+        """Create a conversation's instance, and return it with the result of its `reset`."""
         instance = self._instances[conversation_id] = self._make()
         self._loops[conversation_id] = asyncio.get_running_loop()
         reset = getattr(instance, "reset", None)
@@ -171,21 +169,21 @@ class InstanceTools:
         return instance, await call(reset, given)
 
     def release(self, conversation_id: str) -> Future[None] | None:
-        """Close a conversation's instance; may be called twice. A coroutine is given, as a future, to its loop."""
+        """Close a conversation's instance on the loop of its other methods. May be called twice."""
         instance = self._instances.pop(conversation_id, None)
         loop = self._loops.pop(conversation_id, None)
         closing = instance.close() if hasattr(instance, "close") else None
         if not inspect.iscoroutine(closing) or loop is None:
             return None
-        return asyncio.run_coroutine_threadsafe(_told(closing), loop)  # where its other methods ran
+        return asyncio.run_coroutine_threadsafe(_told(closing), loop)  # on the loop of its other methods
 
 
 def collect_tools(tools: Iterable[object]) -> list[Tool]:
-    """Make tools from tools, functions and classes.
+    """Return tools from tools, functions and classes.
 
     Raises:
-        TypeError: if one is anything else.
-        ValueError: if two have one name.
+        TypeError: if an item is something else.
+        ValueError: if names are not unique.
     """
     collected: list[Tool] = []
     for tool in tools:
@@ -205,10 +203,10 @@ def collect_tools(tools: Iterable[object]) -> list[Tool]:
 
 
 class Signature:
-    """A function's parameters as a schema that validates, and what its docstring says.
+    """A function's parameters as a schema that validates, and its documentation.
 
     Raises:
-        TypeError: if a parameter has no type hint, or if there is no docstring.
+        TypeError: if a parameter has no type hint, or the function has no docstring.
     """
 
     def __init__(self, function: Callable[..., object], *, is_method: bool = False) -> None:
@@ -241,10 +239,10 @@ class Signature:
         self.schema = _without_titles(self._model.model_json_schema())
 
     def validate(self, arguments: dict[str, object]) -> dict[str, object]:
-        """Return the arguments as the function takes them.
+        """Return the arguments converted to the parameters' types.
 
         Raises:
-            InvalidArguments: when they do not fit, saying each of the reasons.
+            InvalidArguments: if they do not match, with all reasons.
         """
         try:
             valid = self._model.model_validate(arguments)
@@ -262,7 +260,7 @@ class Signature:
 
 
 def _without_titles(schema: Any) -> Any:
-    """Remove titles, which repeat names and cost tokens in every prompt. A property that is named so stays."""
+    """Remove titles, which repeat names and cost tokens, but keep properties named `title`."""
     if isinstance(schema, list):
         return [_without_titles(part) for part in schema]
     if not isinstance(schema, dict):
@@ -284,7 +282,7 @@ async def _told(closing: Awaitable[object]) -> None:
 
 
 async def call(function: Callable[..., object], arguments: dict[str, object]) -> object:
-    """Call a function with named arguments, a sync one in a thread of its own."""
+    """Call a function with named arguments; a sync function runs in its own thread."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     return await run_in_thread(function, **arguments)

@@ -33,7 +33,7 @@ from llmrl.tools.tool import InvalidArguments, StopSignal, Tool, ToolError, coll
 
 
 class OutputOptions(TypedDict, total=False):
-    """How calls are read and answers are cut; see `ToolTransform`."""
+    """Options for reading calls and cutting answers (`ToolTransform`)."""
 
     tool_parser: str
     max_output_chars: int
@@ -41,28 +41,28 @@ class OutputOptions(TypedDict, total=False):
 
 
 class ToolTransform(KnownArguments, Transform):
-    """Answers the tool calls of each assistant message with tool messages, and shows the tools in the prompt.
+    """Answers the tool calls of assistant messages with tool messages, and adds the tools to the prompt.
 
-    Tools are functions, classes with an instance for each conversation (`InstanceTools`), or `Tool`s. The calls of
-    a message run in parallel, those of one instance one after another; their results are in the order of the calls.
-    Whatever goes wrong (an unknown tool, arguments that do not fit, unreadable JSON, a failure, a time-out) is said to
-    the model in a tool message and counted; it never ends a rollout. An answer cut by its length is left alone.
+    Tools are functions, classes with one instance per conversation (`InstanceTools`), or `Tool`s. Calls of a message
+    run in parallel, except those of one instance; answers are in the order of the calls. Errors (an unknown tool,
+    invalid arguments, an exception, a timeout) are reported to the model and counted, and do not end the rollout. Calls
+    in an answer cut by the length limit are ignored.
 
-    Calls are those that the policy's renderer read, by its chat template's format; a history that no renderer of ours
-    wrote is read by `tool_parser`. Writes `"tools"`, the schemas, at the root, where policies find them.
+    The policy's renderer reads the calls in the format of the chat template; `tool_parser` reads them in histories from
+    elsewhere. The schemas are written to `"tools"` at the root, where policies read them.
 
     Args:
-        tools: what the model may call.
+        tools: tools that the model may call.
         tool_name: role of the answers.
-        tool_parser: how calls are read out of a message that has none; a name in `TOOL_CALL_PARSERS`.
-        timeout: seconds that one call may take.
-        max_parallel_calls: calls of one message that run at the same time.
-        max_output_chars: length of an answer; what is longer is cut, with a mark.
-        truncate_side: where it is cut: `start`, `middle` or `end`.
-        rate_limits: by a tool's name, what its calls wait for; the time of a call begins after that.
+        tool_parser: parser of messages without parsed calls; a name in `TOOL_CALL_PARSERS`.
+        timeout: seconds per call.
+        max_parallel_calls: concurrent calls per message.
+        max_output_chars: length at which an answer is cut, with a mark.
+        truncate_side: which part is cut: `start`, `middle` or `end`.
+        rate_limits: limits by tool name; the timeout starts after waiting for them.
 
     Raises:
-        TypeError, ValueError: if something is no tool, or if an argument is out of its range.
+        TypeError, ValueError: if a tool is unsuitable, or an argument is out of range.
 
     Example:
         >>> from tensordict import TensorDict
@@ -112,12 +112,12 @@ class ToolTransform(KnownArguments, Transform):
         self.counts: Counter[str] = Counter()
         """`calls`, `failures`, and of those `unknown`, `invalid`, `malformed`, `timeouts`."""
         self._loops = ReplaceableLoop("llmrl-tools")
-        self._home: BackgroundLoop | None = None  # for tools that belong to one loop, as connections do
+        self._home: BackgroundLoop | None = None  # for tools bound to one loop, such as connections
         self._given = tuple(tools)
         self._set_tools(collect_tools(tools))
 
     def __getstate__(self) -> dict[str, object]:
-        # Tools are made anew of what they were made of: their loops, threads and instances stay where they are.
+        # A copy creates its own tools: loops, threads and instances cannot be copied.
         made = ("_loops", "tools", "_schemas")
         return {name: value for name, value in super().__getstate__().items() if name not in made}
 
@@ -135,16 +135,16 @@ class ToolTransform(KnownArguments, Transform):
 
     @property
     def loop(self) -> BackgroundLoop:
-        """Where tools run: one event loop, and another while something blocks its thread."""
+        """The event loop of the tools, or its replacement while it is blocked."""
         return self._home or self._loops.current
 
     @property
     def state_names(self) -> set[str]:
-        """Names by which rewards read what tools keep for a conversation."""
+        """Names by which rewards read the state of tools."""
         return {tool.state_name for tool in self.tools.values() if tool.state_name}
 
     def close(self) -> None:
-        """End what tools hold. May be called twice."""
+        """Close the tools' loops. May be called twice."""
         self._loops.close()
 
     # The environment's side
@@ -167,7 +167,7 @@ class ToolTransform(KnownArguments, Transform):
             session.on_release(release)
 
     async def before_step(self, element: TensorDictBase) -> None:
-        """Answer one conversation's last message, which may take long, ahead of the batched step."""
+        """Answer one conversation's last message before the batched step, because it may take long."""
         session = plain(element.get(SESSION, None))
         if session is not None:
             answers = await self._answer(element, session)
@@ -201,9 +201,10 @@ class ToolTransform(KnownArguments, Transform):
         return _like(next_tensordict, next_elements)
 
     def _with_answers(self, prompt: History, answers: list[Message], turn: int, session: ToolSession) -> History:
-        """Return the prompt with the answers right after the calls; what the environment said to them comes after.
+        """Return the prompt with the answers right after the calls, and the environment's messages after them.
 
-        They are in the order of the calls, whichever transforms answer them: few templates name the call.
+        Answers are in the order of the calls, because few templates identify the call, even if several transforms
+        answer.
         """
         [chat] = flatten(prompt.chats)
         end = turn
@@ -215,13 +216,13 @@ class ToolTransform(KnownArguments, Transform):
         return History.from_chats((*chat[:turn], *told, *chat[end:]), check=False)
 
     def release(self, element: TensorDictBase) -> None:
-        """Let go of what tools keep for a conversation that has ended."""
+        """Release what tools keep for a conversation that has ended."""
         session = plain(element.get(SESSION, None))
         if session is not None:
             session.release()
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add what it writes: the tools, and their session."""
+        """Add the tools and the session."""
         shape = tuple(observation_spec.shape)
         observation_spec["tools"] = NonTensor(shape=shape, example_data=())
         session = NonTensor(shape=shape, example_data=None)
@@ -243,7 +244,7 @@ class ToolTransform(KnownArguments, Transform):
         return await self.answer(messages[-1], malformed, session, turn=len(messages))
 
     async def _open(self, element: TensorDictBase, session: ToolSession) -> None:
-        """Have each class's instance made for a conversation; what fails there is its author's mistake, and raised."""
+        """Create the state of a conversation's tools; errors are the author's and are raised."""
         row = dataset_columns(element)
         for tool in self.tools.values():
             if tool.open is not None and tool.state_name not in session.states:
@@ -254,13 +255,13 @@ class ToolTransform(KnownArguments, Transform):
     async def answer(
         self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
     ) -> list[Message]:
-        """Return the tool messages that answer an assistant message, in the order of its calls; never raises.
+        """Return the tool messages for an assistant message, in the order of its calls; never raises.
 
         Args:
-            message: the assistant's.
-            malformed: calls in it that could not be read.
-            session: the conversation.
-            turn: number of messages, which tells the turns of a conversation apart.
+            message: message of the assistant.
+            malformed: calls in it that could not be parsed.
+            session: session of the conversation.
+            turn: number of messages, which identifies the turn.
         """
         calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
         if not calls and not malformed:
@@ -297,7 +298,7 @@ class ToolTransform(KnownArguments, Transform):
         return self.tool_message(text, name=function["name"], tool_call_id=call.get("id"))
 
     async def call(self, name: str, arguments: object, session: ToolSession) -> str:
-        """Run one call and give its answer; never raises."""
+        """Run one call and return its answer; never raises."""
         tool = self.tools.get(name)
         if tool is None:
             return self._unknown(name, session)
@@ -312,7 +313,7 @@ class ToolTransform(KnownArguments, Transform):
         return text
 
     async def _outcome_of(self, tool: Tool, arguments: object, session: ToolSession) -> tuple[str, str]:
-        """Return how a call ended, see `OUTCOMES`, and its answer."""
+        """Return a call's outcome (`OUTCOMES`) and its answer."""
         name = tool.name
         outcome = "answered"
         text = ""
@@ -346,7 +347,7 @@ class ToolTransform(KnownArguments, Transform):
         return f"Error: there is no tool {name!r:.100}.{hint} The tools are: {', '.join(names) or 'none'}."
 
     def count(self, outcome: str, session: ToolSession) -> None:
-        """Count a call, see `OUTCOMES`."""
+        """Count a call by its outcome (`OUTCOMES`)."""
         session.outcomes[outcome] += 1
         self.counts["calls"] += 1
         if outcome != "answered":
@@ -355,7 +356,7 @@ class ToolTransform(KnownArguments, Transform):
             self.counts[outcome] += 1
 
     def tool_message(self, text: str, *, name: str | None = None, tool_call_id: str | None = None) -> Message:
-        """Return an answer as a message: bounded, and such that any tokenizer takes it."""
+        """Return an answer as a message, cut to the limit and encodable by any tokenizer."""
         content = truncate(encodable(text), self.max_output_chars, self.truncate_side)
         message: dict[str, object] = {"role": self.tool_role, "content": content}
         if name is not None:
