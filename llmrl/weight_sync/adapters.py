@@ -1,4 +1,4 @@
-"""LoRA adapters alone: a trainer sends the low-rank matrices of a version and leaves the base model where it is."""
+"""Weight sync of LoRA adapters alone, without the base model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ from llmrl.weight_sync.source import (
 )
 
 _PREFIX = "base_model.model."
-"""Of names in peft's files."""
+"""Prefix of names in peft's files."""
 
 
 class AdapterWeights(ModelWeights):
-    """The matrices A and B of a model's LoRA adapters, under the names of peft's files.
+    """The matrices A and B of a model's LoRA adapters, under the names of peft's files; B includes the scale.
 
-    What the product is multiplied by (`alpha / rank`, or peft's other rules) is in B.
-
-    Raises TypeError at each use, for a model without adapters, one that trains anything beside them, and adapters that
-    an engine cannot run beside its base model: of embeddings and output heads, DoRA, biases, several at once.
+    Raises TypeError at each use if the model has no adapters, trains anything else, or has adapters that engines do
+    not support: of embeddings or output heads, DoRA, biases, several active ones.
     """
 
     def _named(self) -> Iterator[tuple[str, Any]]:
@@ -40,12 +38,12 @@ class AdapterWeights(ModelWeights):
 
     @property
     def rank(self) -> int:
-        """The highest rank."""
+        """Highest rank."""
         return max(meta.shape[0] for meta in self.metadata() if meta.name.endswith(".lora_A.weight"))
 
     @property
     def model_shape(self) -> dict[str, int]:
-        """What tells the base model from another one."""
+        """Shape of the base model, for comparison with the engine's."""
         config = getattr(self._model, "config", None)
         return {} if config is None else shape_of_model(config.get_text_config())
 
@@ -94,7 +92,7 @@ def _matrices(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[t
 
 
 class AdapterChannel(Channel):
-    """Sends adapters to the engine's own process, wherever that runs: they are a few megabytes."""
+    """Channel that sends adapters, which are a few megabytes, to the engine's own process on any host."""
 
     def __init__(self, source: AdapterWeights) -> None:
         self._source = source
@@ -103,11 +101,11 @@ class AdapterChannel(Channel):
 
     @property
     def staged_version(self) -> int | None:
-        """Version of the adapters in memory."""
+        """Version of the staged adapters."""
         return self._version if self._staged else None
 
     def stage(self, version: int | None) -> int:
-        """Copy the adapters into one file in memory."""
+        """Serialise the adapters in memory."""
         assert version is not None, "an engine has to hold the base model"
         self._staged = {}
         weights = _as_file({name: tensor.cpu().contiguous() for name, tensor in self._source})
@@ -116,17 +114,17 @@ class AdapterChannel(Channel):
         return version
 
     def staged(self) -> TransferInfo:
-        """Return the adapters. Raises RuntimeError before the first `stage`, or if it failed."""
+        """Return the staged adapters. Raises RuntimeError if there are none."""
         if not self._staged:
             raise RuntimeError("no adapters are staged.")
         return self._staged
 
     def roll_back(self) -> None:
-        """Hold no adapters."""
+        """Discard the staged adapters."""
         self._staged = {}
 
     def connect(self, client: Client) -> Connection:
-        """Let the engine compare its model and its ranks with the trainer's, and try adapters that add nothing."""
+        """Check that the engine has the same model and a sufficient rank, and load adapters of zeros as a test."""
         source = self._source
         zeros = {meta.name: torch.zeros(*_of_rank_1(meta), dtype=meta.dtype) for meta in source.metadata()}
         info = {"model": source.model_shape, "rank": source.rank, "zeros": _as_file(zeros)}
@@ -134,7 +132,7 @@ class AdapterChannel(Channel):
         return _Adapters(self, client)
 
     def close(self) -> None:
-        """Hold no adapters."""
+        """Discard the staged adapters."""
         self._staged = {}
 
 
@@ -149,7 +147,7 @@ def _as_file(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 class _Adapters:
-    """Hands the staged adapters to one engine."""
+    """Connection that sends the staged adapters to one engine."""
 
     def __init__(self, channel: AdapterChannel, client: Client) -> None:
         self._channel = channel
@@ -160,4 +158,4 @@ class _Adapters:
         self._client.update_weights(self._channel.staged())
 
     def shutdown(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing; nothing is open."""

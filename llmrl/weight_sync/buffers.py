@@ -1,4 +1,4 @@
-"""Flat buffers of bytes: tensors side by side, in memory that another process of this host can map."""
+"""Flat buffers of tensors, in memory that other processes of this host can map."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 from llmrl._utils.safetensors_file import TensorPlace
 
 ALIGNMENT = 64
-"""Bytes: each tensor starts on its own cache line."""
+"""Bytes to which each tensor is aligned: one cache line."""
 HEADER_SIZE = 64
-"""Bytes before the first tensor; they hold the tag that says which weights the buffer holds."""
+"""Bytes of the header, which holds the tag of the weights in the buffer."""
 
 UNREACHABLE = "the worker cannot open the trainer's memory"
-"""How the refusal of a worker starts that runs on another host, or as another user."""
+"""Start of the error message of a worker on another host, or of another user."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where each tensor lies in a flat buffer, or in a safetensors file.
+    """Positions of tensors in a flat buffer, or in a safetensors file.
 
     Example:
         >>> layout = PackedLayout.of([("a", torch.float32, (3,)), ("b", torch.bfloat16, (2, 2))])
@@ -38,10 +38,7 @@ class PackedLayout:
 
     @classmethod
     def of(cls, entries: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> PackedLayout:
-        """Lay out `(name, dtype, shape)` entries in their order.
-
-        Raises ValueError if there are none, or if a name comes twice.
-        """
+        """Lay out `(name, dtype, shape)` entries. Raises ValueError if there are none, or a name is repeated."""
         places: list[TensorPlace] = []
         names = set()
         end = HEADER_SIZE
@@ -57,7 +54,7 @@ class PackedLayout:
         return cls(tuple(places), end)
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return each `(name, tensor)` as a view of `buffer` ([num_bytes] uint8)."""
+        """Yield `(name, tensor)` pairs, as views of `buffer` ([num_bytes] uint8)."""
         return ((place.name, place.view(buffer)) for place in self.places)
 
     @classmethod
@@ -75,7 +72,7 @@ class PackedLayout:
         return cls.of(zip(names, dtypes, shapes, strict=True))
 
     def to_plain(self) -> dict[str, list]:
-        """Return it as lists that travel through JSON or msgpack."""
+        """Return the layout as lists that JSON and msgpack can represent."""
         return {
             "names": [place.name for place in self.places],
             "dtype_names": [str(place.dtype).removeprefix("torch.") for place in self.places],
@@ -84,7 +81,7 @@ class PackedLayout:
 
 
 TAG_PLACE = TensorPlace("", torch.uint8, (HEADER_SIZE,), 0)
-"""Where the tag lies in a flat buffer."""
+"""Position of the tag in a flat buffer."""
 
 
 def write_tag(buffer: torch.Tensor, tag: str) -> None:
@@ -116,10 +113,10 @@ def checksum_of(buffer: torch.Tensor) -> int:
 
 
 class SharedBuffer:
-    """A flat buffer of bytes that other processes of the same user on this host open by `path`.
+    """A flat buffer that other processes of the same user on this host open by `path`.
 
-    On Linux it is an anonymous file in memory: neither the size of `/dev/shm` bounds it nor does a killed process
-    leave it behind. Elsewhere it is a temporary file.
+    On Linux it is an anonymous file in memory, which `/dev/shm` does not limit and which disappears with the process.
+    Elsewhere it is a temporary file.
 
     Example:
         >>> shared = SharedBuffer(128)
@@ -143,22 +140,21 @@ class SharedBuffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The bytes, `[num_bytes]` of uint8. Raises RuntimeError after `close`."""
+        """The bytes, `[num_bytes]` uint8. Raises RuntimeError after `close`."""
         if self._tensor is None:
             raise RuntimeError("the shared buffer is closed.")
         return self._tensor
 
     def close(self) -> None:
-        """Give the memory back. May be called twice."""
+        """Free the memory. May be called twice."""
         self._tensor = None
         self._finalizer()
 
 
 def open_shared(path: str, num_bytes: int) -> torch.Tensor:
-    """Map a buffer of another process for reading: [num_bytes] uint8, writes to which stay private.
+    """Map another process's buffer, [num_bytes] uint8; writes to it stay private.
 
-    Raises OSError if it cannot be opened, because its owner is gone or on another host, and ValueError if it is
-    shorter than `num_bytes`.
+    Raises OSError if its owner is gone or on another host, and ValueError if it is shorter than `num_bytes`.
     """
     size = Path(path).stat().st_size
     if size < num_bytes:

@@ -1,4 +1,4 @@
-"""Channels: how the bytes of an update travel from the trainer to the engines' workers."""
+"""Channels: transports of weights from the trainer to the engines' workers."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from llmrl.weight_sync.source import ModelWeights
 logger = logging.getLogger(__name__)
 
 _MEETING_SECONDS = 10.0
-"""For this process to be in a group that all others say they are in. One that died since would be waited for longer."""
+"""Timeout to join a group that all workers say they have joined; a worker may have died since."""
 
 
 class Client(Protocol):
-    """Receiver of the weights: one engine, or several with workers that form one group."""
+    """Receiver of weights: one engine, or several engines whose workers form one group."""
 
     timeout_seconds: float
-    """Without progress, after which a streamed transfer is given up."""
+    """Timeout of a streamed transfer without progress."""
 
     @property
     def num_workers(self) -> int:
-        """Worker processes that take weights."""
+        """Number of workers that take weights."""
         ...
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
@@ -51,7 +51,7 @@ class Client(Protocol):
         ...
 
     def start_weight_update(self) -> None:
-        """Make ready."""
+        """Start an update."""
         ...
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
@@ -60,45 +60,45 @@ class Client(Protocol):
 
 
 class Connection(Protocol):
-    """The open way to one client; vLLM's trainer-side transfer engines are such."""
+    """An open connection to one client; vLLM's trainer-side transfer engines implement it."""
 
     def send_weights(self) -> None:
-        """Let the client's workers take what is staged."""
+        """Let the client's workers take the staged weights."""
         ...
 
     def shutdown(self) -> None:
-        """Close the way."""
+        """Close the connection."""
         ...
 
 
 class Channel(ABC):
-    """Stages the trainer's weights while engines generate, then lets each engine take them."""
+    """Transport that stages the trainer's weights while engines generate, and then transfers them."""
 
     is_collective = False
-    """Whether all engines are one client, which is made anew when one is replaced."""
+    """Whether all engines are one client, which is replaced if an engine is."""
     can_roll_back = True
-    """Whether engines keep their old weights until a call to load."""
+    """Whether engines keep their old weights until they are told to load."""
 
     @property
     @abstractmethod
     def staged_version(self) -> int | None:
-        """Version of the weights that are held here for engines to take; None where there are none."""
+        """Version of the weights staged for engines; None if no weights are staged."""
 
     @abstractmethod
     def stage(self, version: int | None) -> int:
-        """Copy the weights, as they are now, to where they are sent from; return their version.
+        """Copy the current weights to where they are sent from; return their version.
 
         Args:
-            version: that of the engines; `None` where there are none and the channel counts by itself.
+            version: version to use; `None` if there are no engines and the channel counts itself.
         """
 
     @abstractmethod
     def roll_back(self) -> None:
-        """Take back the staged weights, which did not come into use."""
+        """Discard the staged weights, which no engine loaded."""
 
     @abstractmethod
     def connect(self, client: Client) -> Connection:
-        """Reach a client. Raises EngineError if a worker cannot be reached, or its model is another one."""
+        """Connect to a client. Raises EngineError if a worker cannot be reached, or has another model."""
 
     @abstractmethod
     def close(self) -> None:
@@ -106,16 +106,15 @@ class Channel(ABC):
 
 
 class MemoryChannel(Channel):
-    """Packs the weights into one flat buffer, which the workers map where they run on this host.
+    """Channel that packs weights into one flat buffer, which workers on this host map.
 
-    The buffer is the one copy of the whole model that the trainer makes: sharded weights are gathered into it one by
-    one, and an engine that missed the update is given them from it. Workers on another host cannot map it; their
-    engine gets it by broadcast, in a gloo group of its own: a replica that dies breaks no other's.
+    Sharded weights are gathered one by one into the buffer, the trainer's only copy of the whole model; engines that
+    missed an update get it too. An engine on another host receives a broadcast in its own gloo group, so that the
+    death of one replica does not affect the others.
 
     Args:
-        rendezvous: address and port where such a group meets.
-        anchor_every: see `VLLMWeightSyncScheme`. What changed is noted while it is packed, without a copy of the
-            weights before, and only where some engine needs a broadcast.
+        rendezvous: returns address and port where such a group meets.
+        anchor_every: see `VLLMWeightSyncScheme`; used only if an engine needs a broadcast.
     """
 
     def __init__(
@@ -131,13 +130,13 @@ class MemoryChannel(Channel):
         self._is_broadcast = False
         self._num_deltas = 0
         self.checksum: int | None = None
-        """Of the staged bytes, where deltas may lead on from them."""
+        """Checksum of the staged bytes, if deltas may follow."""
         self.delta: tuple[int, torch.Tensor] | None = None
-        """The checksum that it leads on from, and its bytes, [num_delta_bytes] uint8."""
+        """Base checksum and bytes, [num_delta_bytes] uint8, of the staged delta."""
 
     @property
     def layout(self) -> PackedLayout:
-        """Where each weight lies."""
+        """Position of each weight."""
         if self._layout is None:
             self._layout = PackedLayout.of(self._source.metadata())
         return self._layout
@@ -149,11 +148,11 @@ class MemoryChannel(Channel):
 
     @torch.no_grad()
     def stage(self, version: int | None) -> int:
-        """Cast and pack the weights. Raises ValueError if the source yields others than it announces."""
+        """Cast and pack the weights. Raises ValueError if the source yields other weights than it announced."""
         assert version is not None, "an engine has to read the memory"
         before = self._layout
         base = self.checksum if self._tag else None
-        self._tag = ""  # nothing is staged until all of it is packed: a source may fail half-way
+        self._tag = ""  # nothing is staged until all is packed, as a source may fail halfway
         self._layout = None
         self.checksum = None
         self.delta = None
@@ -175,7 +174,7 @@ class MemoryChannel(Channel):
         return version
 
     def _pack(self, buffer: torch.Tensor, tag: str) -> None:
-        write_tag(buffer, tag)  # which is announced only when the rest is there
+        write_tag(buffer, tag)  # announced only after the weights are packed
         views = self.layout.views(buffer)
         for given_name, tensor in self._source.uncast():
             name, view = next(views)
@@ -186,7 +185,7 @@ class MemoryChannel(Channel):
             self.checksum = checksum_of(buffer)
 
     def _change(self, buffer: torch.Tensor, tag: str, version: int, base: int) -> None:
-        """Pack them over those of before, and note what changes."""
+        """Pack the weights over the previous ones, and record the changes."""
         header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
         writer = DeltaWriter(buffer, [TAG_PLACE, *self.layout.places])
         write_tag(header, tag)
@@ -199,20 +198,17 @@ class MemoryChannel(Channel):
             self.delta = base, torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def roll_back(self) -> None:
-        """Hold no weights."""
+        """Discard the staged weights."""
         self._tag = ""
 
     def staged(self) -> tuple[SharedBuffer, TransferInfo]:
-        """Return the weights, and what a worker needs to know of them.
-
-        Raises RuntimeError before the first `stage`, or if it failed.
-        """
+        """Return the staged buffer and its description for workers. Raises RuntimeError if there is none."""
         if self._shared is None or not self._tag:
             raise RuntimeError("no weights are staged.")
         return self._shared, {"num_bytes": self.layout.num_bytes, "tag": self._tag, **self.layout.to_plain()}
 
     def connect(self, client: Client) -> Connection:
-        """By shared memory where the workers see it, else by gloo."""
+        """Connect by shared memory if the workers can map it, else by gloo."""
         layout = self.layout.to_plain()
         probe = SharedBuffer(HEADER_SIZE)
         tag = uuid.uuid4().hex
@@ -228,12 +224,12 @@ class MemoryChannel(Channel):
             logger.info("an engine does not see this host's memory; its weights are broadcast: %s", error)
         finally:
             probe.close()
-        client.init_weight_transfer_engine({"layout": layout})  # refuses another model's weights before anyone waits
+        client.init_weight_transfer_engine({"layout": layout})  # fail early if the model is another one
         self._is_broadcast = True
         return _Broadcast(self, client, *self._rendezvous())
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._shared is not None:
             self._shared.close()
         self._shared = None
@@ -241,7 +237,7 @@ class MemoryChannel(Channel):
 
 
 class _SharedMemory:
-    """Tells the workers where the staged weights lie: no byte is copied on the way."""
+    """Connection that gives workers the path of the staged weights, without copying."""
 
     def __init__(self, channel: MemoryChannel, client: Client) -> None:
         self._channel = channel
@@ -253,17 +249,17 @@ class _SharedMemory:
         self._client.update_weights({"path": shared.path, **described})
 
     def shutdown(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing; nothing is open."""
 
 
 class _Broadcast:
-    """Broadcasts the staged weights to the workers of one client, or what changed since those that they hold."""
+    """Connection that broadcasts the staged weights, or their changes, to one client's workers."""
 
     def __init__(self, channel: MemoryChannel, client: Client, address: str, port: int) -> None:
         self._channel = channel
         self._client = client
         world_size = 1 + client.num_workers
-        # Left behind where the engine refuses, or dies: the group waits for its workers for minutes.
+        # The thread is abandoned if the engine fails: the group waits for its workers for minutes.
         opening = start_in_thread(open_group, address, port, rank=0, world_size=world_size)
         client.init_weight_transfer_engine({"master_address": address, "master_port": port, "world_size": world_size})
         try:
@@ -271,7 +267,7 @@ class _Broadcast:
         except TimeoutError as error:
             raise EngineError("the engine's workers came to the group and went away again.") from error
         self._held: int | None = None
-        """Checksum of what all workers took last."""
+        """Checksum of the weights that all workers hold."""
 
     def send_weights(self) -> None:
         shared, described = self._channel.staged()
@@ -305,7 +301,7 @@ class _Broadcast:
                 self._client.update_weights(described)
             except BaseException as error:
                 if NOT_FOLLOWED not in str(error):
-                    self.shutdown()  # the broadcast itself ends with the worker that stands still
+                    self.shutdown()  # ends the broadcast too
                 raise
             sending.result()
 
@@ -317,11 +313,11 @@ class _Broadcast:
 
 
 class FileChannel(Channel):
-    """Writes the weights into two files of a folder by turns, of which one is always whole.
+    """Channel that writes weights alternately into two files of a folder, of which one is always whole.
 
     Args:
-        folder: as the trainer sees it.
-        worker_folder: the same, as the engines' hosts see it.
+        folder: folder, as the trainer sees it.
+        worker_folder: the same folder, as the engines' hosts see it.
         anchor_every: see `VLLMDoubleBufferSyncScheme`.
     """
 
@@ -334,11 +330,11 @@ class FileChannel(Channel):
 
     @property
     def staged_version(self) -> int | None:
-        """Version of the weights in the current buffer, of those that this process wrote."""
+        """Version of the current buffer, if this process wrote it."""
         return None if self.pointer is None else self.pointer.version
 
     def stage(self, version: int | None) -> int:
-        """Write the weights into the buffer that is not current, and make it the current one."""
+        """Write the weights into the other buffer, and make it the current one."""
         self._buffer.folder.mkdir(parents=True, exist_ok=True)
         self._before = (self._buffer.pointer(), self.pointer)
         self.pointer = None
@@ -346,23 +342,23 @@ class FileChannel(Channel):
         return self.pointer.version
 
     def roll_back(self) -> None:
-        """Make the buffer before the current one again: no engine took this one."""
+        """Make the previous buffer the current one again."""
         current, self.pointer = self._before
         self._buffer.point_to(current)
 
     def connect(self, client: Client) -> Connection:
-        """Let every worker look for the folder."""
+        """Check that every worker can access the folder."""
         self._buffer.folder.mkdir(parents=True, exist_ok=True)
         layout = PackedLayout.of(self._source.metadata()).to_plain()
         client.init_weight_transfer_engine({"folder": self.worker_folder, "layout": layout})
         return _Files(self, client)
 
     def close(self) -> None:
-        """Do nothing: the files stay."""
+        """Do nothing; the files stay."""
 
 
 class _Files:
-    """Tells the workers which file to read."""
+    """Connection that tells workers which file to read."""
 
     def __init__(self, channel: FileChannel, client: Client) -> None:
         self._channel = channel
@@ -374,10 +370,10 @@ class _Files:
         take_file(self._client, self._channel.worker_folder, self._channel.pointer)
 
     def shutdown(self) -> None:
-        """Do nothing: nothing is open."""
+        """Do nothing; nothing is open."""
 
 
 def take_file(client: Client, folder: str, pointer: BufferPointer) -> None:
-    """Let a client's workers read the file that `pointer` names, of a folder as they see it."""
+    """Let a client's workers read the file of `pointer` in `folder`, as they see it."""
     client.start_weight_update()
     client.update_weights({"folder": folder, "pointer": asdict(pointer)})

@@ -1,4 +1,4 @@
-"""Transfers that end: a communicator that is aborted when nothing goes on any more."""
+"""Timeouts of transfers: a communicator that aborts if a transfer stalls."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Protocol
 import torch
 
 TRANSFER_SECONDS = 120.0
-"""Without progress, after which a transfer is given up, unless engines are taken to hang sooner."""
+"""Timeout of a transfer without progress; shorter if the engines' hang timeout requires it."""
 _NUM_LOOKS = 20
-"""Looks within the timeout. Looks are counted, not seconds: a process that was stopped must not blame its peers."""
+"""Polls per timeout; counted instead of seconds, so that a suspended process does not blame its peers."""
 
 
 class TransferStalledError(RuntimeError):
-    """A transfer was ended: a peer died, or stands still."""
+    """A transfer was aborted because a peer died or hangs."""
 
 
 class Communicator(Protocol):
-    """What broadcasts between GPUs: vLLM's `PyNcclCommunicator`."""
+    """Protocol of a communicator that broadcasts between GPUs: vLLM's `PyNcclCommunicator`."""
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Ask for a broadcast; it may be done later."""
+        """Enqueue a broadcast."""
         ...
 
     def destroy(self) -> None:
-        """Abort what was asked for, and leave."""
+        """Abort pending broadcasts, and leave."""
         ...
 
 
 class TimedCommunicator:
-    """A communicator that ends its transfers, with an error, when no broadcast begins or ends for some time.
+    """Communicator that aborts a transfer with an error if no broadcast begins or ends within a timeout.
 
-    NCCL waits for ever for a peer that died or stands still. Both ends of a transfer have this, so that the trainer and
-    the workers that live all come back from it.
+    NCCL waits forever for a peer that died or hangs. Trainer and workers both use this class, so all survivors
+    return.
 
     Args:
         communicator: communicator to watch.
-        timeout_seconds: without progress.
+        timeout_seconds: timeout without progress.
     """
 
     def __init__(self, communicator: Communicator, timeout_seconds: float) -> None:
@@ -49,7 +49,7 @@ class TimedCommunicator:
         self._is_aborted = False
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Broadcast `tensor` from rank `src`. Raises TransferStalledError if the transfer was ended."""
+        """Broadcast `tensor` from rank `src`. Raises TransferStalledError if the transfer was aborted."""
         self._require_whole()
         self._num_events += 1
         self._communicator.broadcast(tensor, src=src, stream=stream)
@@ -57,7 +57,7 @@ class TimedCommunicator:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch a transfer, from its first broadcast to its last byte. Raises TransferStalledError if it was ended."""
+        """Watch a transfer within the context. Raises TransferStalledError if it was aborted."""
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(is_over,), daemon=True, name="llmrl-transfer-watch")
         watch.start()
@@ -72,7 +72,7 @@ class TimedCommunicator:
         self._require_whole()
 
     def destroy(self) -> None:
-        """Leave."""
+        """Leave the group."""
         self._communicator.destroy()
 
     def _watch(self, is_over: threading.Event) -> None:

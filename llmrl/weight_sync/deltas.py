@@ -1,8 +1,7 @@
-"""What changed between two versions of a file or a buffer of weights: which words, and by how much.
+"""Deltas between two versions of a file or buffer of weights: the changed words and their differences.
 
-A step of the optimizer moves few weights far enough to change them in bfloat16, and those by a unit or two of their
-last place. So positions are written as the gaps between them, and what is added to each word as its two bytes apart:
-both are small numbers, which compress well.
+An optimizer step changes few bfloat16 weights, and those by one or two units in the last place. Positions are stored
+as gaps, and differences as separate planes of low and high bytes; both are small numbers that compress well.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import torch
 from llmrl._utils.safetensors_file import TensorPlace
 
 _ESCAPE = 255
-"""A gap byte that another one follows."""
+"""Gap byte that is continued by the next byte."""
 _LEVEL = 1
-"""Of zlib: others take several times as long for a few per cent."""
+"""zlib level; higher levels take several times as long for a few per cent."""
 _PART = 1 << 24
-"""Words that are compared at once."""
+"""Words compared at once."""
 
 Positions = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint16]
@@ -31,10 +30,10 @@ Words = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """From one version of a file or a buffer to the next; both are named by their checksums."""
+    """Change from one version of a file or buffer to the next, both identified by checksums."""
 
     serial: int
-    """Of the write, or the version, that it leads to."""
+    """Serial of the write, or version, that results."""
     base_checksum: int
     checksum: int
     num_gap_bytes: int
@@ -42,13 +41,13 @@ class Delta:
     """Gaps, low bytes and high bytes, compressed."""
 
     def to_bytes(self) -> bytes:
-        """Return it as it is written to a file, or sent."""
+        """Serialise the delta."""
         header = {name: value for name, value in asdict(self).items() if name != "data"}
         return json.dumps(header).encode() + b"\n" + self.data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Delta:
-        """Read what `to_bytes` returned. Raises ValueError if it is damaged."""
+        """Read the result of `to_bytes`. Raises ValueError if it is damaged."""
         header, _, payload = data.partition(b"\n")
         try:
             return cls(**json.loads(header), data=payload)
@@ -56,12 +55,12 @@ class Delta:
             raise ValueError(f"not a delta: {error}") from error
 
     def apply(self, image: torch.Tensor) -> None:
-        """Change the bytes ([num_bytes] uint8) in place; after an error they are of no version.
+        """Change the bytes ([num_bytes] uint8) in place.
 
-        Raises ValueError if the data are damaged, or point outside.
+        Raises ValueError if the data are damaged, or exceed the buffer; the bytes are then undefined.
         """
         words = _words_of(image.numpy())
-        # No gap byte without a word that it passes or changes, and no change without a gap byte.
+        # Each gap byte skips or changes at least one word, and each change has at least one gap byte.
         positions, differences = decode(
             _decompress(self.data, 3 * min(self.num_gap_bytes, len(words))), self.num_gap_bytes
         )
@@ -71,7 +70,7 @@ class Delta:
 
 
 def encode(positions: Positions, differences: Words) -> tuple[bytes, int]:
-    """Write growing positions and what is added there ([num_changed] both) as bytes; these, and how many are gaps.
+    """Encode ascending positions and differences, [num_changed] each; return the bytes and the number of gap bytes.
 
     Example:
         >>> data, num_gap_bytes = encode(np.array([0, 300]), np.array([1, 65535], dtype=np.uint16))
@@ -87,12 +86,13 @@ def encode(positions: Positions, differences: Words) -> tuple[bytes, int]:
 
 
 def decode(data: bytes, num_gap_bytes: int) -> tuple[Positions, Words]:
-    """Read what `encode` wrote. Raises ValueError if lengths do not fit."""
+    """Decode the result of `encode`. Raises ValueError if lengths do not match."""
     if not 0 <= num_gap_bytes <= len(data):
         raise ValueError(f"{num_gap_bytes} gap bytes of {len(data)}.")
     stream = np.frombuffer(data, dtype=np.uint8, count=num_gap_bytes)
     ends = np.flatnonzero(stream != _ESCAPE)
-    # A gap is the sum of its bytes; a position is all gaps before it, and a word for each of them.
+    # A gap is the sum of its bytes; a position is the sum of the gaps so far, plus one word for each earlier
+    # position.
     positions = np.cumsum(stream, dtype=np.int64)[ends] + np.arange(len(ends))
     planes = np.frombuffer(data, dtype=np.uint8, offset=num_gap_bytes) if num_gap_bytes < len(data) else stream[:0]
     if len(planes) != 2 * len(ends) or (num_gap_bytes and stream[-1] == _ESCAPE):
@@ -101,11 +101,11 @@ def decode(data: bytes, num_gap_bytes: int) -> tuple[Positions, Words]:
 
 
 class DeltaWriter:
-    """Puts new weights into the bytes of a file, and notes what they change.
+    """Writer of new weights into the bytes of a file, which records the changes.
 
     Args:
-        image: the file's bytes as they were, [num_bytes] uint8, which become the new ones.
-        places: where its tensors lie.
+        image: current bytes of the file, [num_bytes] uint8; changed in place.
+        places: positions of its tensors.
     """
 
     def __init__(self, image: torch.Tensor, places: Iterable[TensorPlace]) -> None:
@@ -114,14 +114,14 @@ class DeltaWriter:
         self._found: list[tuple[Positions, Words]] = []
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Replace one tensor. Raises ValueError if the file has none such."""
+        """Replace one tensor. Raises ValueError if the file has no such tensor."""
         place = self._places.pop(name, None)
         if place is None or (place.dtype, place.shape) != (tensor.dtype, tuple(tensor.shape)):
             raise ValueError(f"the source yielded {name!r} {tensor.dtype} {tuple(tensor.shape)}, not announced.")
         new = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         image = self._image.numpy()
         start = place.offset
-        if start % 2 or len(new) % 2:  # bytes of a neighbour lie in its words
+        if start % 2 or len(new) % 2:  # its words include bytes of a neighbour
             first = start - start % 2
             end = min(start + len(new) + (start + len(new)) % 2, len(image))
             new = np.concatenate([image[first:start], new, image[start + len(new) : end]])
@@ -138,7 +138,7 @@ class DeltaWriter:
             image[start + len(new) - 1] = new[-1]
 
     def finish(self, serial: int, base_checksum: int, checksum: int) -> Delta | None:
-        """Return what changed; None where a delta cannot say it. Raises ValueError if tensors are missing."""
+        """Return the delta, or None if it cannot be represented. Raises ValueError if tensors are missing."""
         if self._places:
             raise ValueError(f"the source did not yield {sorted(self._places)[:3]}, which were announced.")
         self._found.sort(key=lambda found: found[0][0] if len(found[0]) else -1)
@@ -151,7 +151,7 @@ class DeltaWriter:
 
 
 def _decompress(data: bytes, max_num_bytes: int) -> bytes:
-    """Refuse what grows beyond a bound before it is in memory: a few damaged bytes may stand for any number."""
+    """Decompress at most a number of bytes: a few damaged bytes may expand to any size."""
     stream = zlib.decompressobj()
     try:
         result = stream.decompress(data, max(max_num_bytes, 0) + 1)

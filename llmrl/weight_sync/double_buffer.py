@@ -1,4 +1,4 @@
-"""Two files of weights, what changed since the whole one, and a pointer."""
+"""A double buffer of weight files, with deltas since the last whole file and a pointer."""
 
 from __future__ import annotations
 
@@ -28,39 +28,38 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class BufferPointer:
-    """Which of the two buffers is whole, what it holds and how to tell."""
+    """Reference to the current weights of a double buffer."""
 
     slot: int
-    """0 or 1."""
+    """Buffer with the whole file: 0 or 1."""
     serial: int
-    """Counts writes, from 1."""
+    """Number of the write, from 1."""
     version: int
     """Policy version of the weights."""
     num_bytes: int
     checksum: int
-    """CRC-32 of the file that holds these weights, or that deltas make of the one in the buffer."""
+    """CRC-32 of the weights' file, after applying any deltas."""
     anchor_serial: int
-    """Serial of the write that made the file in the buffer: this one, or an earlier one that deltas lead from."""
+    """Serial of the write that made the whole file in the buffer, to which deltas apply."""
     anchor_checksum: int
     anchor_every: int = 1
-    """How many writes share a file; with 1 there are no deltas."""
+    """Maximum number of writes that share a file; 1 means no deltas."""
 
 
 class DoubleBuffer:
-    """Weights on a file system: written beside the current ones, which stay whole until the pointer moves.
+    """Weights on a file system, written next to the current ones, which stay whole until the pointer moves.
 
-    A reader that follows the pointer gets whole weights or an error, however the writer died. Each buffer is a folder
-    with one safetensors file; there are never more than two.
+    Readers get whole weights or an error, however the writer died. Each of the two buffers is a folder with one
+    safetensors file.
 
-    With `anchor_every` above 1 most writes are *deltas*: what changed since the write before, from the file in the
-    buffer on, the *anchor*. A reader that has an earlier version reads the deltas since, any other the anchor and its
-    deltas. The checksum is that of the whole result: what is not bit by bit the file that would have been written is
-    not returned.
+    With `anchor_every` above 1, most writes are *deltas* from the previous write, starting from the file in the
+    buffer, the *anchor*. A reader with an earlier version reads only the later deltas. The checksum covers the
+    resulting file, which is bit for bit the file of a whole write.
 
     Args:
-        folder: where the files are.
-        anchor_every: writes a whole file at every so many writes, where this process knows what it wrote last. It keeps
-            a copy of the file in memory then.
+        folder: folder of the files.
+        anchor_every: a whole file is written every `anchor_every` writes, and whenever this process did not make the
+            last write. Above 1, a copy of the file is kept in memory.
 
     Raises ValueError if `anchor_every` is below 1.
 
@@ -81,10 +80,7 @@ class DoubleBuffer:
         self._written: FileWeights | None = None
 
     def pointer(self) -> BufferPointer | None:
-        """Return the current buffer; `None` before the first write.
-
-        Raises ValueError if the pointer's file is damaged.
-        """
+        """Return the current pointer; `None` before the first write. Raises ValueError if its file is damaged."""
         path = self.folder / POINTER_NAME
         try:
             return BufferPointer(**json.loads(path.read_text()))
@@ -94,28 +90,28 @@ class DoubleBuffer:
             raise ValueError(f"the pointer {path} is damaged: {error}") from error
 
     def write(self, weights: ModelWeights | Mapping[str, torch.Tensor], version: int | None = None) -> BufferPointer:
-        """Write into the buffer that is not current and move the pointer to it.
+        """Write into the buffer that is not current, and move the pointer to it.
 
         Args:
-            weights: tensors by name, or a model's, of which one weight at a time is held.
-            version: the next one, unless given.
+            weights: tensors by name, or a model's, which are held one at a time.
+            version: the next one by default.
 
-        Raises ValueError if a source yields other weights than it announces.
+        Raises ValueError if a source yields other weights than it announced.
         """
         current = self.pointer()
         source = ModelWeights(weights) if isinstance(weights, Mapping) else weights
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # weights are their owner's
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only the owner may read the weights
         if version is None:
             version = 1 if current is None else current.version + 1
         serial = 1 if current is None else current.serial + 1
         pointer = None if current is None else self._write_delta(current, source, version)
         if pointer is None or pointer.serial - pointer.anchor_serial >= self._anchor_every:
-            whole = None if pointer is None else self._written  # without a pointer it may be of a write taken back
+            whole = None if pointer is None else self._written  # else the write may be rolled back
             self._written = None
             slot = 0 if current is None else 1 - current.slot
             path = self._cleared(slot, current)
             if pointer is None or whole is None:
-                self.delta_path(serial).unlink(missing_ok=True)  # of a write that was taken back
+                self.delta_path(serial).unlink(missing_ok=True)  # of a write that was rolled back
                 num_bytes, checksum = write_safetensors(path, source.metadata(), source)
             else:
                 num_bytes = whole.buffer.numel()
@@ -131,10 +127,10 @@ class DoubleBuffer:
         return pointer
 
     def _cleared(self, slot: int, current: BufferPointer | None) -> Path:
-        """Return the file of a buffer, emptied, without the deltas that no reader of `current` needs."""
+        """Empty a buffer's folder, delete deltas that no reader of `current` needs, and return the buffer's file."""
         path = self.path(slot)
         path.parent.mkdir(exist_ok=True)
-        for stale in path.parent.iterdir():  # the weights before the current ones, and what killed writers left
+        for stale in path.parent.iterdir():  # old weights, and remains of killed writers
             stale.unlink()
         for stale in self.folder.glob(f"{DELTA_FOLDER}/*"):
             serial = stale.name.removesuffix(".delta")
@@ -143,7 +139,7 @@ class DoubleBuffer:
         return path
 
     def _write_delta(self, current: BufferPointer, source: ModelWeights, version: int) -> BufferPointer | None:
-        """Write what changed since `current`; None where this process does not know it, or it is not worth it."""
+        """Write the changes since `current`; None if this process does not know the previous weights."""
         written = self._written
         if written is None or written.pointer != current or not written.has_layout_of(source):
             self._written = None
@@ -172,12 +168,12 @@ class DoubleBuffer:
         )  # fmt: skip
 
     def point_to(self, pointer: BufferPointer | None) -> None:
-        """Move the pointer, whole or not at all; `None` takes it away."""
+        """Move the pointer atomically; `None` deletes it."""
         path = self.folder / POINTER_NAME
         if pointer is None:
             path.unlink(missing_ok=True)
             return
-        # One name, so that writers that were killed leave one file at most.
+        # A fixed name, so that killed writers leave at most one file.
         part = self.folder / f"{POINTER_NAME}.part"
         with part.open("w") as file:
             json.dump(asdict(pointer), file)
@@ -192,16 +188,15 @@ class DoubleBuffer:
         since: FileWeights | None = None,
         pages_of: Callable[[PackedLayout], NeededPages | None] | None = None,
     ) -> FileWeights:
-        """Return the weights that `pointer` names, in memory of their own: what the writer does next cannot reach them.
+        """Return the weights of `pointer`, in memory that the writer cannot change.
 
         Args:
             pointer: pointer of this folder.
-            since: what was read before. Where deltas lead from there, its memory becomes that of the result; in any
-                case it is not to be used again.
-            pages_of: says what is to be kept of a file with this layout; all is read and checked, and of the rest is
-                no memory. Not with deltas.
+            since: weights read before, to which deltas are applied in place if possible; not to be used afterwards.
+            pages_of: returns the pages to keep of a file with this layout; the whole file is still read and checked.
+                Not supported with deltas.
 
-        Raises ValueError if there are none, or they are not those that were written.
+        Raises ValueError if there are no weights, or they are not those that were written.
         """
         if pointer is None:
             raise ValueError(f"nothing was written to {self.folder} yet.")
@@ -221,9 +216,9 @@ class DoubleBuffer:
         raise ValueError(f"{path} does not hold the weights of write {pointer.serial}: {why}.")
 
     def _follow(self, start: FileWeights, pointer: BufferPointer) -> FileWeights:
-        """Apply the deltas from `start` on, in place.
+        """Apply the deltas after `start` in place.
 
-        Raises ValueError or FileNotFoundError if they do not lead to what `pointer` names.
+        Raises ValueError or FileNotFoundError if the result is not that of `pointer`.
         """
         assert start.pointer is not None
         checksum = start.pointer.checksum
@@ -241,7 +236,7 @@ class DoubleBuffer:
         return replace(start, pointer=pointer)
 
     def delta_path(self, serial: int) -> Path:
-        """Return the file of what a write changed."""
+        """Return the file of a write's delta."""
         return self.folder / DELTA_FOLDER / f"{serial}.delta"
 
     def path(self, slot: int) -> Path:
@@ -255,9 +250,9 @@ class FileWeights:
 
     layout: PackedLayout
     buffer: torch.Tensor
-    """[num_bytes] uint8, of the whole file."""
+    """[num_bytes] uint8, the whole file."""
     pointer: BufferPointer | None = None
-    """Where it was read."""
+    """Pointer from which it was read."""
 
     @classmethod
     def of(cls, buffer: torch.Tensor, pointer: BufferPointer | None = None) -> FileWeights:
@@ -265,7 +260,7 @@ class FileWeights:
         return cls(_layout_of(buffer, buffer.numel()), buffer, pointer)
 
     def has_layout_of(self, source: ModelWeights) -> bool:
-        """Whether the source would be written with the same header."""
+        """Whether the source has the same tensors."""
         own = sorted((place.name, place.dtype, place.shape) for place in self.layout.places)
         return own == sorted(map(tuple, source.metadata()))
 
@@ -275,14 +270,14 @@ class FileWeights:
 
 
 def _layout_of(head: torch.Tensor, num_bytes: int) -> PackedLayout:
-    """Return where the weights lie in a file of so many bytes that begins with `head`."""
+    """Return the layout of a file of `num_bytes` that begins with `head`."""
     return PackedLayout(tuple(places_of(head)), num_bytes)
 
 
 def _read_file(
     file: FileIO, num_bytes: int, pages_of: Callable[[PackedLayout], NeededPages | None] | None
 ) -> tuple[torch.Tensor, int, int]:
-    """Return a file's bytes ([num_bytes] uint8), or what is needed of them; how many were read, and their CRC-32."""
+    """Return a file's bytes ([num_bytes] uint8), in full or in part, the number of bytes read, and their CRC-32."""
     pages = None
     if pages_of is not None:
         size = file.read(8)
@@ -290,7 +285,7 @@ def _read_file(
             bytearray(size + file.read(min(int.from_bytes(size, "little"), num_bytes))), dtype=torch.uint8
         )
         file.seek(0)
-        with contextlib.suppress(ValueError, LookupError, TypeError, RuntimeError):  # damaged, which the checksum shows
+        with contextlib.suppress(ValueError, LookupError, TypeError, RuntimeError):  # the checksum reveals damage
             pages = pages_of(_layout_of(head, num_bytes))
     if pages is None:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
@@ -311,7 +306,7 @@ def _read_file(
 
 
 def _read_into(view: memoryview, file: FileIO, checksum: int = 0) -> tuple[int, int]:
-    """Fill `view`; number of bytes read, and the CRC-32 that goes on with theirs."""
+    """Fill `view`; return the number of bytes read, and the updated CRC-32."""
     end = 0
     while end < len(view) and (num_bytes := file.readinto(view[end : end + _CHUNK])):
         checksum = zlib.crc32(view[end : end + num_bytes], checksum)

@@ -1,4 +1,4 @@
-"""`EngineGroup`: the engines of an update, which all take the weights before any loads them."""
+"""`EngineGroup`: engines that all receive new weights before any engine loads them."""
 
 from __future__ import annotations
 
@@ -27,24 +27,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
-"""Between looks at engines that are being started, or that wait for an update to end."""
+"""Polling interval while engines start or wait for the end of an update."""
 _END_SECONDS = 60.0
-"""For the calls of an engine that was ended to fail."""
+"""Timeout for the calls of a killed engine to fail."""
 
 
 class EngineGroup:
-    """Engines that are to hold the same weights, as one.
+    """Engines that hold the same weights and are updated together.
 
-    Those that died are left out; a sequence is read again at each update, so that engines started in their place come
-    in. An engine that has not answered a call after `hang_timeout_seconds` (of `EngineReplicas`, else 300), and gives
-    no tokens either, hangs: it is ended, and left out like one that died. For one thread at a time.
+    Dead engines are left out. A sequence of engines is read again at each update, so that replacements are included.
+    An engine hangs if it neither answers a call nor produces tokens within `hang_timeout_seconds` (of
+    `EngineReplicas`, else 300); it is killed and left out. Not thread-safe.
 
     Args:
         engines: one, a sequence, or `EngineReplicas`.
         pause_mode, reset_running_requests: see `VLLMWeightSyncScheme`.
 
-    Raises EngineError if none of the engines lives, and ValueError if there are no engines, or one cannot take the
-    weights of the others, or none at all.
+    Raises EngineError if no engine is alive, and ValueError if there are no engines, or one cannot take the weights.
     """
 
     def __init__(
@@ -63,31 +62,31 @@ class EngineGroup:
         self._members: dict[int, Member] = {}
         self._shared: tuple[list[Member], Connection] | None = None
         self._hook: Callable[[UpdatableEngine], None] | None = None
-        # One for each engine, and one to ask those that do not answer how far they are.
+        # One thread per engine, and one to request the progress of those that do not answer.
         self._pool = ThreadPoolExecutor(max(4, len(self._engines) + 1), thread_name_prefix="llmrl-weight-sync")
         self.backend = self.members()[0].engine.weight_transfer_backend
-        """vLLM's name of how the engines take weights."""
+        """vLLM's name of the engines' weight-transfer backend."""
         self._takes_adapters = self.backend == ADAPTER_BACKEND
 
     @property
     def engines(self) -> list[UpdatableEngine]:
-        """Those that live now."""
+        """Engines that are alive."""
         return [engine for engine in self._engines if engine.is_alive]
 
     @property
     def policy_version(self) -> int:
-        """Version that all living engines have reached."""
+        """Lowest version of the engines that are alive."""
         return min(engine.policy_version for engine in self.engines or self._engines)
 
     @property
     def last_version(self) -> int:
-        """Highest version that an engine may have put to use, those that died included."""
+        """Highest version that an engine may have loaded, including dead engines."""
         last = 0 if self._replicas is None else self._replicas.last_version
         return max(last, *map(last_version_of, self._engines))
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """dtype that weights are sent in."""
+        """dtype in which weights are sent."""
         return self._engines[0].model_dtype
 
     @property
@@ -97,15 +96,13 @@ class EngineGroup:
 
     @property
     def are_replaced(self) -> bool:
-        """Whether none lives, and `EngineReplicas` is starting others."""
+        """Whether no engine is alive and `EngineReplicas` is starting others."""
         return not self.engines and self._replicas is not None and self._replicas.is_alive
 
     def members(self) -> list[Member]:
-        """Return the engines that live now, each the same member as before as long as it does.
+        """Return the members of the engines that are alive, waiting for one if all are being restarted.
 
-        Where none lives, it waits for one that is being started, as requests do.
-
-        Raises EngineError if none lives, and ValueError if one cannot take the weights.
+        Raises EngineError if no engine is alive, and ValueError if one cannot take the weights.
         """
         while self.are_replaced:
             time.sleep(_LOOK_SECONDS)
@@ -122,7 +119,7 @@ class EngineGroup:
         return members
 
     def member_of(self, engine: UpdatableEngine) -> Member:
-        """Return the member that is one engine, which may be new."""
+        """Return the member of an engine, which may be new."""
         member = self._members.get(id(engine))
         if member is None or member.is_left_out or member.num_restarts != getattr(engine, "num_restarts", 0):
             if not isinstance(engine, UpdatableEngine):
@@ -132,20 +129,20 @@ class EngineGroup:
                 )
             if member is not None:
                 member.disconnect()
-            # A member holds its engine, so that no other one can have its id.
+            # The member keeps its engine alive, so the id stays unique.
             member = self._members[id(engine)] = Member(engine)
         return member
 
     def call_before_serving(self, hook: Callable[[UpdatableEngine], None]) -> None:
-        """Have `EngineReplicas` call `hook` with each engine that it starts in a dead one's place."""
+        """Make `EngineReplicas` call `hook` with each engine that replaces a dead one."""
         if self._replicas is not None:
             self._hook = hook
             self._replicas.before_serving.append(hook)
 
     def connect(self, members: list[Member], channel: Channel) -> None:
-        """Reach the engines that were not reached yet.
+        """Connect to the engines that are not connected yet.
 
-        Raises EngineError if a worker cannot be reached, or its model is another one.
+        Raises EngineError if a worker cannot be reached, or has another model.
         """
         if not channel.is_collective:
 
@@ -153,14 +150,14 @@ class EngineGroup:
                 if member.connection is None:
                     member.connection = channel.connect(member)
 
-            self.each(members, reach)  # all of them, so that a new one that dies is not taken for every engine
+            self.each(members, reach)  # all members, so that the death of a new one is not that of every engine
         elif self._shared is None or self._shared[0] != members:
             self.disconnect()
             timeout = min(TRANSFER_SECONDS, (self._hang_timeout_seconds or math.inf) / 3)
             self._shared = members, channel.connect(AllWorkers(members, self.each, timeout))
 
     def disconnect(self) -> None:
-        """Give up what `connect` opened."""
+        """Close the connections."""
         shared = self._shared
         self._shared = None
         if shared is not None:
@@ -170,9 +167,9 @@ class EngineGroup:
 
     @contextlib.contextmanager
     def paused(self, members: list[Member]) -> Iterator[None]:
-        """Stop stepping and go on afterwards; except engines with weights that are neither old nor new.
+        """Pause the engines within the context; engines with a mixture of weights are not resumed.
 
-        Engines that take adapters need not stop for requests that are to go on: each does so with its own.
+        Engines that take adapters are not paused with `pause_mode="keep"`, as each request keeps its own adapter.
         """
         if self._takes_adapters and self._pause_mode == "keep":
             yield
@@ -181,15 +178,15 @@ class EngineGroup:
             self.each(members, lambda member: member.engine.pause(self._pause_mode, clear_cache=False))
             yield
         except BaseException:
-            with contextlib.suppress(EngineError):  # the caller must get the first error
+            with contextlib.suppress(EngineError):  # the caller needs the first error
                 self._resume(members)
             raise
         self._resume(members)
 
     def take(self, members: list[Member]) -> None:
-        """Let the engines take what the channel staged; they do not use it yet, unless it is streamed.
+        """Transfer the staged weights to the engines, which load them later unless they are streamed.
 
-        Raises EngineError if an engine that lives refused.
+        Raises EngineError if an engine that is alive fails.
         """
         try:
             if self._shared is not None:
@@ -201,9 +198,9 @@ class EngineGroup:
             raise
 
     def commit(self, members: list[Member], version: int) -> None:
-        """Let every engine load what it took, and drop the key-value blocks of the old weights.
+        """Make every engine load the received weights and drop the key-value blocks of the old ones.
 
-        Raises EngineError if an engine that lives did not: it stays paused; the others serve the new weights.
+        Raises EngineError if an engine that is alive fails; it stays paused while the others serve the new weights.
         """
 
         def finish(member: Member) -> None:
@@ -219,10 +216,10 @@ class EngineGroup:
                 self._replicas.refresh()
 
     def roll_back(self, members: list[Member], *, are_mixed: bool) -> str:
-        """End an update that failed before `commit`, and say what the engines hold now.
+        """End an update that failed before `commit`; return a sentence on the weights that the engines hold.
 
         Args:
-            are_mixed: weights may have been loaded; the engines then stay paused until an update succeeds.
+            are_mixed: whether weights may have been loaded; the engines then stay paused until an update succeeds.
         """
         try:
             self.each(members, lambda member: member.abandon(can_discard=not are_mixed))
@@ -233,7 +230,7 @@ class EngineGroup:
         return self.held_weights(members)
 
     def held_weights(self, members: list[Member]) -> str:
-        """Say which weights the engines hold after an update that failed."""
+        """Return a sentence on the weights that the engines hold after a failed update."""
         members = [member for member in members if member.engine.is_alive]
         if not members:
             return "None of the engines is running; start new ones."
@@ -246,11 +243,9 @@ class EngineGroup:
         return held
 
     def each(self, members: Sequence[Member], action: Callable[[Member], object]) -> None:
-        """Run `action` for all engines at once; all have ended before an error of an engine that lives is raised.
+        """Run `action` for all engines concurrently; after all have ended, raise the error of an engine that is alive.
 
-        One that dies, or hangs and is ended, is left out from then on.
-
-        Raises EngineError if all of them died, or hung and were ended.
+        Engines that die or hang are left out from then on. Raises EngineError if none is left.
         """
         futures = {self._pool.submit(action, member): member for member in members if not member.is_left_out}
         hanging = self._end_hanging(futures)
@@ -266,7 +261,7 @@ class EngineGroup:
             member.is_left_out = True
             logger.warning("an engine died during a weight update and is left out: %s", error)
         if errors and self._replicas is not None:
-            self._replicas.refresh()  # a server may be back before the update ends, without its weights
+            self._replicas.refresh()  # a server may be back, without its weights, before the update ends
         if living:
             raise living[0]
         if members and all(member.is_left_out for member in members):
@@ -274,7 +269,7 @@ class EngineGroup:
             raise EngineError(f"every engine died during the weight update: {cause or 'before'}") from cause
 
     def shutdown(self) -> None:
-        """Release threads and connections; the engines stay."""
+        """Release threads and connections, but not the engines."""
         if self._replicas is not None and self._hook is not None:
             self._replicas.before_serving.remove(self._hook)
             self._hook = None
@@ -286,7 +281,7 @@ class EngineGroup:
         return DEFAULT_HANG_TIMEOUT_SECONDS if self._replicas is None else self._replicas.hang_timeout_seconds
 
     def _end_hanging(self, calls: dict[Future[object], Member]) -> dict[Member, EngineError]:
-        """Wait for calls of engines; those that hang are ended, and their calls with them."""
+        """Wait for the engines' calls, and kill engines that hang; return the error of each."""
         timeout = self._hang_timeout_seconds
         running = set(calls)
         hanging = set()
@@ -295,7 +290,7 @@ class EngineGroup:
             for call in list(running):
                 member = calls[call]
                 progress = self._pool.submit(member.progress).result()
-                # One that finishes its requests before it pauses gives tokens meanwhile.
+                # An engine that finishes its requests before it pauses still produces tokens.
                 if progress is None or progress == seen.get(member):
                     self._end(member.engine)
                     hanging.add(call)
@@ -315,7 +310,7 @@ class EngineGroup:
         self.each([member for member in members if member.is_whole], lambda member: member.engine.resume())
 
     def _reset_prefix_cache(self, engine: UpdatableEngine) -> None:
-        if self._takes_adapters:  # vLLM finds no block of one by another
+        if self._takes_adapters:  # vLLM's prefix cache is separate for each adapter
             return
         reset = self._reset_running_requests
         if not engine.reset_prefix_cache(reset_running_requests=reset) and reset:
@@ -326,7 +321,7 @@ class EngineGroup:
 def held_for(engine: UpdatableEngine, lock: threading.RLock) -> Iterator[None]:
     """Hold the lock of updates for an engine that waits for its weights.
 
-    Raises EngineError if the engine dies meanwhile: the update may wait for the engine that takes its place.
+    Raises EngineError if the engine dies meanwhile, as the update may be waiting for its replacement.
     """
     while not lock.acquire(timeout=_LOOK_SECONDS):
         if not engine.is_alive:

@@ -1,4 +1,4 @@
-"""A gloo group of the trainer and one engine's workers: the way to engines on CPU on other hosts."""
+"""A gloo group of the trainer and one engine's workers, for CPU engines on other hosts."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from llmrl.weight_sync.deltas import Delta
 from llmrl.weight_sync.partial import NeededPages
 
 CHUNK_SIZE = 1 << 26
-"""Bytes broadcast at once."""
+"""Bytes per broadcast."""
 TIMEOUT = timedelta(seconds=120)
-"""Of opening a group, and of each chunk. A peer that dies is noticed at once; this is for one that hangs."""
+"""Timeout of opening a group and of each chunk, for peers that hang; a peer's death is noticed at once."""
 NOT_FOLLOWED = "the delta does not lead to the weights that were announced"
-"""How the refusal of a worker starts that needs the whole."""
+"""Start of the error message of a worker that needs all weights."""
 
 
 def open_group(address: str, port: int, *, rank: int, world_size: int) -> ProcessGroupGloo:
-    """Meet the others; rank 0 listens at `port`.
+    """Open the group; rank 0 listens at `port`.
 
-    Not vLLM's function: it turns this process's stdout away meanwhile, and two at once, for good.
+    vLLM's function is not used because it redirects stdout meanwhile, and permanently if two calls overlap.
     """
     store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False)
     return ProcessGroupGloo(PrefixStore("llmrl", store), rank, world_size, timeout=TIMEOUT)
 
 
 def broadcast(group: ProcessGroupGloo, buffer: torch.Tensor) -> None:
-    """Broadcast rank 0's `buffer` ([num_bytes] uint8) into everyone's. Raises RuntimeError if a peer is gone."""
+    """Broadcast rank 0's `buffer` ([num_bytes] uint8) to all ranks. Raises RuntimeError if a peer is gone."""
     for chunk in buffer.split(CHUNK_SIZE):
         _broadcast_chunk(group, chunk)
 
 
 class Receiver:
-    """A worker's end of a group, with the memory that broadcasts fill and deltas change.
+    """A worker's end of a group, with the buffer that broadcasts fill and deltas change.
 
     Args:
-        group: with the trainer as rank 0.
+        group: group with the trainer as rank 0.
     """
 
     def __init__(self, group: ProcessGroupGloo) -> None:
         self._group = group
         self._buffer: torch.Tensor | None = None
         self._checksum: int | None = None
-        """Of the buffer, where a delta may lead on from it."""
+        """Checksum of the buffer, if a delta may follow."""
 
     def receive(self, num_bytes: int, *, pages: NeededPages | None, checksum: int | None) -> torch.Tensor:
-        """Take part in the `broadcast` of the whole; the buffer ([num_bytes] uint8), which the next one fills again.
+        """Receive all weights; return the buffer ([num_bytes] uint8), which the next call overwrites.
 
         Args:
-            num_bytes: size of the whole.
-            pages: what is to be kept of it; all where it is None.
-            checksum: the CRC-32 of the whole, where deltas may follow: then all is kept, and checked.
+            num_bytes: size of the buffer.
+            pages: pages to keep; None keeps all.
+            checksum: CRC-32 of the buffer, if deltas may follow; all pages are then kept and checked.
 
         Raises RuntimeError if a peer is gone, and ValueError if the checksum differs.
         """
@@ -73,10 +73,10 @@ class Receiver:
         return self._buffer
 
     def receive_delta(self, num_delta_bytes: int) -> torch.Tensor:
-        """Take part in the broadcast of a delta; the buffer of before ([num_bytes] uint8), changed by it.
+        """Receive a delta, and return the previous buffer ([num_bytes] uint8) with the delta applied.
 
-        Raises RuntimeError if a peer is gone, and ValueError if it does not lead from what is here to what it names;
-        then the whole is to be sent.
+        Raises RuntimeError if a peer is gone, and ValueError if the delta does not apply; all weights must then be
+        sent.
         """
         data = torch.empty(num_delta_bytes, dtype=torch.uint8)
         broadcast(self._group, data)
@@ -95,12 +95,12 @@ class Receiver:
         return self._buffer
 
     def close(self) -> None:
-        """Leave the group, and let go of the memory."""
+        """Leave the group and free the buffer."""
         close_group(self._group)
         self._buffer = self._checksum = None
 
     def _receive_in_part(self, buffer: torch.Tensor, pages: NeededPages) -> None:
-        """Keep the pages that are needed in `buffer`, a `pages.new_buffer()`."""
+        """Receive all weights and keep the needed pages in `buffer`, a `pages.new_buffer()`."""
         chunk = torch.empty(min(CHUNK_SIZE, buffer.numel()), dtype=torch.uint8)
         for start in range(0, buffer.numel(), CHUNK_SIZE):
             part = chunk[: buffer.numel() - start]
@@ -117,7 +117,7 @@ def _broadcast_chunk(group: ProcessGroupGloo, chunk: torch.Tensor) -> None:
 
 
 def close_group(group: ProcessGroupGloo) -> None:
-    """Leave; peers that wait for this process get an error."""
+    """Leave the group; peers that wait for this process get an error."""
     group.shutdown()
 
 
@@ -129,7 +129,7 @@ def free_port() -> int:
 
 
 def own_address() -> str:
-    """Return where other hosts reach this one; the loopback's address without a network."""
+    """Return this host's address in the network, or the loopback address without a network."""
     from llmrl.engines.vllm.private import get_ip
 
     address = get_ip()

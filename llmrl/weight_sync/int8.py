@@ -1,4 +1,4 @@
-"""Weights for engines that compute in int8: rounded on the way, as such a checkpoint holds them."""
+"""Weights for engines that compute in int8, rounded as in an int8 checkpoint."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from llmrl.weight_sync.source import ModelWeights, WeightMeta, checkpoint_name
 
 
 class Int8Weights(ModelWeights):
-    """A model's weights, of which those of linear layers but the head are int8, with a scale for each output.
+    """A model's weights, with linear layers except the head in int8 and one scale per output.
 
-    That is a checkpoint of compressed-tensors ("W8A8": weights symmetric by channel, activations rounded by the engine
-    at each token), where `round(weight / scale)` is in -127 to 127 and the scale the row's largest magnitude / 127.
+    The format is that of compressed-tensors' "W8A8" checkpoints, with weights symmetric by channel and activations
+    rounded by the engine per token: `round(weight / scale)` is in -127 to 127, and `scale` is the row's largest
+    magnitude / 127.
 
-    Raises ValueError for a sharded model, one with matrices beside linear layers and embeddings (experts,
-    convolutions), and weights given by name, of which it is not known which are linear.
+    Raises ValueError for a sharded model, weights given by name, and matrices outside linear layers and embeddings
+    (experts, convolutions).
 
     Example:
         >>> source = Int8Weights(torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False)))
@@ -36,7 +37,7 @@ class Int8Weights(ModelWeights):
         self._rounded = {checkpoint_name(f"{name}.weight") for name in names}
 
     def metadata(self) -> list[WeightMeta]:
-        """Return what each weight is that an iteration yields, in its order."""
+        """Return the metadata of each weight, in the order of iteration."""
         if self.override:
             raise ValueError("update_weights(weights=...) sends weights as they are, and the engines take int8.")
         sent = []
@@ -49,7 +50,7 @@ class Int8Weights(ModelWeights):
         return sent
 
     def uncast(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return each weight, rounded or as it is."""
+        """Yield each weight, rounded or unchanged."""
         for name, tensor in super().uncast():
             if name in self._rounded:
                 rounded, scale = to_int8(tensor)

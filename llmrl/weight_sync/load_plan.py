@@ -1,4 +1,4 @@
-"""How a flat buffer of checkpoint weights gets into a model that vLLM has processed for its CPU kernels."""
+"""Loading of a flat buffer of checkpoint weights into a model that vLLM has processed for its CPU kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llmrl.weight_sync.partial import NeededPages
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A strided part of a parameter or of the buffer; the offset counts elements."""
+    """A strided region of a parameter or of the buffer; the offset is in elements."""
 
     offset: int
     size: tuple[int, ...]
@@ -35,14 +35,14 @@ class Region:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Region:
-        """Return where a view lies in its storage."""
+        """Return the region of a view in its storage."""
         return cls(
             int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_contiguous()
         )
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return torch.Size(self.size).numel()
 
     def of_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -53,25 +53,24 @@ class Region:
 
 @dataclass(slots=True)
 class ParameterPlan:
-    """One parameter in the checkpoint's format, and the copies that fill it."""
+    """A parameter in the checkpoint's format, and the copies that fill it."""
 
     layer: torch.nn.Module
     name: str
     shape: torch.Size
     dtype: torch.dtype
     copies: list[tuple[Region, Region | None]]
-    """Pairs of target and source; without a source the target is filled with zeros."""
+    """Pairs of target and source; a target without a source is filled with zeros."""
 
     @property
     def num_loaded(self) -> int:
-        """Elements that the copies write."""
+        """Number of elements that the copies write."""
         return sum(target.numel for target, _ in self.copies)
 
     def as_one_view(self, buffer: torch.Tensor) -> torch.Tensor | None:
-        """Return the whole parameter as a view of the buffer, if its parts lie there as they do in the parameter."""
+        """Return the parameter as a view of the buffer; None if its parts are not contiguous there and in order."""
         copies = sorted(self.copies, key=lambda copy: copy[0].offset)
         first = copies[0][1]
-        # Without a copy only where each part begins in the buffer where the one before it ends, as in the parameter.
         end = 0
         for target, source in copies:
             if (
@@ -89,7 +88,7 @@ class ParameterPlan:
         return whole.of_buffer(buffer)
 
     def fill(self, parameter: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """Write into a contiguous tensor of the parameter's shape."""
+        """Copy the weights into a contiguous tensor of the parameter's shape, and return it."""
         for target, source in self.copies:
             part = parameter.as_strided(target.size, target.stride, target.offset + parameter.storage_offset())
             if source is None:
@@ -100,36 +99,35 @@ class ParameterPlan:
 
 
 class LoadPlan:
-    """Which bytes of the buffer belong where in the model: found once, then followed at each update.
+    """Copies from the buffer into the model's parameters, recorded once and repeated at each update.
 
-    vLLM's own loaders say it: they run over weights without data, and each copy that they ask for is noted. An update
-    then writes straight into the parameters; a linear layer is packed for its kernel straight from the buffer where
-    its parts lie side by side. vLLM's layerwise reload, which does the same for any model and quantisation,
-    allocates, fills and copies each layer once more.
+    vLLM's own loaders are run on weights without data, and their copies are recorded. A linear layer is packed for
+    its kernel directly from the buffer if its parts are contiguous there. vLLM's layerwise reload supports any model
+    and quantisation, but allocates, fills and copies each layer once more.
     """
 
     def __init__(self, parameters: list[ParameterPlan], heads: list[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
         self._parameters = parameters
-        # A head that shares its embedding's weight is packed for both, once.
+        # A tied head packs its weight for the embedding too.
         self._unpacked = {id(embedding) for _, embedding in heads}
 
     @torch.no_grad()
     def load(self, buffer: torch.Tensor) -> None:
-        """Put the weights of `buffer` ([num_bytes] uint8) to use; none of them refers to it afterwards."""
+        """Load the weights of `buffer` ([num_bytes] uint8), without keeping references to it."""
         for plan in self._parameters:
             layer = plan.layer
             method: QuantizeMethodBase = getattr(layer, "quant_method", None)
             own = layer._parameters[plan.name]
             assert own is not None
             is_weight = plan.name == "weight" and method is not None
-            if own.shape == plan.shape:  # vLLM kept the weight beside what its kernel reads, or reads it itself
+            if own.shape == plan.shape:  # vLLM kept the unpacked weight
                 plan.fill(own.data, buffer)
                 if is_weight and id(layer) not in self._unpacked:
                     method.process_weights_after_loading(layer)
                 continue
-            # vLLM dropped it when it was packed: it packs what stands in its place, which is taken away again.
+            # vLLM dropped the unpacked weight: put the loaded one in its place while vLLM packs it.
             loaded = plan.as_one_view(buffer)
-            if loaded is None:  # parts that are fused in the model lie apart in the buffer
+            if loaded is None:  # fused parts are not contiguous in the buffer
                 loaded = plan.fill(torch.empty(plan.shape, dtype=plan.dtype), buffer)
             layer._parameters[plan.name] = torch.nn.Parameter(loaded, requires_grad=False)
             method.process_weights_after_loading(layer)
@@ -141,8 +139,8 @@ def make_load_plan(
 ) -> tuple[LoadPlan | None, NeededPages | None]:
     """Return the plan for a model on CPU, and the pages of the buffer that loading reads.
 
-    There is no plan when the model's loaders do more than copy, or its layers more than pack. No pages are named where
-    all are needed, or if it is unknown.
+    The plan is None if the model's loaders do more than copy, or its layers do more than pack. The pages are None if
+    all are needed, or if they are unknown.
 
     Args:
         heads: pairs of an output head and the embedding that shares its weight.
@@ -156,7 +154,7 @@ def make_load_plan(
             with recorder:
                 model.load_weights(layout.views(source))  # type: ignore[operator]  # of a model of vLLM
         except Exception as error:
-            if isinstance(error, RuntimeError) and "meta" in str(error):  # a loader that looks at the data
+            if isinstance(error, RuntimeError) and "meta" in str(error):  # a loader reads the data
                 return None, None
             raise ValueError(f"the engine's model does not take these weights: {_first_line(error)}") from error
     if not recorder.is_copying_only:
@@ -192,7 +190,7 @@ def _pages_of(layout: PackedLayout, plans: list[ParameterPlan]) -> NeededPages |
 
 
 def _unread(layout: PackedLayout, plans: list[ParameterPlan]) -> list[str]:
-    """Return the names of weights that fill no parameter, as a head where the embedding serves as one."""
+    """Return the names of weights that fill no parameter, for example a head tied to the embedding."""
     starts = sorted(
         source.offset * source.dtype.itemsize
         for plan in plans
@@ -215,7 +213,6 @@ def _is_plain(plan: ParameterPlan) -> bool:
         return False
     if own.shape == plan.shape:
         return own.is_contiguous()
-    # vLLM drops a weight that it packed.
     return own.numel() == 0 and plan.name == "weight" and method is not None
 
 
@@ -224,7 +221,7 @@ _PLAIN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMetho
 
 @contextmanager
 def _checkpoint_format(model: torch.nn.Module) -> Iterator[list[tuple[ParameterPlan, torch.Tensor]]]:
-    """Give every layer its parameters as a checkpoint has them, without data; the list fills on entering."""
+    """Give each layer its checkpoint parameters, without data, within the context; yield them with empty plans."""
     held: list[tuple[torch.nn.Module, dict, dict, set[str]]] = []
     parameters: list[tuple[ParameterPlan, torch.Tensor]] = []
     try:
@@ -248,14 +245,14 @@ def _checkpoint_format(model: torch.nn.Module) -> Iterator[list[tuple[ParameterP
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Notes copies into the parameters instead of making them."""
+    """Dispatch mode that records copies into parameters instead of making them."""
 
     def __init__(self, source: torch.Tensor, plans: dict[int, ParameterPlan]) -> None:
         super().__init__()
         self._source = _storage(source)
         self._plans = plans
         self.is_copying_only = True
-        """Whether every parameter was written with weights as they came."""
+        """Whether weights were only copied into parameters."""
 
     def __torch_dispatch__(
         self,

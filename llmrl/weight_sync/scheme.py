@@ -1,4 +1,4 @@
-"""`VLLMWeightSyncScheme`: new weights from a trainer into running vLLM engines, on CPU and on GPU."""
+"""Schemes that send new weights from a trainer to running vLLM engines, on CPU and on GPU."""
 
 from __future__ import annotations
 
@@ -24,33 +24,30 @@ from llmrl.weight_sync.sync import WeightSync
 
 @dataclass(kw_only=True)
 class VLLMWeightSyncScheme(KnownArguments):
-    """How weights travel, and what happens to requests in flight meanwhile.
+    """Weight sync by the engine's own backend (`AsyncVLLM.weight_transfer_backend`).
 
-    The backend is the engine's own (`AsyncVLLM.weight_transfer_backend`): on CPU llmrl's shared memory, which copies
-    the weights once, while the engine still generates, and makes it load them from there (or gloo, for an engine on
-    another host); on GPU vLLM's NCCL, or CUDA IPC for an engine started with `weight_transfer="ipc"`.
+    On CPU it is llmrl's shared memory, into which weights are copied once while the engine generates, or gloo for an
+    engine on another host. On GPU it is vLLM's NCCL, or CUDA IPC for an engine started with `weight_transfer="ipc"`.
 
     Args:
         master_address, master_port: where trainer and workers meet (NCCL, gloo); by default a free port of this host.
-            A fixed port serves one engine only with gloo.
-        pause_mode: requests in flight stay and go on with the new weights (`keep`), are finished first (`wait`) or
-            end with what they have (`abort`).
-        reset_running_requests: drop the key-value blocks of kept requests too, so that no block of old weights is
-            used; without it they go on from old blocks, faster and off by that.
-        rank: rank of this trainer process; 0 sends, the others only help to gather sharded weights.
-        anchor_every: where bytes travel by gloo or files, send all weights at every so many updates, and in between
-            what changed since the one before: in bfloat16 a hundredth of the bytes, bit by bit the same weights. An
-            engine that missed one is sent all. Workers keep a copy of the weights; with files, so does the trainer.
-            Engines that map the trainer's memory need none.
-        lora: what is sent of a model with adapters: its weights with the adapters' added (`merged`), or the adapters
-            alone (`adapter`), to engines started with `weight_transfer="adapters"`. Requests in flight then end on the
-            adapter that they began with, without a pause, and an update waits only where all that an engine holds
-            (`max_loras`) are in use.
-        gpus_per_replica, num_replicas, strategy, device: TorchRL's, without effect: the engines say what they are, and
-            a model is read as it is, where it is.
+            With gloo, a fixed port serves only one engine.
+        pause_mode: requests in flight continue with the new weights (`keep`), are finished first (`wait`), or end
+            with what they have (`abort`).
+        reset_running_requests: also drop the key-value blocks of kept requests; False is faster, but these requests
+            continue from blocks of the old weights.
+        rank: rank of this trainer process; rank 0 sends, the others only help to gather sharded weights.
+        anchor_every: with gloo or files, send all weights every `anchor_every` updates, and only the changes
+            otherwise (in bfloat16 about 1 % of the bytes, without loss). An engine that missed an update gets all
+            weights. Workers keep a copy of the weights; with files, the trainer does too. No effect with shared
+            memory.
+        lora: `merged` sends the weights with adapters added; `adapter` sends only the adapters, to engines started
+            with `weight_transfer="adapters"`. Requests in flight then finish with their old adapter, without a pause;
+            an update waits only if all of the engine's adapters (`max_loras`) are in use.
+        gpus_per_replica, num_replicas, strategy, device: for compatibility with TorchRL; ignored.
 
-    Raises ValueError for an unknown `pause_mode` or `lora`, a negative rank, `anchor_every` below 1, or above 1 where
-    weights are streamed between GPUs, or vLLM by itself reads the folder.
+    Raises ValueError if `pause_mode` or `lora` is unknown, the rank is negative, or `anchor_every` is below 1, or
+    above 1 for a backend without deltas (NCCL, CUDA IPC, a server that reads whole files).
 
     Example:
         >>> sender = VLLMWeightSyncScheme().create_sender()
@@ -86,7 +83,7 @@ class VLLMWeightSyncScheme(KnownArguments):
             raise ValueError(f"anchor_every={self.anchor_every} is of all weights, and lora='adapter' sends few.")
 
     def create_sender(self) -> WeightSync:
-        """Make the trainer's end."""
+        """Create the trainer's end."""
         return WeightSync(
             self._open_channel,
             pause_mode=self.pause_mode,
@@ -123,16 +120,16 @@ class VLLMWeightSyncScheme(KnownArguments):
 
 @dataclass(kw_only=True)
 class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
-    """Weights through files: two buffers, of which one is always whole, and a pointer with a checksum.
+    """Weight sync through files: two buffers, of which one is always whole, and a pointer with a checksum.
 
-    For engines on other hosts with a shared file system, on any device; on GPU they are started with
-    `weight_transfer="llmrl"`. Sender and receiver are used as those of `VLLMWeightSyncScheme`. Where the trainer
-    cannot call the engine, its sender is given none, only writes, and returns the version that it wrote; a receiver
-    beside the engine reads: `scheme.create_receiver(engine).poll_and_apply()`.
+    For engines on other hosts with a shared file system, on any device; on GPU, start them with
+    `weight_transfer="llmrl"`. If the trainer cannot call the engine, give its sender no engine; it then only writes
+    the files and returns their version, and a receiver on the engine's side reads them:
+    `scheme.create_receiver(engine).poll_and_apply()`.
 
     Args:
         remote_addr: the folder, as the trainer sees it.
-        local_addr: the same folder as the engines' hosts see it; `remote_addr` when not given.
+        local_addr: the same folder, as the engines' hosts see it; `remote_addr` by default.
     """
 
     remote_addr: str
@@ -147,7 +144,7 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
             )
 
     def create_receiver(self, vllm_engine: UpdatableEngine | Sequence[UpdatableEngine]) -> DoubleBufferReader:
-        """Make the end of engines that the trainer cannot call: one, or several that are to hold the same weights."""
+        """Create a reader for engines that the trainer cannot call; several engines hold the same weights."""
         group = EngineGroup(vllm_engine, pause_mode=self.pause_mode, reset_running_requests=self.reset_running_requests)
         return DoubleBufferReader(group, self._worker_folder)
 
@@ -170,9 +167,9 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
 
 class DoubleBufferReader:
-    """Makes engines read a double buffer that a trainer writes which cannot call them.
+    """Reader of a double buffer for engines that the trainer cannot call.
 
-    Replicas that start again later (`EngineReplicas`) read the buffer that the others hold before they serve.
+    Replicas that restart later (`EngineReplicas`) read the other replicas' buffer before they serve.
     """
 
     def __init__(self, group: EngineGroup, folder: str) -> None:
@@ -183,9 +180,9 @@ class DoubleBufferReader:
         group.call_before_serving(self._bring_up_to_date)
 
     def poll_and_apply(self) -> int | None:
-        """Load the current buffer if it is another than at the last call; its version, or `None`.
+        """Load the current buffer if it has changed since the last call; return its version, or `None` if it has not.
 
-        Raises EngineError if the buffer is not whole, or does not fit; the engines keep the weights that they have.
+        Raises EngineError if the buffer is damaged or does not fit; the engines keep their weights.
         """
         with self._lock:
             pointer = DoubleBuffer(self._folder).pointer()
@@ -214,5 +211,5 @@ class DoubleBufferReader:
             self._group.commit(members, pointer.version)
 
     def shutdown(self) -> None:
-        """Release threads; the engines stay."""
+        """Release threads, but not the engines."""
         self._group.shutdown()

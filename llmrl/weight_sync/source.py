@@ -1,4 +1,4 @@
-"""The trainer's weights as the engine wants them: checkpoint names, the engine's dtype, whole tensors."""
+"""The trainer's weights in the form that engines need: checkpoint names, the engines' dtype, whole tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Wrappers put these into names; a checkpoint has none of them.
+# Parts of parameter names that wrappers add; checkpoints do not have them.
 _WRAPPER_PARTS = re.compile(
     r"^module\.|^base_model\.model\.|(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
@@ -19,7 +19,7 @@ ModelMetadata = dict[str, tuple[torch.dtype, torch.Size]]
 
 
 def checkpoint_name(name: str) -> str:
-    """Return a parameter's name without the parts that compile, DDP, FSDP or checkpointing put in.
+    """Return a parameter's name without the parts added by torch.compile, DDP, FSDP or checkpointing.
 
     Example:
         >>> checkpoint_name("module.model.layers.0._orig_mod.weight")
@@ -31,13 +31,13 @@ def checkpoint_name(name: str) -> str:
 def get_model_metadata(
     model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> ModelMetadata:
-    """Name to `(dtype, shape)` of each weight that an update sends; tied weights come once.
+    """Return `(dtype, shape)` by name of each weight that an update sends; tied weights appear once.
 
     Args:
-        model: the trainer's, or the policy that it trains.
-        dtype: that floating-point weights are sent in; their own when not given.
+        model: the trainer's model, or its policy.
+        dtype: dtype in which floating-point weights are sent; their own by default.
 
-    Raises TypeError for something without parameters, or with adapters that cannot be merged on the way.
+    Raises TypeError if the model has no parameters, or has adapters that cannot be merged.
 
     Example:
         >>> get_model_metadata(torch.nn.Linear(2, 1), dtype=torch.bfloat16)["weight"]
@@ -50,30 +50,29 @@ def get_model_metadata(
 def model_of(
     given: torch.nn.Module | Mapping[str, torch.Tensor],
 ) -> torch.nn.Module | Mapping[str, torch.Tensor]:
-    """Return the model that a policy (`TransformersWrapper`) trains; of anything else, that itself.
+    """Return the model of a policy (`TransformersWrapper`), and anything else unchanged.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
         >>> model_of(layer) is layer
         True
     """
-    from tensordict.nn import TensorDictModuleBase  # an engine's process, which reads files, may not have it
+    from tensordict.nn import TensorDictModuleBase  # may be missing in an engine's process
 
     model = getattr(given, "model", None) if isinstance(given, TensorDictModuleBase) else None
     return model if isinstance(model, torch.nn.Module) else given
 
 
 def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each weight, gathered when it is sharded (a collective: every rank iterates), in its own dtype.
+    """Yield each weight in its own dtype, with adapters merged.
 
-    Weights come one by one, so that no more than one of them is gathered at a time. An adapted layer's is its base
-    weight with its adapters added.
+    Sharded weights are gathered one at a time, which is collective: every rank must iterate.
     """
     yield from _gathered(_named_weights(model))
 
 
 class WeightMeta(NamedTuple):
-    """What is known of a weight before it is sent."""
+    """Name, dtype and shape of a weight to send."""
 
     name: str
     dtype: torch.dtype
@@ -81,26 +80,23 @@ class WeightMeta(NamedTuple):
 
 
 class ModelWeights:
-    """The trainer's weights, read anew at each iteration and cast to `dtype` on the way.
-
-    vLLM's own transfers read it as their `WeightSource`.
-    """
+    """The trainer's weights, read anew at each iteration and cast to `dtype`; also vLLM's `WeightSource`."""
 
     def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
         self._model = model
         self._dtype = dtype
         self.override: Mapping[str, torch.Tensor] = {}
-        """Sent instead of the model's, while there are any."""
+        """Weights to send instead of the model's; ignored if empty."""
         self._gathering: Iterator[tuple[str, torch.Tensor]] | None = None
 
     @property
     def is_sharded(self) -> bool:
-        """Whether weights lie in parts on several processes (FSDP2's `DTensor`)."""
+        """Whether weights are sharded over processes (FSDP2's `DTensor`)."""
         return any(_is_sharded(tensor) for tensor in self._tensors())
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(iter(self._tensors())).device
 
     def _tensors(self) -> Iterable[torch.Tensor]:
@@ -108,7 +104,7 @@ class ModelWeights:
         return model.parameters() if isinstance(model, torch.nn.Module) else model.values()
 
     def metadata(self) -> list[WeightMeta]:
-        """Return what each weight is that an iteration yields, in its order; nothing is gathered."""
+        """Return the metadata of each weight, in the order of iteration, without gathering."""
         return [
             WeightMeta(name, _sent_dtype(tensor, self._dtype), tuple(tensor.shape)) for name, tensor in self._named()
         ]
@@ -121,48 +117,48 @@ class ModelWeights:
             yield name, tensor.to(_sent_dtype(tensor, self._dtype))
 
     def uncast(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return it for a channel that casts while it copies."""
+        """Iterate over the weights without casting, for a channel that casts while it copies."""
         self._gathering = _gathered(self._named())
         return self._gathering
 
     def restart(self) -> None:
-        """Forget how far the last iteration came."""
+        """Discard an unfinished iteration."""
         self._gathering = None
 
     def gather_the_rest(self) -> None:
-        """Gather everything with the other ranks, when an update ends before its last weight."""
+        """Finish the iteration together with the other ranks, if an update ends before its last weight."""
         for _ in self.uncast() if self._gathering is None else self._gathering:
             pass
 
 
 @dataclass(frozen=True)
 class LazyWeight:
-    """What is sent in place of a weight of the same dtype and shape; it is computed when its turn comes."""
+    """A weight that is computed when it is sent, with the dtype and shape of `weight`."""
 
     weight: torch.Tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight."""
+        """dtype of the weight."""
         return self.weight.dtype
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weight."""
+        """Shape of the weight."""
         return self.weight.shape
 
     def is_floating_point(self) -> bool:
-        """Whether it is cast on the way."""
+        """Whether the weight has a floating-point dtype, and is therefore cast."""
         return self.weight.is_floating_point()
 
     def whole(self) -> torch.Tensor:
-        """Compute it, gathered where the weight is sharded."""
+        """Return the weight, computed and gathered."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class _AdaptedWeight(LazyWeight):
-    """The weight of a layer with adapters that are not merged into it."""
+    """Weight of a layer with unmerged adapters, which are added."""
 
     layer: Any  # peft's
 
@@ -175,7 +171,7 @@ class _AdaptedWeight(LazyWeight):
                 if _is_sharded(update) != _is_sharded(weight):
                     update = whole(update)
                     weight = whole(weight)
-                # Shards are added to shards: one whole matrix comes of it, not three.
+                # Adding shards to shards gathers one whole matrix instead of three.
                 weight = weight + update.to(weight.dtype)
         return whole(weight)
 
@@ -185,7 +181,7 @@ def _is_sharded(tensor: object) -> bool:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """Return a tensor of its own shape: gathered when it is sharded (a collective), computed when it is lazy."""
+    """Return a tensor gathered if it is sharded (collective), and computed if it is lazy."""
     if isinstance(tensor, LazyWeight):
         return tensor.whole().detach()
     return (tensor.full_tensor() if _is_sharded(tensor) else tensor).detach()
@@ -210,7 +206,7 @@ def _named_weights(
 
 
 def _once(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Leave out the second name of tied weights, as `named_parameters` goes through a module."""
+    """Yield tied weights once, like `named_parameters`."""
     seen = set()
     for name, tensor in weights.items():
         address = 0 if _is_sharded(tensor) else tensor.data_ptr()
@@ -221,9 +217,9 @@ def _once(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
 
 
 def require_plain_adapters(model: torch.nn.Module) -> None:
-    """Refuse adapters (peft's) that are more than the product of two matrices added to a weight.
+    """Check that adapters (peft's) only add a product of two matrices to weights.
 
-    Raises TypeError, which says what else there is.
+    Raises TypeError otherwise.
     """
     for name, config in model.peft_config.items():  # type: ignore[union-attr, operator]  # of a peft model
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
@@ -252,7 +248,7 @@ def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor |
 
 
 def _require_plain_lora(name: str, layer: Any, num_names: Counter[int]) -> None:
-    """Refuse what a sum of the weight and its update would leave out."""
+    """Raise TypeError if a layer's adapter is more than an update added to its own weight."""
     variants = {type(variant).__name__ for variant in layer.lora_variant.values()}
     if variants or any(layer.lora_bias.values()) or hasattr(layer, "parameter_name"):
         what = ", ".join(sorted(variants)) or ("a bias" if any(layer.lora_bias.values()) else "a bare parameter")

@@ -1,4 +1,4 @@
-"""`StreamChannel`: weights between GPUs, by vLLM's NCCL and CUDA IPC."""
+"""`StreamChannel`: weights between GPUs, with vLLM's NCCL and CUDA IPC transfers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class StreamChannel(Channel):
-    """Streams the weights between GPUs by vLLM's own transfers: half an update cannot be taken back.
+    """Channel that streams weights between GPUs with vLLM's own transfers; a partial update cannot be rolled back.
 
     Args:
-        backend: `nccl`, a packed broadcast to all engines at once, or `ipc`, CUDA's handles, for engines on the
+        backend: `nccl`, a packed broadcast to all engines at once, or `ipc`, CUDA handles for engines on the
             trainer's own devices.
-        rendezvous: address and port where NCCL's group meets.
+        rendezvous: returns address and port where the NCCL group meets.
 
     Raises ValueError for another backend.
     """
@@ -46,29 +46,30 @@ class StreamChannel(Channel):
         self._rendezvous = rendezvous
 
     def stage(self, version: int | None) -> int:
-        """Wait for the optimizer's step: vLLM reads the weights on streams of its own, which wait for no other.
+        """Wait for the optimizer step, as vLLM reads the weights on separate CUDA streams.
 
-        An engine on the same GPU gets what the allocator keeps for later steps: it may have slept, and needs room.
+        With `ipc`, the allocator's cache is also released, because an engine on the same GPU may need the memory to
+        wake up.
         """
         assert version is not None, "an engine has to take the stream"
         if torch.accelerator.is_available():
-            # A thread's own device is the first one, whichever was set in another.
+            # Each thread starts with the first device as its current one.
             torch.accelerator.synchronize(self._source.device)
             if self._backend == "ipc":
                 torch.accelerator.empty_cache()
         return version
 
     def roll_back(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing; no weights are held."""
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing; no weights are held."""
 
     def connect(self, client: Client) -> Connection:
-        """Make one group of the trainer and all workers.
+        """Form one group of the trainer and all workers.
 
-        Raises EngineError if an engine did not come to the group, and ValueError in a trainer without a GPU, or of
-        several processes where the backend is `ipc`.
+        Raises EngineError if an engine does not join, and ValueError if the trainer has no GPU, or has several
+        processes with the backend `ipc`.
         """
         if not torch.accelerator.is_available():
             raise ValueError(
@@ -91,7 +92,7 @@ class StreamChannel(Channel):
             IPCTrainerWeightTransferEngine,
         )
 
-        # Of the buffer that the workers map. Each weight must fit, the embedding of a large vocabulary too.
+        # Size of the buffer that the workers map; it must hold the largest weight, such as a large embedding.
         sizes = [meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in self._source.metadata()]
         num_bytes = max([min(sum(sizes), DEFAULT_PACKED_BUFFER_SIZE_BYTES), *sizes])
         info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=num_bytes)
@@ -99,7 +100,7 @@ class StreamChannel(Channel):
 
 
 class _OnDevice:
-    """A connection that is used from any thread, with the trainer's device as the current one."""
+    """Connection for use from any thread, which sets the trainer's device as the current one."""
 
     def __init__(self, device: torch.device, connection: Connection) -> None:
         self._device = device
@@ -114,7 +115,7 @@ class _OnDevice:
 
 
 class _TimedNCCL:
-    """vLLM's trainer-side NCCL engine, with transfers that end even if a worker died or stands still."""
+    """vLLM's trainer-side NCCL engine, with a timeout if a worker dies or hangs."""
 
     def __init__(self, client: Client, source: ModelWeights, address: str, port: int) -> None:
         from llmrl.engines.vllm.private import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
@@ -129,7 +130,7 @@ class _TimedNCCL:
             with torch.accelerator.device_index(self._device.index):
                 return NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=source)
 
-        # NCCL waits for all for ever: where a worker does not come, the thread that waits is left behind.
+        # NCCL waits forever for missing workers; the waiting thread is then abandoned.
         opened = start_in_thread(meet)
         wait([self._workers_opened, opened], return_when=FIRST_EXCEPTION)
         if self._workers_opened.done():
@@ -139,20 +140,20 @@ class _TimedNCCL:
         self._engine.model_update_group = self._group
 
     def send_weights(self) -> None:
-        """Send them, and wait until every engine has answered, also where the transfer was ended."""
+        """Send the weights, and wait for every engine's answer, even if the transfer was aborted."""
         self._workers_updated = None
         try:
             with torch.accelerator.device_index(self._device.index), self._group.watched():
                 self._engine.send_weights()
         except TransferStalledError:
             if self._workers_updated is not None:
-                self._workers_updated.result()  # an engine's own error says more
+                self._workers_updated.result()  # prefer an engine's own error
             raise
 
     def shutdown(self) -> None:
         self._engine.shutdown()
 
-    # What vLLM's engine asks of a client
+    # Client interface for vLLM's engine.
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
         info = {**init_info, "timeout_seconds": self._client.timeout_seconds}
@@ -166,11 +167,11 @@ class _TimedNCCL:
         _run(self._workers_updated, lambda: self._client.update_weights(update_info))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> None:
-        """Do nothing: the group of the engines makes them load."""
+        """Do nothing; the `EngineGroup` makes the engines load."""
 
 
 class _PicklingClient:
-    """Makes plain types of CUDA's handles, which are Python objects: nothing else goes into an engine's process."""
+    """Client that pickles CUDA handles, as only plain types can be sent to an engine's process."""
 
     def __init__(self, client: Client) -> None:
         self.init_weight_transfer_engine = client.init_weight_transfer_engine
@@ -184,11 +185,11 @@ class _PicklingClient:
         self._client.update_weights(update_info)
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> None:
-        """Do nothing: the group of the engines makes them load."""
+        """Do nothing; the `EngineGroup` makes the engines load."""
 
 
 def _run(future: Future[T], function: Callable[[], T]) -> None:
-    """Call a function; other threads wait for its result or error, too."""
+    """Call a function, and set its result or error in a future."""
     try:
         future.set_result(function())
     except BaseException as error:
