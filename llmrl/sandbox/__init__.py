@@ -1,4 +1,4 @@
-"""Running untrusted Python: confinement, supervised interpreters, and the service that hands them out.
+"""Confined execution of untrusted Python.
 
-This package loads nothing by itself, so that a confined process starts in milliseconds.
+This package imports nothing by itself, so that confined processes start in milliseconds.
 """

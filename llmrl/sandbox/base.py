@@ -1,4 +1,4 @@
-"""`Sandbox`: where a conversation's commands run and its files lie, for any provider."""
+"""`Sandbox`: the interface to a place for a conversation's commands and files."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """How a command ended."""
+    """Result of a command."""
 
     exit_code: int
-    """Negative, a signal."""
+    """Exit code; negative for a signal."""
     stdout: str
     stderr: str
     timed_out: bool = False
 
 
 class Sandbox(Protocol):
-    """One place with files and processes: a cage on this machine, a container, a remote provider's machine.
+    """A place with files and processes: a confined process, a container, a remote machine.
 
-    One serves one conversation. `start` and `close` are called once, on one event loop; the others between them.
-    `llmrl.testing.check_sandbox` says whether a class keeps this contract.
+    Each conversation has its own. `start` and `close` are called once, on the same event loop, the other methods in
+    between. `llmrl.testing.check_sandbox` tests an implementation.
     """
 
     async def start(self) -> None:
-        """Make the place, with an empty working folder."""
+        """Create the place, with an empty working folder."""
         ...
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
-        """Run a command in the working folder; never raises for what the command does.
+        """Run a command in the working folder; failures of the command are in the result.
 
         Args:
-            argv: the program and its arguments; no shell reads them.
-            stdin: what it may read.
-            timeout: seconds, after which it is killed with what it started.
+            argv: program and arguments; no shell is involved.
+            stdin: input of the command.
+            timeout: seconds after which the command and its child processes are killed.
         """
         ...
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file, below the working folder where the path is relative; folders on the way are made."""
+        """Write a file, relative to the working folder, and create missing folders."""
         ...
 
     async def get(self, path: str) -> bytes:
-        """Return a file; raise OSError if it cannot be read, FileNotFoundError if it does not exist."""
+        """Return the content of a file; raise OSError if it cannot be read."""
         ...
 
     async def close(self) -> None:
-        """Let go of everything. May be called twice, and without `start`."""
+        """Free all resources. May be called twice, and without `start`."""
         ...

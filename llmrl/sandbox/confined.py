@@ -1,4 +1,4 @@
-"""`ConfinedSandbox`: a session of a `PythonExecutorService` as a `Sandbox`."""
+"""`ConfinedSandbox`: a `Sandbox` in a session of a `PythonExecutorService`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from llmrl.sandbox.base import SandboxResult
 from llmrl.sandbox.service import PythonExecutorService
 
 _PUT_BYTES = 1 << 20
-# `inside` is loaded in every interpreter; the words are calls of its functions.
+# Interpreters have `inside` loaded; the placeholder is a call of one of its functions.
 _CALL = "from llmrl.sandbox import inside\ninside.{}"
 _GRACE_SECONDS = 5.0
 
 
 class ConfinedSandbox:
-    r"""A cage on this machine: the isolation and the limits of a `PythonExecutorService`, which many may share.
+    r"""A sandbox on this machine, with the isolation and limits of a `PythonExecutorService`, which can be shared.
 
-    What a command leaves running is ended with it. Where the cage itself ends, for want of memory or by a command that
-    kills it, the result says so, and the next call begins in an empty folder. `put` and `get` take regular files of
-    the sandbox's folder alone, of `PythonLimits.file_bytes` at most.
+    Processes that a command leaves running are killed. If the sandbox itself ends (out of memory, or killed by a
+    command), the result says so, and the next call starts with an empty folder. `put` and `get` support only regular
+    files in the sandbox's folder, of at most `PythonLimits.file_bytes`.
 
     Args:
-        service: makes the cages.
+        service: runs the commands.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync
@@ -48,12 +48,12 @@ class ConfinedSandbox:
         self._session = uuid.uuid4().hex
 
     async def start(self) -> None:
-        """Take a cage."""
+        """Start an interpreter."""
         await self._execute("run")
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
-        """Run a command, see `Sandbox`."""
-        num_kept = self._service.limits.output_bytes // 16  # two of them, six bytes of JSON for each, are kept whole
+        """Run a command."""
+        num_kept = self._service.limits.output_bytes // 16  # both outputs fit, with up to six bytes of JSON per byte
         code = _CALL.format(f"run({list(argv)!r}, {stdin!r}, {timeout!r}, {num_kept})")
         result = await self._service.run(code, session=self._session, timeout=timeout + _GRACE_SECONDS)
         if result.reason:
@@ -64,15 +64,15 @@ class ConfinedSandbox:
         return _as_result(_last_line(result.stdout))
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file, see `Sandbox`."""
+        """Write a file."""
         for start in range(0, max(len(data), 1), _PUT_BYTES):
             part = base64.b64encode(data[start : start + _PUT_BYTES])
             await self._execute(f"put({path!r}, {part!r}, {start == 0})")
 
     async def get(self, path: str) -> bytes:
-        """Return a regular file of the sandbox's folder, see `Sandbox`."""
+        """Return a regular file of the sandbox's folder."""
         limits = self._service.limits
-        size = max(1, limits.output_bytes // 4 - 1) * 3  # in base64 and with its end of line it is kept whole
+        size = max(1, limits.output_bytes // 4 - 1) * 3  # fits in the output as base64 with a line end
         data = b""
         while len(data) <= limits.file_bytes:
             try:
@@ -93,17 +93,17 @@ class ConfinedSandbox:
         raise OSError(number, f"{os.strerror(number)} in the sandbox: {why}")
 
     async def close(self) -> None:
-        """Give the cage back."""
+        """Release the interpreter."""
         self._service.release(self._session)
 
 
 def _last_line(text: str) -> str:
-    """Return the last line as a terminal would show it: what else Unicode calls an end of line is none."""
+    """Return the last line; only a newline ends a line."""
     return text.rstrip("\n").rpartition("\n")[2]
 
 
 def _as_result(line: str) -> SandboxResult:
-    """Return what `inside.run` printed, unless what a command started has written in between."""
+    """Parse the output of `inside.run`; it is invalid if a command has written into it."""
     try:
         told = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""Control groups: a bound on the memory of an interpreter with all that it starts and writes. Standard library only.
+"""Control groups, which limit the memory of an interpreter with its child processes and files. Standard library only.
 
-See the kernel's `admin-guide/cgroup-v2.rst`, "Delegation", and for version 1 `cgroup-v1/memory.rst`.
+Reference: the kernel's `admin-guide/cgroup-v2.rst`, "Delegation", and `cgroup-v1/memory.rst`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 
 _CONTROLLER = "memory"
 _PROGRAM = "llmrl-program"
-"""Name of the group that this program moves to: a group of version 2 that is divided has no processes of its own."""
+"""Group for this program's processes: in version 2, a group with subgroups has no processes."""
 _PREFIX = "llmrl-python-"
 _numbers = itertools.count()
 
 
 class MemoryGroups:
-    """A control group for each interpreter, below the group of this program.
+    """A control group per interpreter, below the group of this program, which must be delegated to it.
 
-    That has to be delegated to it. A group of version 2 is where its manager has divided it or says so, as `systemd-run
-    --scope -p Delegate=yes` does, one of version 1 where this program's user may write to it.
+    A group of version 2 is delegated if its manager has enabled subgroups or marked it (`systemd-run --scope -p
+    Delegate=yes`), one of version 1 if this user may write to it.
 
     Args:
-        num_bytes: bytes of memory, in each.
+        num_bytes: memory limit of each group in bytes.
 
     Raises:
         OSError: if no group is delegated.
@@ -36,7 +36,7 @@ class MemoryGroups:
 
     def __init__(self, num_bytes: int) -> None:
         own, version = delegated_group()
-        for left in own.glob(f"{_PREFIX}*"):  # of programs that were killed
+        for left in own.glob(f"{_PREFIX}*"):  # left by programs that were killed
             if not Path("/proc", left.name.split("-")[-2]).exists():
                 _remove(left)
         self._folder = own / f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
@@ -48,7 +48,7 @@ class MemoryGroups:
         try:
             if version == 2:
                 (self._folder / "cgroup.subtree_control").write_text(f"+{_CONTROLLER}")
-            # Rules of who may join which group differ between kernels: try.
+            # Rules for joining groups differ between kernels, so try.
             subprocess.run(
                 ["/bin/sh", "-c", 'echo 0 >"$0"', str(self.add(lambda: False))], check=True, stderr=subprocess.DEVNULL
             )
@@ -57,24 +57,24 @@ class MemoryGroups:
             raise OSError(errno.EACCES, f"processes cannot join a group below {own}: {error}") from None
 
     def add(self, is_used: Callable[[], bool]) -> Path:
-        """Make a group: the file that a process joins it by, by writing 0 to it.
+        """Create a group, and return the file to which a process writes 0 to join it.
 
-        Groups that are used no more are removed, once their processes have ended.
+        Unused groups without processes are removed.
         """
         for left in [group for group, is_still_used in self._is_used.items() if not is_still_used()]:
-            with contextlib.suppress(OSError):  # some process lives in it
+            with contextlib.suppress(OSError):  # a process is still in it
                 left.rmdir()
                 del self._is_used[left]
         group = self._folder / str(next(_numbers))
         self._is_used[group] = is_used
         group.mkdir()
         for name, num_bytes in self._limits.items():
-            if (group / name).exists():  # without swap there is no limit of it
+            if (group / name).exists():  # absent without swap
                 (group / name).write_text(str(num_bytes))
         return group / "cgroup.procs"
 
     def close(self) -> None:
-        """Remove the groups; waits for their processes, which are ending."""
+        """Remove the groups, and wait for their ending processes."""
         for _ in range(500):
             _remove(self._folder)
             if not self._folder.exists():
@@ -91,11 +91,7 @@ def _remove(group: Path) -> None:
 
 
 def delegated_group() -> tuple[Path, int]:
-    """Return the control group that this program may divide, and the version of its interface.
-
-    Raises:
-        OSError: if there is none.
-    """
+    """Return the control group delegated to this program, and its version. Raises OSError if there is none."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         version = 2 if number == "0" and not controllers else 1
@@ -108,7 +104,7 @@ def delegated_group() -> tuple[Path, int]:
 
 
 def _mounted(path: str, version: int) -> Path | None:
-    """Return where a group is in the file system."""
+    """Return the path of a group in the file system."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         first, _, second = line.partition(" - ")
         (kind, _, options), (root, folder) = second.split()[:3], first.split()[3:5]
@@ -119,7 +115,7 @@ def _mounted(path: str, version: int) -> Path | None:
 
 
 def _divided(group: Path) -> Path | None:
-    """A control group of version 2 with bounded subgroups; its processes move to one if its manager allows it."""
+    """Return a group of version 2 that may have limited subgroups, or None; moves its processes if delegated."""
     if group.name == _PROGRAM:
         group = group.parent
     if _CONTROLLER in (group / "cgroup.subtree_control").read_text().split():

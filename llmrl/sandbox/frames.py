@@ -1,4 +1,4 @@
-"""JSON messages over a stream socket, each after its length. Standard library only."""
+"""JSON messages with a length prefix over stream sockets. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_FRAME_BYTES = 16 << 20
 
 
 class Answer(TypedDict):
-    """How a piece of code ended, as a supervisor tells the service; before the first, whether it watches one."""
+    """A supervisor's answer to the service: the result of a piece of code, or, initially, whether it has started."""
 
     why: NotRequired[str]
-    """Why it does not."""
+    """Why it has not started."""
 
     returncode: int
     is_exit: bool
@@ -28,20 +28,20 @@ class Answer(TypedDict):
 
 
 class BrokenFrame(Exception):
-    """The other side closed in the middle, or sent what is no message."""
+    """The stream ended within a message, or contains no valid message."""
 
 
 def encode(message: object) -> bytes:
-    """Return a message as it travels."""
-    body = json.dumps(message).encode()  # ASCII: lone surrogates travel escaped
+    """Return a message with its header."""
+    body = json.dumps(message).encode()  # ASCII: lone surrogates are escaped
     return HEADER.pack(len(body)) + body
 
 
 def receive(channel: socket.socket) -> Any:
-    """Return the next message; None at the end of the stream.
+    """Return the next message, or None at the end of the stream.
 
     Raises:
-        BrokenFrame: when it is cut short, too long or no JSON.
+        BrokenFrame: if the message is incomplete, too long or invalid JSON.
     """
     header = _receive_exactly(channel, HEADER.size)
     if header is None:
@@ -56,10 +56,10 @@ def receive(channel: socket.socket) -> Any:
 
 
 class FrameBuffer:
-    """Messages out of pieces of a stream, however it was cut; never waits.
+    """Splits a stream into messages, without waiting.
 
     Args:
-        max_bytes: most bytes of one message.
+        max_bytes: maximum size of a message.
 
     Example:
         >>> buffer, stream = FrameBuffer(100), encode([1]) + encode([2])
@@ -72,10 +72,10 @@ class FrameBuffer:
         self._held = bytearray()
 
     def add(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that are whole now.
+        """Yield the messages that are complete.
 
         Raises:
-            BrokenFrame: for one that is too long or no JSON.
+            BrokenFrame: if a message is too long or invalid JSON.
         """
         self._held += data
         while len(self._held) >= HEADER.size:
@@ -90,10 +90,10 @@ class FrameBuffer:
 
 
 def decode(body: bytes) -> Any:
-    """Return a message from its body.
+    """Decode the body of a message.
 
     Raises:
-        BrokenFrame: if it is no JSON.
+        BrokenFrame: if it is invalid JSON.
 
     Example:
         >>> decode(encode({"code": "1"})[HEADER.size :])

@@ -1,6 +1,6 @@
-"""What a `ConfinedSandbox` does within its cage: runs commands, writes files and reads them. Standard library only.
+"""Commands and file access of a `ConfinedSandbox`, within the confined process. Standard library only.
 
-What starts interpreters loads it, since code in a cage may not be able to read this file.
+It is loaded before confinement, because confined code may be unable to read this file.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from collections.abc import Sequence
 
 from llmrl.sandbox.supervisor import KeptOutput
 
-# How often to look whether a command has ended while another process keeps its output open.
+# How often to check whether a command has ended while another process keeps its output open.
 _LOOK_SECONDS = 0.05
 _PIECE_BYTES = 1 << 16
 
 
 def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> None:
-    """Run a command and print how it ended as one line of JSON: exit code, output, errors, whether it was stopped.
+    """Run a command, and print a line of JSON: exit code, output, errors, whether it timed out.
 
-    It has ended when its process has, whatever that leaves running with its output open.
+    Does not wait for processes that the command leaves running.
 
     Args:
-        argv: the program and its arguments.
-        stdin: what it may read.
-        timeout: seconds after which it is killed.
-        num_kept: bytes of its output, and of its errors, that are kept.
+        argv: program and arguments.
+        stdin: input of the command.
+        timeout: seconds after which the command is killed.
+        num_kept: maximum number of bytes of output, and of errors, to keep.
     """
     import subprocess
 
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a command need not read what it may read
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the command may not read its input
     pipe = subprocess.PIPE
     process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -70,7 +70,7 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     for number, output in outputs.items():
-        for _ in range(16):  # no more than a pipe holds
+        for _ in range(16):  # the capacity of a pipe
             if not _take(number, output):
                 break
     texts = [output.text()[0] for output in outputs.values()]
@@ -78,7 +78,7 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
 
 
 def _send(writing: int, unsent: memoryview) -> memoryview:
-    """Write what a pipe takes and return the rest: nothing, where its reader has gone."""
+    """Write to a pipe, and return the rest, empty if the reader has gone."""
     try:
         return unsent[os.write(writing, unsent[:_PIECE_BYTES]) :]
     except BlockingIOError:
@@ -88,7 +88,7 @@ def _send(writing: int, unsent: memoryview) -> memoryview:
 
 
 def _take(source: int, output: KeptOutput) -> bytes | None:
-    """Keep what a pipe has and return it: nothing at its end, None where it has nothing now."""
+    """Read what a pipe contains: empty at its end, None if it has nothing now."""
     try:
         data = os.read(source, _PIECE_BYTES)
     except BlockingIOError:
@@ -98,21 +98,21 @@ def _take(source: int, output: KeptOutput) -> bytes | None:
 
 
 def put(path: str, data: bytes, is_first: bool) -> None:
-    """Write a file, or more of it, and the folders on its way."""
+    """Write or append to a file, and create missing folders."""
     flags = os.O_TRUNC if is_first else os.O_APPEND
     with os.fdopen(_open_own(path, os.O_WRONLY | os.O_CREAT | flags), "wb") as file:
         file.write(base64.b64decode(data))
 
 
 def get(path: str, start: int, size: int) -> None:
-    """Print a piece of a file in base64."""
+    """Print a part of a file in base64."""
     with os.fdopen(_open_own(path, os.O_RDONLY), "rb") as file:
         file.seek(start)
         print(base64.b64encode(file.read(size)).decode())
 
 
 def _open_own(path: str, flags: int) -> int:
-    """Open a regular file below the sandbox's folder: opening and reading others could take for ever."""
+    """Open a regular file below the sandbox's folder; others could block."""
     folder = os.path.realpath(os.environ["HOME"])
     place = os.path.realpath(path)
     if not place.startswith(f"{folder}/") and place != folder:

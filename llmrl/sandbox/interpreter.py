@@ -1,4 +1,4 @@
-"""The confined process itself: runs one piece of code after another in one namespace. Standard library only."""
+"""The confined process: runs pieces of code in one namespace. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FILE_NAME = "<code>"
 
 
 def serve(channel: socket.socket, *, cpu_seconds: float) -> None:
-    """Run what comes over the channel and answer with how it ended, until the channel closes."""
+    """Run the code of each request, and answer with the result, until the channel closes."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv = [""]
     this_process = os.getpid()
-    # Kept out of reach of code that closes or replaces its own output.
+    # Copies, because code may close or replace its output.
     outputs = [os.dup(1), os.dup(2)]
     while True:
         try:
@@ -36,7 +36,7 @@ def serve(channel: socket.socket, *, cpu_seconds: float) -> None:
         _limit_cpu(cpu_seconds)
         answer = _run(request["code"], main.__dict__)
         if os.getpid() != this_process:
-            os._exit(0)  # the code forked, and this is the copy
+            os._exit(0)  # the code has forked, and this is the child
         with contextlib.suppress(OSError):
             channel.sendall(frames.encode({"number": request["number"], **answer}))
 
@@ -51,7 +51,8 @@ def _open_outputs(outputs: list[int]) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    # Counted since the process began, so each piece of code gets its own share. Waiting is for the supervisor to end.
+    # Counted from the start of the process, so that each piece of code has the full limit. Wall time is limited by the
+    # supervisor.
     usage = resource.getrusage(resource.RUSAGE_SELF)
     with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -60,7 +61,7 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def _run(code: str, namespace: dict[str, object]) -> dict[str, int | bool | None]:
-    """Run code; whether it succeeded and what it exited with. Its errors go to its standard error."""
+    """Run code, and return its exit code and whether it called `sys.exit`; tracebacks go to standard error."""
     exit_code: int | None = 0
     is_exit = False
     try:
@@ -90,7 +91,7 @@ def _exit_code(code: object) -> int:
 
 def _print_error(error: BaseException) -> None:
     try:
-        # The first frame is ours.
+        # The first frame is this function's.
         frame = error.__traceback__.tb_next if error.__traceback__ is not None else None
         text = "".join(traceback.format_exception(type(error), error, frame))
     except BaseException:

@@ -1,4 +1,4 @@
-"""The kernel's means of confinement that Python's standard library does not reach. Standard library only."""
+"""Confinement by the kernel that the standard library does not support. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEW_PIDS = 0x20000000
 NEW_NETWORK = 0x40000000
 
 BOX = "/box"
-"""In a file system that was made for an interpreter: its folder; `/tmp` too, unless Python lives there."""
+"""The interpreter's folder in its own file system; `/tmp` links to it, unless Python is there."""
 
 _MS_READ_ONLY = 0x1
 _MS_NOSUID = 0x2
@@ -58,26 +58,26 @@ def _check(result: int, what: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces of these kinds for new ones; raise OSError if the kernel does not allow it."""
+    """Enter new namespaces; raise OSError if the kernel refuses."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Call `mount(2)`; raise OSError if the kernel does not allow it."""
+    """Call `mount(2)`; raise OSError if the kernel refuses."""
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind)]
     data = None if options is None else options.encode()
     _check(_libc.mount(*words, ctypes.c_ulong(flags), data), f"mount on {target}")
 
 
 def mount_private_tmp(target: str, num_bytes: int, owner: int) -> None:
-    """Mount an empty file system in memory, of limited size and number of files, that belongs to one user."""
-    # An empty file takes no block and a kilobyte of the kernel's memory.
+    """Mount an empty in-memory file system with limited size and number of files, owned by one user."""
+    # An empty file uses no block but a kilobyte of kernel memory.
     options = f"size={num_bytes},nr_inodes={max(1024, num_bytes >> 12)},mode=700,uid={owner},gid={owner}"
     mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def mount_own_proc() -> None:
-    """Mount `/proc` of this process's own namespace, read-only; where the kernel refuses, none."""
+    """Mount `/proc` of this process's namespace, read-only, or an empty folder if the kernel refuses."""
     try:
         mount("proc", "/proc", "proc", _MS_READ_ONLY | _MS_NOSUID | _MS_NODEV)
     except OSError:
@@ -85,34 +85,34 @@ def mount_own_proc() -> None:
 
 
 def set_parent_death_signal(number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends."""
+    """Let the kernel send this process a signal when its parent ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
 
 
 def be_killed_first() -> None:
-    """Have the kernel end this process, and what comes from it, before others when memory runs out."""
-    # Limits bound each process and not their sum. Where `/proc` can be written later on, this can be taken back.
-    with contextlib.suppress(OSError):  # where there is no /proc
+    """Let the kernel kill this process and its descendants first when memory runs out."""
+    # Limits apply per process, not to the sum. A process that can write to `/proc` can undo this.
+    with contextlib.suppress(OSError):  # without /proc
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def hide_memory() -> None:
-    """Keep this process's memory from others of its user, `/proc/PID/mem` included."""
+    """Protect this process's memory from other processes of its user."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
 
 
 def become_reaper() -> None:
-    """Inherit the orphans among this process's descendants."""
+    """Become the parent of orphaned descendants."""
     _check(_libc.prctl(_PR_SET_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
 def forbid_new_privileges() -> None:
-    """Let no program that is started from here on gain privileges by its file."""
+    """Prevent programs from gaining privileges by file attributes, such as setuid, from now on."""
     _check(_libc.prctl(_PR_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
 
 
 def become_user(number: int, *, keep: int | None = None) -> None:
-    """Turn from root into an unprivileged user, for good; one capability may be kept."""
+    """Change permanently from root to an unprivileged user; one capability may be kept."""
     _check(_libc.prctl(_PR_SET_KEEPCAPS, 0 if keep is None else 1, 0, 0, 0), "prctl")
     os.setgroups([])
     os.setresgid(number, number, number)
@@ -121,10 +121,10 @@ def become_user(number: int, *, keep: int | None = None) -> None:
 
 
 def drop_capabilities(*, keep: int | None = None) -> None:
-    """Give up every capability, for good, except at most one, which child programs then have too."""
+    """Drop all capabilities permanently, except at most one, which child programs inherit."""
     for number in range(64):
         if number != keep:
-            _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # refused without the capability, and beyond the last one
+            _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # fails without the capability, and beyond the last one
     mask = 0 if keep is None else 1 << keep
     header = struct.pack("Ii", _CAP_VERSION_3, 0)
     low = mask & 0xFFFFFFFF
@@ -135,14 +135,14 @@ def drop_capabilities(*, keep: int | None = None) -> None:
 
 
 def map_to_root(user: int, group: int) -> None:
-    """Become root of a new user namespace; no other user exists in it."""
+    """Become root in a new user namespace without other users."""
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {user} 1")
     Path("/proc/self/gid_map").write_text(f"0 {group} 1")
 
 
 def is_below(path: str, folders: Iterable[str]) -> bool:
-    """Return whether `path` is one of `folders` or in one.
+    """Return whether `path` is one of `folders` or below one.
 
     Example:
         >>> is_below("/usr/lib", ["/usr"]), is_below("/usr", ["/usr"]), is_below("/usr2", ["/usr"])
@@ -152,12 +152,9 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
 
 
 def change_root(new_root: str, readable: Iterable[str]) -> None:
-    """Leave the file system for one that has nothing but `readable`, read-only, a few devices and empty folders.
+    """Change to a file system that has only `readable` (read-only), some devices and empty folders.
 
-    Needs a mount namespace of its own.
-
-    Raises:
-        OSError: if the kernel does not allow it.
+    Requires a new mount namespace. Raises OSError if the kernel refuses.
     """
     os.umask(0o022)
     mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -172,7 +169,7 @@ def change_root(new_root: str, readable: Iterable[str]) -> None:
         Path(new_root + name).mkdir()
     with contextlib.suppress(FileExistsError):
         Path(new_root, "tmp").symlink_to(BOX)
-    mount("/proc", f"{new_root}/proc", None, _MS_BIND | _MS_REC)  # the kernel asks for one before it mounts another
+    mount("/proc", f"{new_root}/proc", None, _MS_BIND | _MS_REC)  # required for mounting another
     os.chdir(new_root)
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _MNT_DETACH), "umount")
@@ -181,7 +178,7 @@ def change_root(new_root: str, readable: Iterable[str]) -> None:
 
 
 def _bind(path: str, new_root: str) -> bool:
-    """Show a file, folder or link in the new root too; true when all below it is there."""
+    """Bind a file, folder or link into the new root; return whether everything below it is included."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -206,7 +203,7 @@ def _make_read_only(path: str, *, is_recursive: bool) -> None:
     _check(_libc.syscall(_MOUNT_SETATTR, *arguments), f"read-only {path}")
 
 
-# Landlock: what an unprivileged process may give up. Rights as the kernel's header lists them.
+# Landlock lets an unprivileged process give up rights, numbered as in the kernel's header.
 _EXECUTE = 1
 _WRITE_FILE = 2
 _READ_FILE = 4
@@ -217,21 +214,18 @@ _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 LANDLOCK_OF_TRUNCATION = 3
-"""The version that keeps files from being cut, too."""
+"""First version that restricts truncation."""
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock; 0 where it has none."""
+    """Return the kernel's Landlock version; 0 if unavailable."""
     return max(0, _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
 
 
 def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Give up, for good and for all descendants, all other files, and TCP and signals to others where it can be.
+    """Give up access to all other files permanently, and, if supported, TCP and signals to other processes.
 
-    Needs `forbid_new_privileges`.
-
-    Raises:
-        OSError: if the kernel has no Landlock.
+    Requires `forbid_new_privileges`. Raises OSError if the kernel has no Landlock.
     """
     version = landlock_version()
     rights = (1 << _NUM_FILE_RIGHTS.get(version, 16)) - 1

@@ -1,4 +1,4 @@
-"""Starting confined interpreters: what each level of isolation needs, and which of them this machine allows."""
+"""Starts confined interpreters at the levels of isolation that this machine allows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llmrl.sandbox.zygote import Settings, is_python_hidden
 
 Isolation = Literal["auto", "namespaces", "bubblewrap", "process"]
 LEVELS: tuple[Isolation, ...] = ("namespaces", "bubblewrap", "process")
-"""From the one that is preferred to the one that is always there."""
+"""In order of preference; the last one is always available."""
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
 _SETTINGS = (
@@ -34,51 +34,51 @@ _SETTINGS = (
 _CODE = (
     "import sys; sys.path.insert(0, {root!r}); from llmrl.sandbox.zygote import Settings, main; sys.path.pop(0); main()"
 )
-# As `kernel.be_killed_first` and `zygote._start`, before a program that cannot.
+# Like `kernel.be_killed_first` and `zygote._start`, for a program that cannot do this itself.
 _PREPARE = 'echo 0 >"$0" || exit 1; echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "PYTHONDONTWRITEBYTECODE": "1",
-    # One interpreter is one of many on this machine, and its processes are counted.
+    # Many interpreters share this machine, and threads count as processes.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    # Git ends where it may not read the machine's settings.
+    # Git fails if it cannot read the machine's settings.
     "GIT_CONFIG_NOSYSTEM": "1",
 }
 
 
-# Landlock's version that keeps signals to processes outside of it back.
+# First Landlock version that blocks signals to outside processes.
 _LANDLOCK_OF_SIGNALS = 6
 
 
 class IsolationError(RuntimeError):
-    """This machine does not allow the level of isolation that is asked for."""
+    """This machine does not allow the required level of isolation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonLimits:
-    """What code may use; each is enforced by the kernel.
+    """Limits for code, enforced by the kernel.
 
     Raises:
         ValueError: if a limit is not positive.
     """
 
     memory_bytes: int = 1 << 30
-    """Address space of one process; where control groups are delegated to this program, with `folder_bytes` the memory
-    of an interpreter and all that it starts, too."""
+    """Address space per process. If control groups are delegated to this program, all processes and files of an
+    interpreter also share a limit of `memory_bytes` + `folder_bytes`."""
     cpu_seconds: float = 30.0
-    """Processor time of one call, in the interpreter's own process."""
+    """CPU time per call, of the interpreter's own process."""
     num_processes: int = 32
-    """Processes and threads at one time."""
+    """Concurrent processes and threads."""
     num_open_files: int = 256
-    """Files open at one time, in one process."""
+    """Open files per process."""
     file_bytes: int = 64 << 20
     """Size of one file."""
     folder_bytes: int = 64 << 20
-    """All files together, where the working directory is in memory (`namespaces`, `bubblewrap`)."""
+    """Total size of files, if the working folder is in memory (`namespaces`, `bubblewrap`)."""
     output_bytes: int = 256 << 10
-    """Bytes of each of standard output and error that are kept: the first half and the last half."""
+    """Bytes kept of standard output and of standard error: the first and last halves."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -87,7 +87,7 @@ class PythonLimits:
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """Return the paths that lie in none of the others, nor in the system's folders.
+    """Return the paths that are below none of the others, nor below the system's folders.
 
     Example:
         >>> outermost(["/srv/python", "/srv/python/lib", "/usr/lib/python3", "/srv/other"])
@@ -101,11 +101,11 @@ def outermost(paths: Iterable[str]) -> list[str]:
 
 
 class Launcher:
-    """Makes interpreters of one level of isolation.
+    """Starts interpreters at one level of isolation.
 
     Args:
         level: one of `LEVELS`.
-        limits: what code may use.
+        limits: limits for code.
 
     Raises:
         IsolationError: if this machine does not allow the level.
@@ -115,7 +115,7 @@ class Launcher:
         self.level = level
         self.limits = limits
         self.folder = tempfile.mkdtemp(prefix="llmrl-python-")
-        # Each interpreter may be its own user, and has its folder in this one.
+        # Interpreters of other users need access to their folders in it.
         os.chmod(self.folder, 0o711)  # noqa: PTH101
         prefixes = outermost({sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()})
         self._settings: Settings = {
@@ -144,16 +144,16 @@ class Launcher:
             try:
                 self._start_zygote()
             except IsolationError:
-                self.close()  # its group would stay
+                self.close()  # otherwise its group would remain
                 raise
 
     @property
     def has_landlock(self) -> bool:
-        """Whether the kernel lets a process give up files by itself."""
+        """Whether the kernel has Landlock."""
         return kernel.landlock_version() > 0
 
     def describe(self) -> str:
-        """Return what holds at this level, in a sentence."""
+        """Describe the isolation in one sentence."""
         bound = "" if self._groups is None else ", a bound on memory in all"
         if self.level != "process":
             return f"{self.level}: no network, no files but Python's and the system's (read-only), own processes{bound}"
@@ -167,7 +167,7 @@ class Launcher:
 
     @property
     def gaps(self) -> list[str]:
-        """What this level leaves open on this machine: any of `files`, `signals`."""
+        """What this level does not confine on this machine: any of `files`, `signals`."""
         if self.level != "process":
             return []
         version = kernel.landlock_version()
@@ -177,10 +177,10 @@ class Launcher:
         return gaps
 
     def start(self) -> socket.socket:
-        """Return a new interpreter: the socket that it is served through.
+        """Start an interpreter, and return the socket to it.
 
         Raises:
-            IsolationError: if none can be started any more.
+            IsolationError: if it cannot be started.
         """
         ours, theirs = socket.socketpair()
         group = os.devnull
@@ -201,7 +201,7 @@ class Launcher:
                     socket.send_fds(self._control, [b"start"], [theirs.fileno(), joins.fileno()])
                 return
             except OSError:
-                self._start_zygote()  # it was killed
+                self._start_zygote()  # the zygote was killed
         raise IsolationError("interpreters cannot be started.")
 
     def _start_zygote(self) -> None:
@@ -236,7 +236,7 @@ class Launcher:
         ]
         if os.getuid():
             command += ["--unshare-all"]
-        else:  # no user namespace, so that each interpreter can become a user of its own
+        else:  # without a user namespace, so that each interpreter can have its own user
             command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
             for name in ("SETUID", "SETGID", "SETPCAP", "CHOWN", "KILL", "SYS_RESOURCE"):
                 command += ["--cap-add", f"CAP_{name}"]
@@ -252,7 +252,7 @@ class Launcher:
         command += ["--size", str(self.limits.folder_bytes), "--perms", "0700", "--tmpfs", kernel.BOX]
         if not any(path.startswith("/tmp/") for path in command):
             command += ["--symlink", kernel.BOX, "/tmp"]
-        for path in ("/", "/dev", "/proc"):  # in `/dev` there is a folder for files in memory
+        for path in ("/", "/dev", "/proc"):  # `/dev` has a writable folder in memory
             command += ["--remount-ro", path]
         command = ["/bin/sh", "-c", _PREPARE, group, *command]
         index = os.getpid() * 100 + self._num_started % 100
@@ -274,7 +274,7 @@ class Launcher:
         )
 
     def close(self) -> None:
-        """Start none any more, and wait for what starts them to end; interpreters end with their sockets."""
+        """Stop the processes that start interpreters; interpreters end with their sockets."""
         if self._control is not None:
             self._control.close()
             self._control = None

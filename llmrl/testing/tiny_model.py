@@ -1,4 +1,4 @@
-"""A random model that vLLM starts in seconds."""
+"""A random model that vLLM loads in seconds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from llmrl.testing.embedded_model import ensure_embedded_model, quiet_libraries
 
 
 def make_tiny_model(path: str | os.PathLike[str]) -> str:
-    """Save a random llama of one layer, with the embedded model's tokenizer, that vLLM starts in seconds; its folder.
+    """Save a random one-layer llama with the embedded model's tokenizer, and return its folder.
 
-    For tests and dry runs: it answers at random, and its weights are the same each time.
+    For tests and dry runs; the weights are always the same.
 
     Raises:
-        EmbeddedModelError: see `ensure_embedded_model`.
+        EmbeddedModelError: as `ensure_embedded_model` raises it.
     """
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM

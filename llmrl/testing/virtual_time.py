@@ -1,4 +1,4 @@
-"""An event loop with virtual time: where it would sleep, its clock jumps."""
+"""An event loop with virtual time, which skips waiting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock, `time()` in seconds, that starts at 0 and moves only by sleeping."""
+    """An event loop whose `time()` in seconds starts at 0 and advances only by sleeping."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
@@ -37,7 +37,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[..., Result], *args: object
     ) -> asyncio.Future[Result]:
-        """Call a function at once, on this thread: another thread's seconds are not this clock's."""
+        """Call a function at once in this thread, because the time of other threads is not virtual."""
         future: asyncio.Future[Result] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -47,10 +47,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(coroutine: Coroutine[None, None, Result]) -> Result:
-    """Run a coroutine as `asyncio.run` does, on a `VirtualTimeLoop`: an hour's sleep returns at once.
+    """Run a coroutine like `asyncio.run`, on a `VirtualTimeLoop`.
 
     Raises:
-        RuntimeError: if everything waits for something else (a deadlock).
+        RuntimeError: in a deadlock.
 
     Example:
         >>> run_in_virtual_time(asyncio.sleep(3600.0, "an hour later"))
