@@ -314,8 +314,7 @@ class BatchCollector:
 
         Returns:
             A future with the new policy version, or the error. The next batch raises the error, too, unless another
-                update
-            starts before it.
+            update starts before it.
 
         Raises:
             ValueError: if the first call has no model.

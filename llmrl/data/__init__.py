@@ -1,4 +1,4 @@
-"""What flows: messages, histories, token columns, statuses, rollouts and training rows."""
+"""Data types: messages, histories, token columns, statuses, rollouts and training rows."""
 
 from llmrl.data.columns import CONTEXT_VERSION, TokenColumns
 from llmrl.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens

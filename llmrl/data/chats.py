@@ -10,25 +10,21 @@ from llmrl.data.message import Message
 
 Result = TypeVar("Result")
 Chats: TypeAlias = Sequence[Message] | Sequence["Chats"]
-"""One conversation, or any nesting of lists of them."""
+"""One conversation, or nested lists of conversations."""
 
 
 class Chat:
-    """The messages of one conversation as a leaf of a TensorDict; they are not changed, so a copy is the same object.
+    """The messages of one conversation as an immutable leaf of a TensorDict.
 
-    TensorDict copies what is not a tensor at each step, through every dict within: of a plain tuple of messages the
-    copy of a long conversation costs many times that of a short one. It saves what it takes for JSON as JSON, which
-    would come back as a list; this is pickled.
+    TensorDict copies non-tensor data at each step, and saves plain sequences as JSON lists. A `Chat` is its own
+    copy, so long conversations cost no more than short ones, and it is pickled. With `is_message` it is one message
+    of a conversation that a TensorDict holds message by message (`History`).
 
     Example:
         >>> import copy
         >>> chat = Chat([{"role": "user", "content": "Hi"}])
         >>> copy.deepcopy(chat) is chat, chat.messages
         (True, ({'role': 'user', 'content': 'Hi'},))
-
-    Args:
-        messages: in order.
-        is_message: it is one message of a conversation that a TensorDict holds message by message, see `History`.
     """
 
     __slots__ = ("is_message", "messages")
@@ -52,12 +48,12 @@ class Chat:
         return f"Chat({list(self.messages)!r})"
 
 
-# A batch's leaves are nested lists as the batch is. Either each is a conversation, or each is one message; the last
-# dimension is then that of the messages.
+# The leaves of a batch are nested lists of the batch's shape. Either each leaf is a conversation, or each is one
+# message, and the last dimension is that of the messages.
 
 
 def leaves_of(value: Chat | tuple[Message, ...] | Iterable[Chat], batch_size: Sequence[int]) -> Nested[Chat]:
-    """Return the leaves of a batch; one value is broadcast over it, as specs make it."""
+    """Return the leaves of a batch; a single value is broadcast over it, as specs create it."""
     if isinstance(value, (Chat, tuple)):
         leaf: Nested[Chat] = value if isinstance(value, Chat) else Chat(value)
         for size in reversed(batch_size):
@@ -67,7 +63,7 @@ def leaves_of(value: Chat | tuple[Message, ...] | Iterable[Chat], batch_size: Se
 
 
 def are_messages(leaves: Nested[Chat]) -> bool:
-    """Return whether leaves are messages, not conversations."""
+    """Return whether the leaves are messages rather than conversations."""
     while not isinstance(leaves, Chat):
         if not leaves:
             return False
@@ -81,7 +77,7 @@ def unwrapped(leaves: Nested[Chat]) -> Nested[tuple[Message, ...]]:
 
 
 def conversations(leaves: Nested[Chat]) -> Nested[tuple[Message, ...]]:
-    """Return the conversations, whichever the leaves are; a message alone is a conversation of one."""
+    """Return the conversations of leaves of either kind; a single message is a conversation of one."""
     if isinstance(leaves, Chat) or not are_messages(leaves):
         return unwrapped(leaves)
     if isinstance(leaves[0], Chat):
@@ -90,14 +86,14 @@ def conversations(leaves: Nested[Chat]) -> Nested[tuple[Message, ...]]:
 
 
 def message_leaves(chats: Nested[tuple[Message, ...]]) -> Nested[Chat]:
-    """Return a leaf for each message."""
+    """Return one leaf per message."""
     if isinstance(chats, tuple):
         return [Chat([message], is_message=True) for message in chats]
     return [message_leaves(chat) for chat in chats]
 
 
 def concatenated(chats: Nested[tuple[Message, ...]], added: Nested[tuple[Message, ...]]) -> Nested[tuple[Message, ...]]:
-    """Return conversations with others at their ends, the same for all or one for each.
+    """Append messages to conversations: the same for all, or one sequence per conversation.
 
     Example:
         >>> concatenated([({"role": "user"},), ()], ({"role": "tool"},))
@@ -115,10 +111,10 @@ def is_conversation(value: Chats) -> TypeGuard[Sequence[Message]]:
 
 
 def map_chats(value: Nested[tuple[Message, ...]], function: Callable[[tuple[Message, ...]], Result]) -> Nested[Result]:
-    """Return what a function makes of each conversation, nested as they are."""
+    """Apply a function to each conversation, and return the results with the same nesting."""
     return function(value) if isinstance(value, tuple) else [map_chats(item, function) for item in value]
 
 
 def flatten(value: Nested[tuple[Message, ...]]) -> list[tuple[Message, ...]]:
-    """Return the conversations of a batch of any shape, one after another."""
+    """Return the conversations of a batch of any shape as a flat list."""
     return [value] if isinstance(value, tuple) else [chat for item in value for chat in flatten(item)]

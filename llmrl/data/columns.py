@@ -1,4 +1,4 @@
-"""Per-token columns that move together: the one place that edits a sequence being built."""
+"""Per-token columns of a sequence that is being built."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ CONTEXT_VERSION = -1
 
 
 class TokenColumns:
-    """Token ids, loss mask, log-probs, versions, sampling mask and experts of one growing sequence, all of one length.
-
-    Pure Python lists, so that it is cheap to extend by a turn and can be tested without tensors.
+    """Columns of one growing sequence, all of the same length; plain lists, since they are cheap to extend.
 
     Example:
         >>> columns = TokenColumns()
@@ -30,24 +28,24 @@ class TokenColumns:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        """[num_tokens] what the engine saw and sampled."""
+        """[num_tokens] ids of the tokens that the engine read or sampled."""
         self.loss_mask: list[bool] = []
-        """[num_tokens] whether the policy sampled the token here, so that it is trained."""
+        """[num_tokens] whether the policy sampled the token, so that it is trained on."""
         self.log_probs: list[float] = []
-        """[num_tokens] the sampler's log-prob, 0 outside the mask."""
+        """[num_tokens] log-prob of the sampler; 0 outside the mask."""
         self.versions: list[int] = []
-        """[num_tokens] the policy version that sampled the token, -1 outside the mask."""
+        """[num_tokens] policy version that sampled the token; -1 outside the mask."""
         self.sampling_mask: list[array[int] | None] = []
-        """[num_tokens] the ids that truncation kept where the token was sampled, None where all were."""
+        """[num_tokens] ids that truncation kept when the token was sampled; None if it kept all."""
         self.routed_experts: list[np.ndarray | None] = []
-        """[num_tokens] of `[num_layers, top_k]`: the experts that made the log-prob here, with which a mixture computed
-        the token before. None at the first token, and where no engine told; so a turn's are all of its own request."""
+        """[num_tokens] arrays `[num_layers, top_k]`: the experts that computed the previous token, and so this token's
+        log-prob. None at the first token, and if the engine did not report them."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def append_context(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that are not trained: prompts, template text, environment messages."""
+        """Append tokens that are not trained on: prompts, template text, environment messages."""
         count = len(token_ids)
         self.token_ids.extend(token_ids)
         self.loss_mask.extend([False] * count)
@@ -67,11 +65,11 @@ class TokenColumns:
     ) -> None:
         """Append sampled tokens.
 
-        `routed_experts`, `[num_tokens - 1, num_layers, top_k]`, are of all tokens but the last, those before the
-        sampled ones, too; a token that has experts keeps them: those of who computed it first.
+        `routed_experts`, `[num_tokens - 1, num_layers, top_k]`, covers all tokens of the sequence but the last.
+        Tokens that have experts keep them.
 
         Raises:
-            ValueError: if `log_probs` or `versions` are missing, or a column has not one value a token.
+            ValueError: if `log_probs` or `versions` are missing, or a column does not have one value per token.
         """
         sampling_mask = [None] * len(token_ids) if sampling_mask is None else sampling_mask
         check_per_token(token_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)
@@ -88,11 +86,11 @@ class TokenColumns:
             start = len(self)
             while start > 1 and self.routed_experts[start - 1] is None:
                 start -= 1
-            # A copy: the request's own also has what earlier turns hold.
+            # A copy of the new part: a view would keep the whole request's array, with earlier turns, in memory.
             self.routed_experts[start:] = list(routed_experts[start - 1 :].copy())
 
     def extend(self, columns: TokenColumns) -> None:
-        """Append the tokens of other columns, as they are."""
+        """Append the tokens of other columns unchanged."""
         self.token_ids += columns.token_ids
         self.loss_mask += columns.loss_mask
         self.log_probs += columns.log_probs
@@ -101,11 +99,7 @@ class TokenColumns:
         self.routed_experts += columns.routed_experts
 
     def mark_context(self, start: int, stop: int) -> None:
-        """Make tokens `start` to `stop` context: they stay and are not trained.
-
-        Raises:
-            ValueError: if the range is not within the columns.
-        """
+        """Make tokens `start` to `stop` context, which is not trained on."""
         if not 0 <= start <= stop <= len(self.token_ids):
             raise ValueError(f"start and stop must lie in order in 0..{len(self.token_ids)}, got {start} and {stop}.")
         count = stop - start
@@ -115,7 +109,7 @@ class TokenColumns:
         self.sampling_mask[start:stop] = [None] * count
 
     def copy(self, stop: int | None = None, *, start: int = 0) -> TokenColumns:
-        """Return a copy of tokens `start` to `stop` (all of them by default) that shares nothing."""
+        """Return an independent copy of tokens `start` to `stop` (by default all)."""
         columns = TokenColumns()
         columns.token_ids = self.token_ids[start:stop]
         columns.loss_mask = self.loss_mask[start:stop]
@@ -127,11 +121,7 @@ class TokenColumns:
 
 
 def check_per_token(token_ids: Sequence[int], **columns: Sequence[object] | None) -> None:
-    """Refuse sampled tokens of which a column is missing or short.
-
-    Raises:
-        ValueError: naming the column, what came and what was expected.
-    """
+    """Raise ValueError if a column of sampled tokens is missing or does not have one value per token."""
     for name, column in columns.items():
         if column is None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Containers of a step: what was given (`prompt`), what was generated (`response`), and both (`full`)."""
+"""Containers of a turn: the input (`prompt`), the answer (`response`), and both (`full`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
     _documentation = __doc__
 
     prompt: History | None = None
-    """What the policy is given."""
+    """Input of the policy."""
     response: History | None = None
     """The assistant's message alone."""
     full: History | None = None
@@ -47,12 +47,12 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
     def to_text(
         self, tokenizer: Tokenizer, chat_template_name: str | None = None, chat_template: str | None = None
     ) -> Text:
-        """Write it as the chat template does; a prompt up to where the assistant is to speak, a response what follows.
+        """Render the turn with the chat template; the prompt ends with the generation prompt, the response follows it.
 
-        For reading, and for supervised data: what a policy was given and sampled is in `("tokens", ...)`.
+        This is for display and for supervised data; `("tokens", ...)` has the exact tokens of a sampled turn.
 
         Raises:
-            ValueError: if the template writes the prompt differently once the response follows.
+            ValueError: if the template changes the prompt when the response follows.
         """
 
         def render(history: History | None, *, is_prompt: bool = False) -> str | None:
@@ -97,7 +97,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
     _documentation = __doc__
 
     prompt: str | None = None
-    """A list of them for a batch."""
+    """A string, or a list of strings for a batch."""
     response: str | None = None
     full: str | None = None
 
@@ -108,7 +108,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
         return Composite(entries, shape=torch.Size(shape), data_cls=Text)
 
     def to_tokens(self, tokenizer: Tokenizer) -> Tokens:
-        """Tokenize it; the template has written all special tokens, so none is added."""
+        """Tokenize the text without adding special tokens, which the template has written."""
 
         def encode(text: str | None) -> torch.Tensor | None:
             if text is None:
@@ -118,7 +118,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
         def convert(turn: Text) -> Tokens:
             prompt = encode(turn.prompt)
             full = encode(turn.full)
-            # By number of ids, since the text of a prompt may end within a token of the whole.
+            # Split by the number of ids, since the prompt's text may end within a token of the whole.
             is_split = prompt is not None and full is not None
             response = full[len(prompt) :] if is_split else encode(turn.response)  # type: ignore[index, arg-type]
             return Tokens(prompt=prompt, response=response, full=full, padded=False)
@@ -126,11 +126,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
         return _each(self, convert)
 
     def to_history(self, tokenizer: Tokenizer | None = None, chat_template_name: str | None = None) -> ChatHistory:
-        r"""Read the messages that a chat template wrote, see `History.from_text`; the response follows the prompt.
-
-        Args:
-            tokenizer: without effect, as there.
-            chat_template_name: as there.
+        r"""Parse the messages that a chat template wrote, as `History.from_text` does; `tokenizer` is ignored.
 
         Raises:
             ValueError: if the family is unknown, or the text has none of its marks.
@@ -157,18 +153,14 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
 
 
 class _Ragged(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Ragged per-token entries; a batch of them is lazily stacked and padded only when asked."""
+    """Ragged per-token entries; a batch is lazily stacked, and padded only on request."""
 
     def as_list(self, key: str) -> list[torch.Tensor]:
-        """Return one entry as a tensor `[num_tokens]` for each conversation."""
+        """Return one entry as a list with one tensor `[num_tokens]` per conversation."""
         return list(self.get(key, as_list=True)) if self.batch_size else [self.get(key)]
 
     def as_padded_tensor(self, key: str, *, padding_value: float = 0, padding_side: str = "right") -> torch.Tensor:
-        """Return one entry as `[*batch, max_num_tokens]`.
-
-        Raises:
-            ValueError: if `padding_side` is neither left nor right.
-        """
+        """Return one entry as `[*batch, max_num_tokens]`; raise ValueError for an unknown `padding_side`."""
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
         padded = torch.nn.utils.rnn.pad_sequence(
@@ -198,7 +190,7 @@ class Tokens(_Ragged):
     response: torch.Tensor | None = None
     full: torch.Tensor | None = None
     padded: bool | None = None
-    """Whether they are padded; None where that is not known."""
+    """Whether the entries are padded; None if unknown."""
 
     @staticmethod
     def default_spec(shape: Sequence[int] = (), keys: Sequence[str] = ("prompt", "response", "full")) -> Composite:
@@ -206,11 +198,7 @@ class Tokens(_Ragged):
         return _ragged_spec(Tokens, shape, keys, torch.int64)
 
     def to_text(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False) -> Text:
-        """Decode it.
-
-        Raises:
-            ValueError: if the tokens are padded.
-        """
+        """Decode the tokens; raise ValueError if they are padded."""
 
         def decode(token_ids: torch.Tensor | None) -> str | None:
             if token_ids is None:
@@ -228,13 +216,13 @@ class Tokens(_Ragged):
         return _each(self, convert)
 
     def to_history(self, tokenizer: Tokenizer, chat_template_name: str | None = None) -> ChatHistory:
-        """Decode it, and read it back as messages; see `Text.to_history`."""
+        """Decode the tokens and parse the messages, as `Text.to_history` does."""
         return self.to_text(tokenizer).to_history(tokenizer, chat_template_name)
 
 
 @documented
 class LogProbs(_Ragged):
-    """Log-probs of sampled tokens, `[num_tokens]` float32; `full` is 0 where the policy sampled nothing.
+    """Log-probs of sampled tokens, `[num_tokens]` float32; in `full`, 0 for tokens that were not sampled.
 
     Example:
         >>> LogProbs(response=torch.tensor([-0.5])).as_list("response")
@@ -268,7 +256,7 @@ class Masks(_Ragged):
     all_attention_mask: torch.Tensor | None = None
     """True for every real token."""
     all_assistant_mask: torch.Tensor | None = None
-    """True for tokens that the policy sampled: the loss mask."""
+    """True for tokens that the policy sampled (the loss mask)."""
     padded: bool | None = None
 
     @staticmethod
@@ -285,12 +273,12 @@ def _ragged_spec(cls: type, shape: Sequence[int], keys: Sequence[str], dtype: to
 
 
 def _each(container: TensorClass, convert: Callable[[Turn], Converted]) -> Converted:
-    """Return the conversions of the single conversations of a batch of any shape."""
+    """Convert each conversation of a batch of any shape."""
     return restacked([_converted(turn, convert) for turn in batch_elements(container)], container.batch_size)
 
 
 def _converted(turn: TensorClass, convert: Callable[[Turn], Converted]) -> Converted:
-    """Convert a turn, or, where a container without batch size holds entries of several, each of them."""
+    """Convert a turn, or each turn of a container that has no batch size but holds entries of several."""
     entries = {name: getattr(turn, name) for name in _TURN if getattr(turn, name) is not None}
     sizes = {_num_within(entry) for entry in entries.values()}
     if sizes <= {None}:

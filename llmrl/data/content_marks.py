@@ -1,4 +1,4 @@
-"""Special tokens in contents: split into ordinary tokens, so that no page or result can forge a turn."""
+"""Protection against special tokens in contents, which are split into ordinary tokens and cannot forge a turn."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from llmrl.data.message import Message, ToolSchema
 
 Value = TypeVar("Value")
 
-# Of private use: no text means anything by them.
+# Private-use characters, which have no meaning in texts.
 _CANDIDATES = [chr(code) for code in range(0xE000, 0xE100)]
 
 
 class RenderingError(ValueError):
-    """Messages that a chat template refuses, or a template that cannot be rendered exactly."""
+    """Raised for messages that a chat template rejects, or a template that cannot be rendered exactly."""
 
 
 class ContentMarks:
-    """Marks the special tokens in what is rendered, and encodes a rendering without taking the marked ones for such.
+    """Marks the special tokens in contents, so that a rendering is encoded without treating them as special.
 
-    A mark is a character of private use, put into each special token that stands in a content, before the template
-    writes it. What the tokenizer gives for the marks is left out again: the ids say the very text, and all else is
-    tokenized as ever. Where no content has a special token, there are no marks, and nothing changes.
+    The mark is a private-use character, which is inserted into each special token in a content before the template
+    renders it. The marks' tokens are removed after encoding, so the ids decode to the same text. Contents without
+    special tokens are not changed.
 
     Args:
-        tokenizer: tokenizer of Hugging Face.
-        further: texts that are to be marked beside its special tokens.
+        tokenizer: Hugging Face tokenizer.
+        further: texts to mark in addition to the special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, further: Iterable[str] = ()) -> None:
@@ -39,27 +39,27 @@ class ContentMarks:
         self._tokenizer = tokenizer
         self._further = frozenset(further)
         self.tokens = frozenset(token for token in {*tokens, *tokenizer.all_special_tokens, *further} if len(token) > 1)
-        """What is marked."""
+        """The texts that are marked."""
         beginnings: dict[str, list[str]] = {}
         for token in sorted(self.tokens):
             beginnings.setdefault(token[:2], []).append(token)
         self._tokens_of = {beginning: tuple(tokens) for beginning, tokens in beginnings.items()}
-        # Overlapping ones, too.
+        # A lookahead finds overlapping tokens, too.
         self._pattern = re.compile("(?=(" + "|".join(map(re.escape, self._tokens_of)) + "))")
-        # Some tokens are looked for in the normalized text, and the pieces of some models are special tokens, too.
+        # Some tokens are matched in the normalized text, and some models' special tokens are also ordinary pieces.
         self._normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
         normalize = None if self._normalizer is None else self._normalizer.normalize_str
         self._is_ascii_kept = normalize is None or normalize(string.printable) == string.printable
 
     def find(self, text: str) -> list[int]:
-        """Return where special tokens begin."""
+        """Return the positions where special tokens begin."""
         if not any(beginning in text for beginning in self._tokens_of):
             return []
         found = self._pattern.finditer(text)
         return [match.start() for match in found if text.startswith(self._tokens_of[match[1]], match.start())]
 
     def first_in(self, *values: object) -> str | None:
-        """Return the first special token in the texts of messages or tools; None where there is none."""
+        """Return the first special token in the texts of messages or tools; None if there is none."""
         for text in _texts_of(values):
             for start in self.find(text):
                 return next(
@@ -72,10 +72,10 @@ class ContentMarks:
     def mark(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None
     ) -> tuple[str, Sequence[Message], Sequence[ToolSchema] | None]:
-        """Return the mark, empty where none is needed, and the messages and tools with it in each special token.
+        """Return the mark (empty if none is needed), and the messages and tools with it in each special token.
 
         Raises:
-            RenderingError: if they have every character that a mark could be.
+            RenderingError: if the texts contain all candidates for a mark.
         """
         if self.first_in(messages, tools) is None:
             return "", messages, tools
@@ -102,30 +102,26 @@ class ContentMarks:
         if isinstance(value, list | tuple):
             entries = [self._marked(entry, mark) for entry in value]
             if all(isinstance(one, Mapping) and one.get("type") == "text" for one in entries):
-                # Templates write the parts of a content one after another: no token may come about between two.
+                # Templates join the parts of a content, so a mark between them prevents a token across two parts.
                 entries = [{**one, "text": mark + str(one.get("text", ""))} for one in entries]
             return entries
         return value
 
     def _is_hidden(self, text: str) -> bool:
-        """Return whether a text becomes a special token when it is normalized."""
+        """Return whether normalization turns part of a text into a special token."""
         if self._normalizer is None or (self._is_ascii_kept and text.isascii()):
             return False
         return bool(self.find(self._normalizer.normalize_str(text)))
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Return the token ids of a rendering; what has the mark in it is no special token, and the marks are left out.
-
-        Raises:
-            RenderingError: if the tokenizer does not tell what became of the marks.
-        """
+        """Return the token ids of a rendering without the marks; marked tokens are not special."""
         return [token_id for token_id, _ in self.locate(with_plain_marks(text, mark), mark)]
 
     def locate(self, text: str, mark: str) -> list[tuple[int, tuple[int, int]]]:
-        """Return each token of `encode` with its place in a text with plain marks; see `with_plain_marks`.
+        """Return the tokens of `encode` with their character spans in a text with plain marks (`with_plain_marks`).
 
         Raises:
-            RenderingError: if the tokenizer does not tell what became of the marks.
+            RenderingError: if the tokenizer does not report the positions of the marks.
         """
         if mark and not self._tokenizer.is_fast:
             raise _refusal("the tokenizer is a slow one, which does not say where its tokens stand")
@@ -140,17 +136,13 @@ class ContentMarks:
         return located
 
     def refuse(self, *values: object) -> None:
-        """Refuse messages or tools with special tokens, where their rendering cannot be marked.
-
-        Raises:
-            RenderingError: naming the token.
-        """
+        """Raise RenderingError for messages or tools with special tokens, if their rendering cannot be marked."""
         if (token := self.first_in(*values)) is not None:
             raise _refusal(f"{token!r} would be read as one. TemplateRenderer splits it, for policies of histories")
 
 
 def with_plain_marks(text: str, mark: str) -> str:
-    """Return a rendering with its marks as they are where its template wrote them as JSON, as of arguments."""
+    """Return a rendering with plain marks, where its template escaped them as JSON, for example in arguments."""
     return text.replace(json.dumps(mark)[1:-1], mark) if mark else text
 
 
@@ -161,7 +153,7 @@ def _refusal(reason: str) -> RenderingError:
 
 
 def _texts_of(value: object) -> list[str]:
-    """Return all texts in a value, keys of dicts included; the text parts of a content also as one."""
+    """Return all texts in a value, including keys of dicts and the joined text parts of contents."""
     texts: list[str] = []
     _gather(value, texts)
     return texts

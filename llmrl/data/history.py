@@ -1,4 +1,4 @@
-"""`History`: conversations as a TensorDict leaf; one element is one conversation."""
+"""`History`: conversations as a TensorDict leaf."""
 
 from __future__ import annotations
 
@@ -37,28 +37,27 @@ Result = TypeVar("Result")
 @documented
 @array_of_messages
 class History(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Conversations, batched: each element of the batch is one conversation, an immutable tuple of messages.
+    """A batch of conversations; each element is one conversation, an immutable tuple of messages.
 
-    The messages are a last, ragged dimension that the batch size does not count: of a batch `[2]`, `history[0]` is the
-    first conversation, `history[0, -1]` its last message, `history[..., -1]` the last message of each, and
-    `history[..., :2]` conversations of two. `append` with messages returns a new history that shares every message, so
-    a step of a long conversation costs no more than that of a short one.
+    The messages are a last, ragged dimension, which is not part of the batch size. For a batch `[2]`, `history[0]`
+    is the first conversation, `history[0, -1]` its last message, `history[..., -1]` the last message of each
+    conversation, and `history[..., :2]` the first two messages of each. `append` with messages returns a new
+    history that shares its messages.
 
-    TorchRL's own form works beside it: `History(role=..., content=...)` is a message, its roles and contents are as
-    nested as `batch_size`, with the messages as last dimension, and `torch.stack` of messages is a
-    conversation.
+    TorchRL's form is also supported: `History(role=..., content=...)` is one message; with nested lists, the
+    messages are the last dimension of `batch_size`; and `torch.stack` of messages is a conversation.
 
     Args:
         role: role of each message, a string or nested lists of strings.
-        content: content of each message, its text or a list of parts; a single one is that of all.
-        is_complete: whether each was ended; by default true.
-        tool_calls: calls of each message, a list.
+        content: content of each message, its text or a list of parts; a single value applies to all.
+        is_complete: whether each message was ended; by default true.
+        tool_calls: list of calls of each message.
         tool_responses: texts that answer calls, for messages without content.
-        messages: in place of these, the leaf itself; see `from_chats`.
-        batch_size: must be that of `role`; by default it is.
+        messages: the leaf itself, instead of the arguments above; prefer `from_chats`.
+        batch_size: shape of `role`, the default.
 
     Raises:
-        ValueError: if these do not fit, or are neither messages nor their parts.
+        ValueError: if the arguments do not match, or are neither messages nor their parts.
 
     Example:
         >>> history = History.from_chats([{"role": "user", "content": "7 + 8 ="}])
@@ -72,14 +71,14 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     _documentation = __doc__
 
     messages: Chat | NonTensorStack
-    """A `Chat` for one conversation (batch shape `[]`); nested lists of them for a batch. Read `chats`."""
+    """A `Chat` for one conversation (batch shape `[]`); nested lists of them for a batch. Read `chats` instead."""
 
     @classmethod
     def from_chats(cls, chats: Chats, *, check: bool = True) -> History:
-        """Build from one conversation (a list of messages) or any nesting of lists of conversations.
+        """Build a history from one conversation (a list of messages) or nested lists of conversations.
 
         Raises:
-            TypeError, ValueError: if a message is malformed, naming it.
+            TypeError, ValueError: if a message is malformed; the error names it.
         """
         if is_conversation(chats):
             messages = Chat(copied(check_messages(chats)) if check else chats)
@@ -95,14 +94,14 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         chat_template: str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> History:
-        r"""Read back what a chat template wrote: one text, or any nesting of lists of texts.
+        r"""Parse text that a chat template wrote: one text, or nested lists of texts.
 
         Args:
-            text: special tokens included; see `parse_templated`. A last turn that was cut says `is_complete: False`.
-            chat_template_name: a family, `chatml`, `llama3`, `llama4`, `gemma` or `mistral`, or a model of one, `qwen`,
-                `llama`; by default the one with marks in the text.
-            chat_template: has no effect, as in TorchRL: the marks in the text say what wrote it.
-            tokenizer: has no effect either.
+            text: templated text with its special tokens. A truncated last message gets `is_complete: False`.
+            chat_template_name: a family (`chatml`, `llama3`, `llama4`, `gemma`, `mistral`) or a model of one
+                (`qwen`, `llama`); by default the family with marks in the text.
+            chat_template: ignored, as in TorchRL.
+            tokenizer: ignored.
 
         Raises:
             ValueError: if the name is unknown, or the text has none of its marks.
@@ -125,7 +124,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @property
     def _leaves(self) -> Nested[Chat]:
-        held = self._tensordict.get("messages")  # the attribute costs ten times as much
+        held = self._tensordict.get("messages")  # ten times faster than the attribute
         return leaves_of(plain(held) if isinstance(held, NonTensorData) else self.messages, self._tensordict.batch_size)
 
     @property
@@ -144,40 +143,41 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @property
     def role(self) -> Nested[list[str]] | str:
-        """Roles of the messages, nested as the batch is; of a message, its own."""
+        """Roles of the messages, nested as the batch is; for a single message, its role."""
         return self._each(lambda message: message["role"])
 
     @property
     def content(self) -> Nested[list[str]] | str:
-        """Texts of the messages, nested as the batch is; of a message, its own."""
+        """Texts of the messages, nested as the batch is; for a single message, its text."""
         return self._each(lambda message: text_of(message.get("content")))
 
     @property
     def tool_calls(self) -> Nested[list[list[dict[str, object]]]] | list[dict[str, object]]:
-        """Tool calls of the messages, an empty list where there are none, nested as the batch is."""
+        """Tool calls of the messages, possibly empty lists, nested as the batch is."""
         return self._each(lambda message: list(message.get("tool_calls") or ()))
 
     @property
     def tool_responses(self) -> Nested[list[str | None]] | str | None:
-        """Texts of the messages that answer a tool call, None for the others, nested as the batch is."""
+        """Texts of the messages that answer a tool call, None for other messages, nested as the batch is."""
         return self._each(lambda message: text_of(message.get("content")) if message["role"] == "tool" else None)
 
     @property
     def is_complete(self) -> Nested[list[bool]] | bool:
-        """Whether each message was ended, as far as it is known, nested as the batch is."""
+        """Whether each message was ended, true if unknown, nested as the batch is."""
         return self._each(lambda message: bool(message.get("is_complete", True)))
 
     def append(self, history: Message | History, *, inplace: bool | None = None, dim: int = -1) -> History:
-        """Give each conversation one more message.
+        """Append one message to each conversation.
 
         Args:
-            history: a message, the same for all; or a `History` of one message, or of one for each conversation.
-            inplace: change this history, too. By default true for a `History`, as in TorchRL, and false for a message.
+            history: a message for all; or a `History` of one message, or of one per conversation.
+            inplace: whether to change this history, too; by default true for a `History`, as in TorchRL, and false
+                for a message.
             dim: the last dimension, that of the messages.
 
         Raises:
-            ValueError: if the message is malformed or is not one for each, or `dim` is another dimension.
-            RuntimeError: if this is a message itself.
+            ValueError: if the message is malformed, the batch sizes differ, or `dim` is another dimension.
+            RuntimeError: if this history is a single message.
         """
         if not isinstance(history, History):
             return self.extend([history], inplace=inplace)
@@ -197,17 +197,17 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     def extend(
         self, history: Iterable[Message] | History, *, inplace: bool | None = None, dim: int | None = None
     ) -> History:
-        """Give each conversation more messages at its end.
+        """Append messages to each conversation, or conversations to the batch.
 
         Args:
-            history: messages, the same for all; or a `History` of as many conversations.
+            history: messages for all conversations; or a `History` of conversations.
             inplace: as for `append`.
-            dim: dimension; the last is that of the messages. By default 0, as in TorchRL: for a batch, its
-                conversations come after these. Messages are added to the last.
+            dim: dimension for a `History`: by default 0, as in TorchRL, which appends conversations to a batch; the
+                last dimension appends messages.
 
         Raises:
-            ValueError: if a message is malformed, or the batches differ.
-            RuntimeError: if it is a message alone.
+            ValueError: if a message is malformed, or the batch sizes differ.
+            RuntimeError: if either history is a single message.
         """
         if not isinstance(history, History):
             return self._longer(copied(check_messages(history)), bool(inplace))
@@ -237,7 +237,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return self._changed(History.from_chats(concatenated(self.chats, added), check=False), inplace)
 
     def _changed(self, other: History, inplace: bool | None) -> History:
-        """Return `other`, in this one's form, or this one with its content."""
+        """Return `other` in this history's form; unless `inplace` is false, as this object."""
         lengths = {len(chat) for chat in flatten(other.chats)}
         if are_messages(self._leaves) and len(lengths) == 1:
             other = History(messages=leaf_of(message_leaves(other.chats)), batch_size=(*other.batch_size, *lengths))
@@ -263,36 +263,39 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return_assistant_tokens_mask: bool = False,
         **template_kwargs: object,
     ) -> Any:
-        """Render each conversation with a chat template: text, or token ids.
+        """Render each conversation with a chat template, as text or token ids.
 
-        For reading, for single turns and for supervised data. Token-exact multi-turn prompts come from
-        `llmrl.rendering.Conversation`. Special tokens in contents are ordinary text in the token ids, so that no
-        content forges a turn; a text does not say who wrote them: do not tokenize one with other people's contents.
+        This is for display, single turns and supervised data; exact multi-turn prompts come from
+        `llmrl.rendering.Conversation`. In token ids, special tokens in contents are encoded as ordinary text, so
+        contents cannot forge a turn. In text they cannot be told apart: do not tokenize a rendered text with
+        untrusted contents.
 
         Args:
-            tokenizer: encodes, and has the template unless another is given or was added for its model's name; where
-                it has none, that is `dialogpt`, `falcon` or `deepseek` by its model's name, else `chatml`.
-            add_generation_prompt: end with the beginning of an answer.
-            chat_template: a template in place of the tokenizer's.
-            chat_template_name: or that of a family, `chatml`, `llama3`, `llama4` or `gemma`, of a model, or one that
-                `add_chat_template` named.
-            continue_final_message: leave the last message open.
-            tokenize: give token ids; so do the three last arguments.
-            padding: True fills up to the longest of the batch, `"max_length"` to `max_length`, on the tokenizer's side.
-            truncation: keep the first `max_length` tokens.
-            return_tensors: `"pt"`.
-            return_dict: give `input_ids` and `attention_mask`, `[num_tokens]` each, as a TensorDict.
-            return_assistant_tokens_mask: and `assistant_masks`, which is true at what the assistant wrote, its
-                end-of-turn token included. It is found for any template that only appends, generation markers or not.
-            template_kwargs: what else the template reads, such as `tools`.
+            tokenizer: tokenizer, and source of the template unless another is given or was added for its model's
+                name. If it has no template: `dialogpt`, `falcon` or `deepseek` by the model's name, else `chatml`.
+            add_generation_prompt: whether to end with the beginning of an answer.
+            chat_template: template to use instead of the tokenizer's.
+            chat_template_name: name of a template: a family (`chatml`, `llama3`, `llama4`, `gemma`), a model, or a
+                name given to `add_chat_template`.
+            continue_final_message: whether to leave the last message open.
+            tokenize: whether to return token ids; by default true with `return_tensors`, `return_dict` or
+                `return_assistant_tokens_mask`.
+            padding: True pads to the longest in the batch, `"max_length"` to `max_length`, on the tokenizer's side.
+            truncation: whether to keep only the first `max_length` tokens.
+            return_tensors: `"pt"` or None.
+            return_dict: whether to return a TensorDict with `input_ids` and `attention_mask`, `[num_tokens]` each.
+            return_assistant_tokens_mask: whether to add `assistant_masks`, which is true for the assistant's
+                tokens, including end-of-turn tokens. It needs no generation markers, but a template that only
+                appends.
+            template_kwargs: further variables of the template, such as `tools`.
 
         Returns:
-            A text, a tensor `[1, num_tokens]` or a TensorDict; of a batch, lists of texts or tensors, nested as it is,
-            or a lazily stacked TensorDict, which is dense when padded.
+            A text, a tensor `[1, num_tokens]` or a TensorDict; for a batch, nested lists of texts or tensors, or a
+            lazily stacked TensorDict, which is dense if padded.
 
         Raises:
-            ValueError: if the template does not read a keyword, a length has no number, a name is unknown, contents
-                have special tokens that the tokenizer cannot split, or a mask is asked for and the template rewrites
+            ValueError: if the template does not read a variable, `max_length` is missing, a name is unknown, the
+                tokenizer cannot split special tokens in contents, or a mask is requested and the template rewrites
                 earlier turns.
         """
         if chat_template_name is not None:
@@ -316,7 +319,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         return rendering.encode(self.chats, is_dict=is_dict)
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON lines, one conversation a line, in the form that datasets of chats have.
+        """Write the conversations as JSON lines, one conversation with `messages` per line.
 
         Example:
             >>> import tempfile
@@ -330,12 +333,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @classmethod
     def load(cls, path: str | Path) -> History:
-        """Read what `save` wrote, as a batch `[num_conversations]`.
-
-        Raises:
-            TypeError, ValueError: if a message is malformed.
-        """
-        # Not `splitlines`, which splits at U+2028 too, and JSON has that within its strings.
+        """Read a file that `save` wrote, as a batch `[num_conversations]`; check the messages."""
+        # `splitlines` would also split at U+2028, which JSON strings may contain.
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
         return cls.from_chats([json.loads(line)["messages"] for line in lines if line.strip()])
 

@@ -1,4 +1,4 @@
-"""A conversation as a tokenizer's chat template writes it: text, token ids, and which of them the assistant wrote."""
+"""Rendering of conversations with a tokenizer's chat template: text, token ids and assistant masks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from llmrl.data.templated_text import assistant_spans, template_of_model
 
 @dataclass(frozen=True, slots=True)
 class ChatRendering:
-    """How conversations are written and encoded, see `History.apply_chat_template`.
-
-    Raises:
-        ValueError: if the template does not read a variable, or a padding has no length.
-    """
+    """Options for rendering and encoding conversations, as in `History.apply_chat_template`."""
 
     tokenizer: Tokenizer
     add_generation_prompt: bool = True
@@ -53,7 +49,7 @@ class ChatRendering:
                 )
 
     def text(self, chat: Sequence[Message], *, add_generation_prompt: bool | None = None) -> str:
-        """Write a conversation."""
+        """Render a conversation."""
         options = {} if self.chat_template is None else {"chat_template": self.chat_template}
         return written_in_time(
             partial(
@@ -102,7 +98,7 @@ class ChatRendering:
         return _gathered(self._padded(rows) if self.padding else rows, is_dict=is_dict)
 
     def _padded(self, rows: Nested[TensorDict]) -> Nested[TensorDict]:
-        """Fill up encoded conversations to one length, on the side where the tokenizer pads."""
+        """Pad encoded conversations to one length, on the tokenizer's padding side."""
         flat = _flat(rows)
         is_left = getattr(self.tokenizer, "padding_side", "right") == "left"
         pad_id = getattr(self.tokenizer, "pad_token_id", None)
@@ -136,13 +132,13 @@ def _gathered(rows: Nested[TensorDict], *, is_dict: bool) -> Nested[torch.Tensor
 def _mask(
     tokenizer: Tokenizer, text: str, located: Sequence[tuple[int, tuple[int, int]]], spans: Sequence[tuple[int, int]]
 ) -> list[bool]:
-    """Which tokens of a rendering lie in the spans, without blanks after the last special token of each."""
+    """Return whether each token lies in a span; tokens after the last special token of an ended span do not count."""
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     mask = [False] * len(located)
     for start, end in spans:
         places = [place for place, (_, (left, right)) in enumerate(located) if start <= left and right <= end]
         ends = [place for place in places if located[place][0] in special]
-        # What follows the end-of-turn token is the template's; not every template has one.
+        # Text after the end-of-turn token belongs to the template; not every template has such a token.
         is_ended = bool(ends) and not text[located[ends[-1]][1][1] : end].strip()
         for place in places:
             mask[place] = not is_ended or place <= ends[-1]

@@ -1,4 +1,4 @@
-"""Messages: plain dicts in the chat-template convention, and what parsing a completion gives."""
+"""Messages as plain dicts in the chat-template convention, and the result of parsing a completion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 Message: TypeAlias = Mapping[str, Any]
-"""One message: `role`, `content` and, where they apply, `reasoning_content`, `tool_calls`, `tool_call_id`, `name`."""
+"""One message: `role`, `content`, and optionally `reasoning_content`, `tool_calls`, `tool_call_id` and `name`."""
 
 ToolSchema: TypeAlias = Mapping[str, Any]
 """A tool in the JSON-schema form that chat templates read (`{"type": "function", "function": {...}}`)."""
@@ -23,28 +23,28 @@ OPTIONAL_MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "nam
 
 @dataclass(frozen=True, slots=True)
 class MalformedToolCall:
-    """A tool call that the model began and that cannot be executed; kept so that the model can be told."""
+    """A tool call of the model that cannot be executed; it is kept so that the model can be informed."""
 
     raw: str
     """The call's text as sampled."""
     reason: str
-    """What is wrong with it, in words that may be shown to the model."""
+    """What is wrong with the call, in a form that may be shown to the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedCompletion:
-    """A completion's tokens read as an assistant message; parsing never raises."""
+    """A completion parsed as an assistant message; parsing never raises."""
 
     message: Message
-    """The assistant message: content, reasoning content and well-formed tool calls."""
+    """The assistant's message: content, reasoning content and well-formed tool calls."""
     is_complete: bool
-    """Whether the completion ended by itself, with an end-of-turn token (false: cut by length or a stop string)."""
+    """Whether the completion ended with an end-of-turn token, not by its length or a stop string."""
     malformed_tool_calls: tuple[MalformedToolCall, ...] = ()
-    """Calls that could not be read, in order."""
+    """Calls that could not be parsed, in order."""
 
 
 def check_messages(messages: object, *, argument: str = "messages") -> tuple[Message, ...]:
-    """Validate messages at a boundary and return them as a tuple, lone surrogates in their texts replaced.
+    """Validate messages and return them as a tuple, with lone surrogates in their texts replaced.
 
     Raises:
         TypeError: if an entry is not a mapping.
@@ -71,9 +71,9 @@ def check_messages(messages: object, *, argument: str = "messages") -> tuple[Mes
 
 
 def encodable(value: Value) -> Value:
-    r"""Return a text, or the dicts and lists that hold texts, without lone surrogates; the same object if it has none.
+    r"""Replace lone surrogates in a text, or in the texts of dicts and lists; return the same object if there are none.
 
-    JSON may escape such (`"\\ud800"`), and neither a tokenizer nor a file takes them.
+    JSON may contain them as escapes (`"\\ud800"`), but tokenizers and files reject them.
 
     Example:
         >>> encodable("a\ud800b"), encodable({"a": ["\udfff"]})
@@ -106,10 +106,10 @@ def _encodable(value: object) -> object:
 
 
 def copied(value: Value) -> Value:
-    """Return a message, a row or a part of one with dicts, lists, sets and arrays of its own, at any depth.
+    """Return a message, a row or a part of one with its own dicts, lists, sets and arrays, at any depth.
 
-    What crosses a border to other people's code, or comes from there, is copied: they may change it. Texts, numbers and
-    objects of other types are handed over as they are.
+    It protects data that is passed to or from other code, which may change it. Texts, numbers and objects of other
+    types are not copied.
 
     Example:
         >>> message = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
@@ -122,7 +122,7 @@ def copied(value: Value) -> Value:
 
 def _copied(value: object) -> object:
     kind = type(value)
-    if kind is str or value is None:  # nearly everything that there is
+    if kind is str or value is None:  # the most frequent cases
         return value
     if kind is dict:
         return {key: _copied(entry) for key, entry in value.items()}  # type: ignore[attr-defined]
@@ -133,9 +133,9 @@ def _copied(value: object) -> object:
     if isinstance(value, tuple):
         entries = [_copied(entry) for entry in value]
         return value._make(entries) if hasattr(value, "_make") else tuple(entries)
-    if isinstance(value, (set, bytearray)):  # what is in a set does not change
+    if isinstance(value, (set, bytearray)):  # the items of a set are immutable
         return value.copy()
-    if isinstance(value, dict | list):  # of a class of its own, which may know more than its entries
+    if isinstance(value, dict | list):  # a subclass, which may have more state than its entries
         own = copy.copy(value)
         places = list(own) if isinstance(own, dict) else range(len(own))
         for place in places:
@@ -147,7 +147,7 @@ def _copied(value: object) -> object:
 
 
 def text_of(content: object) -> str:
-    """Return the text of a message's content: the string itself, or the text parts of a multi-modal list joined.
+    """Return the text of a message's content: the string, or the joined text parts of a multi-modal list.
 
     Example:
         >>> text_of([{"type": "text", "text": "a"}, {"type": "image", "url": "x"}, {"type": "text", "text": "b"}])

@@ -1,4 +1,4 @@
-"""What TorchRL says of messages as arrays: their parts in parallel lists, and indices of many kinds."""
+"""TorchRL's view of messages as arrays: parallel lists of their parts, and indices of several kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Container = TypeVar("Container")
 
 
 class _Messages(Protocol):
-    """What is asked of the class."""
+    """Interface of the decorated class."""
 
     batch_size: torch.Size
     batch_dims: int
@@ -34,11 +34,11 @@ class _Messages(Protocol):
 
 
 def array_of_messages(cls: type[Container]) -> type[Container]:
-    """Give a tensorclass of a leaf `messages` the constructor and the indices of `History`.
+    """Class decorator that gives a tensorclass with a leaf `messages` the constructor and the indices of `History`.
 
-    The tensorclass machinery writes its own methods over those that a body defines, so these are set on the class.
+    The methods are set on the class, since the tensorclass decorator replaces those that a class body defines.
     """
-    made: Any = cls  # mypy knows nothing of what tensordict has made
+    made: Any = cls  # mypy does not know the methods that tensordict generates
     generated_init = made.__init__
     generated_get = made.__getitem__
     generated_unbind = made.unbind
@@ -59,12 +59,12 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
         if isinstance(batch_size, int):
             batch_size = (batch_size,)
         if isinstance(role, str) and batch_size is not None and len(batch_size) == 1:
-            role = [role] * batch_size[0]  # as TorchRL spreads one over its batch
+            role = [role] * batch_size[0]  # a single role is broadcast, as in TorchRL
         if messages is None:
             if role is None:
                 raise ValueError("History takes role and content of messages; or History.from_chats takes messages.")
             leaves, shape = messages_of(role, content, is_complete, tool_calls, tool_responses)
-            for size in reversed(batch_size if batch_size and not shape else ()):  # one message, as many times
+            for size in reversed(batch_size if batch_size and not shape else ()):  # one message is broadcast
                 leaves = [leaves] * size
                 shape = (size, *shape)
             if batch_size is not None and tuple(batch_size) != shape:
@@ -108,7 +108,7 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
         return torch.Size((*self.batch_size, lengths.pop() if len(lengths) == 1 else -1))
 
     def with_shape(name: str) -> Any:
-        """Let a method take a shape that ends with the number of messages, as `shape` does."""
+        """Wrap a method so that it accepts a shape that ends with the number of messages, as `shape` does."""
         generated = getattr(made, name)
 
         def change(self: _Messages, *sizes: Any) -> _Messages:
@@ -141,11 +141,7 @@ def leaf_of(leaves: Nested[Chat]) -> NonTensorData | NonTensorStack:
 def messages_of(
     role: Nested[str], content: object, is_complete: object, tool_calls: object, tool_responses: object
 ) -> tuple[Nested[Chat], tuple[int, ...]]:
-    """Return messages as leaves, nested as `role` is, and their shape; see `History`.
-
-    Raises:
-        ValueError: if an entry is not as nested as `role`, or a message has neither content nor calls.
-    """
+    """Return messages as leaves, nested as `role` is, and their shape; the arguments are those of `History`."""
     if isinstance(role, str):
         answered = "".join(map(str, tool_responses)) if isinstance(tool_responses, (list, tuple)) else tool_responses
         message: dict[str, object] = {"role": role, "content": content or answered or content}
@@ -183,10 +179,7 @@ def _call(call: object) -> object:
 
 
 def message_index(index: object, num_batch_dims: int) -> tuple[tuple[object, ...], object] | None:
-    """Return an index of conversations and of their messages apart, or None where it has no part for the messages.
-
-    Raises:
-        IndexError: if it has more parts than there are dimensions.
+    """Split an index into its parts for the batch and for the messages; None if it has no part for the messages.
 
     Example:
         >>> message_index((0, -1), 1), message_index((..., slice(2)), 1), message_index(0, 1)
@@ -210,10 +203,7 @@ def _num_dims(part: object) -> int:
 
 
 def at(chat: tuple[Message, ...], index: object) -> Chat:
-    """Return a message of a conversation, or for a slice or several places, a conversation of those.
-
-    Raises:
-        IndexError: if there is no such entry.
+    """Return one message of a conversation, or, for a slice or several indices, a conversation of these messages.
 
     Example:
         >>> chat = ({"role": "user"}, {"role": "assistant"}, {"role": "tool"})

@@ -1,4 +1,4 @@
-"""Per-row columns of a batch, whether it is ragged (lazily stacked), padded or nested."""
+"""Per-row columns of ragged (lazily stacked), padded or nested batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def flat_batch(tensordict: TensorDictBase) -> TensorDictBase:
 
 
 def has_entry(tensordict: TensorDictBase, key: NestedKey) -> bool:
-    """Return whether a nested key is there, in every row."""
+    """Return whether all rows have a nested key."""
     path = (key,) if isinstance(key, str) else tuple(key)
     current = tensordict
     for name in path[:-1]:
@@ -37,23 +37,20 @@ def has_entry(tensordict: TensorDictBase, key: NestedKey) -> bool:
 
 
 def is_lazy(batch: object) -> bool:
-    """Return whether a TensorDict or a container holds one for each row, so that rows may be of any length."""
+    """Return whether a TensorDict or container is lazily stacked, so that rows may differ in length."""
     return isinstance(getattr(batch, "_tensordict", batch), LazyStackedTensorDict)
 
 
 def has_padding_mask(tensordict: TensorDictBase) -> bool:
-    """Return whether a batch is dense, and says itself where its padding is."""
+    """Return whether a batch is dense and has a mask of its padding."""
     return has_entry(tensordict, ATTENTION_MASK_KEY) and not is_lazy(tensordict) and not is_lazy(tensordict["masks"])
 
 
 def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tensor]:
-    """Return one tensor per row, without padding.
+    """Return one tensor per row, without padding; raise KeyError if the entry is missing.
 
-    Padding is marked by `("masks", "all_attention_mask")`, never by the value of a token: where the padding id is the
-    end-of-turn id, real tokens would be lost.
-
-    Raises:
-        KeyError: if the entry is missing, naming it and those that are there.
+    Padding is identified by `("masks", "all_attention_mask")`, not by token ids: the padding id may be the
+    end-of-turn id.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -74,24 +71,19 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
 
 
 def check_entry(tensordict: TensorDictBase, key: NestedKey, *, owner: str = "The batch") -> None:
-    """Refuse a TensorDict without an entry, by a `KeyError` that names those that are there."""
+    """Raise a `KeyError` that lists the existing entries if an entry is missing."""
     if not has_entry(tensordict, key):
         raise KeyError(f"{owner} has no {key!r}; it has {sorted(map(str, tensordict.keys(True, True)))}.")
 
 
 def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torch.Tensor]) -> None:
-    """Write one tensor per row into a batch of any shape, in place: the reverse of `ragged_column`.
+    """Write one tensor per row into a batch of any shape, in place; the reverse of `ragged_column`.
 
-    A lazily stacked batch or container holds them as they are. A padded one has them where its real tokens are, and
-    zeros elsewhere. Where a container is missing, a lazily stacked one is made for rows of several lengths.
-
-    Args:
-        tensordict: the batch, or a single row.
-        key: where they are written.
-        rows: as many as the batch has elements, those of its last dimension beside each other.
+    The rows are in row-major order. Lazily stacked batches store them unchanged, padded batches at their real
+    tokens, with zeros elsewhere. A missing container is created, lazily stacked if the rows differ in length.
 
     Raises:
-        ValueError: if a batch that is not lazily stacked has no place for rows of several lengths.
+        ValueError: if the rows differ in length and the batch is neither lazily stacked nor padded.
 
     Example:
         >>> from tensordict import TensorDict
@@ -126,7 +118,7 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
 
 
 def _is_padded(tensordict: TensorDictBase, rows: Sequence[torch.Tensor]) -> bool:
-    """Return whether rows of one length stand in longer, padded ones: then they hold all real tokens."""
+    """Return whether rows of equal length belong to longer, padded ones, of which they hold all real tokens."""
     if not has_padding_mask(tensordict) or not rows[0].ndim:
         return False
     is_real = tensordict.get(ATTENTION_MASK_KEY).bool()
@@ -134,11 +126,7 @@ def _is_padded(tensordict: TensorDictBase, rows: Sequence[torch.Tensor]) -> bool
 
 
 def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
-    """Return one Python value per row, of a non-tensor or a scalar tensor entry.
-
-    Raises:
-        KeyError: if the entry is missing, naming it and those that are there.
-    """
+    """Return one Python value per row of a non-tensor or a scalar tensor entry; raise KeyError if it is missing."""
     check_entry(tensordict, key)
     column = tensordict.get(key)
     if isinstance(column, NonTensorData):
@@ -149,7 +137,7 @@ def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
 
 
 def as_padded_tensor(list_of_tensordicts: Sequence[TensorDictBase], **unknown: Never) -> TensorDictBase:
-    """Return one TensorDict of several, each entry `[num_tokens, ...]` padded with zeros on the left.
+    """Stack TensorDicts, with each entry `[num_tokens, ...]` padded with zeros on the left.
 
     Example:
         >>> from tensordict import TensorDict
@@ -161,7 +149,7 @@ def as_padded_tensor(list_of_tensordicts: Sequence[TensorDictBase], **unknown: N
 
 
 def as_nested_tensor(list_of_tensordicts: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Return one TensorDict of several, each entry `[num_tokens, ...]` a jagged nested tensor.
+    """Stack TensorDicts, with each entry `[num_tokens, ...]` as a jagged nested tensor.
 
     Example:
         >>> from tensordict import TensorDict

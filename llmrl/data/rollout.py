@@ -1,4 +1,4 @@
-"""A rollout: one prompt, one sample, played to its end, whatever that was."""
+"""Record of a rollout."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ from llmrl.data.status import RolloutStatus, StopReason
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """Record of one rollout. It never disappears: a failed one is a record with an error status."""
+    """Record of one rollout: one sample for one prompt. A failed rollout is a record with an error status."""
 
     rollout_id: str
     """Unique across retries, epochs and samplers."""
     group_id: str
     sample_index: int
-    """Place in its group."""
+    """Index in its group."""
     group_size: int
     env: str = ""
-    """Its environment's name, of a `MixedEnv`."""
+    """Name of its environment in a `MixedEnv`."""
     role: str = ""
-    """Whom the policy plays, in a game of several players."""
+    """Role of the policy in a game of several players."""
     columns: dict[str, object] = field(default_factory=dict)
     """The dataset's columns for the prompt."""
     conversation: Any = None
-    """The exact token state (`llmrl.rendering.Conversation`); None when it failed before its first prompt."""
+    """Exact token state (`llmrl.rendering.Conversation`); None if the rollout failed before its first prompt."""
     messages: tuple[Message, ...] = ()
-    """The whole conversation, what the environment said last included."""
+    """The whole conversation, including the environment's last messages."""
     turns: list[dict[str, object]] = field(default_factory=list)
-    """Of an agent that branched or called others: the tree of its requests, see `TurnTree.to_records`."""
+    """Tree of the requests of an agent that branched or called other agents (`TurnTree.to_records`)."""
     status: RolloutStatus = RolloutStatus.ONGOING
     reason: str = StopReason.NONE
     error: str = ""
-    """The exception's type and text, for an error."""
+    """Type and text of the exception, if the rollout failed."""
     traceback: str = ""
-    """Where it was raised, as Python prints it."""
+    """Traceback of the exception."""
     num_turns: int = 0
     num_completion_tokens: int = 0
     num_forks: int = 0
-    """Rows that begin anew because history was rewritten."""
+    """Number of rows that begin anew because history was rewritten."""
     num_realigned_tokens: int = 0
-    """Sampled tokens that are not trained, because the end of their answer was edited."""
+    """Number of sampled tokens that are not trained on, because the end of their answer was edited."""
     reward: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
-    """What of it came at each turn, a score at the last."""
+    """Reward of each turn; a score at the end counts for the last turn."""
     token_rewards: dict[int, list[float]] = field(default_factory=dict)
-    """Reward of each token of the answer, by the number of the turn, for turns with a dense reward."""
+    """Rewards of the answer's tokens by turn index, for turns with a dense reward."""
     breakdown: dict[str, float] = field(default_factory=dict)
     is_scored: bool = False
     tool_calls: dict[str, int] = field(default_factory=dict)
-    """Its calls by outcome, see `llmrl.tools.session.OUTCOMES`."""
+    """Number of tool calls by outcome (`llmrl.tools.session.OUTCOMES`)."""
     tool_states: dict[str, object] = field(default_factory=dict)
-    """What its tools with a memory kept, by name, for rewards; it does not leave the process."""
+    """States of its stateful tools by name, for rewards; they do not leave the process."""
     info: dict[str, object] = field(default_factory=dict)
-    """What its environment said beside its messages, later turns' last."""
+    """Further information from its environment; later turns overwrite earlier ones."""
     steps: list[TensorDictBase] = field(default_factory=list)
-    """One TensorDict a turn, kept only when a collector yields turns."""
+    """One TensorDict per turn, stored only if a collector yields turns."""
     rows: list[TensorDictBase] = field(default_factory=list)
-    """Its training rows, where they are made before the batch is: to count tokens."""
+    """Its training rows, if they are built before the batch to count tokens."""
     row_bytes: list[Any] = field(default_factory=list)
-    """What they are made of, where it was played in another process (`llmrl.collectors.rows.RowBytes`)."""
+    """Its rows as bytes (`llmrl.collectors.rows.RowBytes`), if it was played in another process."""
     seconds: float = 0.0
 
     def add_reward(self, reward: float) -> None:
-        """Add what came at the turn that was played last.
+        """Add a reward to the last turn.
 
         Example:
             >>> rollout = Rollout(rollout_id="a", group_id="g", sample_index=0, group_size=1, num_turns=2)
@@ -82,12 +82,7 @@ class Rollout:
         self.turn_rewards[-1] += reward
 
     def to_record(self) -> dict[str, JSON]:
-        """Return what a reader wants to see, as JSON has it, whatever a model or an environment put into it.
-
-        Example:
-            >>> Rollout(rollout_id="a", group_id="g", sample_index=0, group_size=1).to_record()["status"]
-            'ongoing'
-        """
+        """Return the fields that are worth displaying, as JSON."""
         record = {
             "rollout_id": self.rollout_id,
             "group_id": self.group_id,

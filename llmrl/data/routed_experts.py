@@ -1,4 +1,4 @@
-"""Routed experts of rows: which experts of a mixture the engine computed each token with."""
+"""Routed experts of rows: the experts with which the engine of a mixture-of-experts model computed each token."""
 
 from __future__ import annotations
 
@@ -16,27 +16,23 @@ if TYPE_CHECKING:
 
 ROUTED_EXPERTS_KEY = "routed_experts"
 UNKNOWN_EXPERT = -1
-"""Stands for the experts of a token without known ones: the trainer's own router chooses them."""
+"""Placeholder for unknown experts; the trainer's router chooses them."""
 
 
 class Replay(TypedDict, total=False):
-    """What of the sampler's computation is made again when rows are scored; without an entry where no row has it."""
+    """Parts of the sampler's computation to replay when rows are scored; entries that no row has are missing."""
 
     sampling_mask: SamplingMask
-    """[num_row_tokens]: what truncation kept."""
+    """[num_row_tokens] ids that truncation kept."""
     routed_experts: list[torch.Tensor]
-    """`[num_tokens, num_layers, top_k]` int16 a row: the experts."""
+    """One `[num_tokens, num_layers, top_k]` int16 tensor of experts per row."""
 
 
 def read_replay(batch: TensorDictBase, lengths: Sequence[int]) -> Replay:
-    """Return what a batch's rows say of how they were sampled.
-
-    Args:
-        batch: with one batch dimension; rows of one batch may have an entry or lack it.
-        lengths: tokens of each row.
+    """Return the replay entries of the rows of a batch with one batch dimension; `lengths`: tokens of each row.
 
     Raises:
-        ValueError: if an entry has not one value a token.
+        ValueError: if an entry does not have one value per token.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -58,7 +54,7 @@ def read_replay(batch: TensorDictBase, lengths: Sequence[int]) -> Replay:
 
 
 def unknown_experts(num_tokens: int, shape: torch.Size) -> torch.Tensor:
-    """Return the entry of tokens without known experts, `[num_tokens, num_layers, top_k]`."""
+    """Return the entry of tokens with unknown experts, `[num_tokens, num_layers, top_k]`."""
     return torch.full((num_tokens, *shape), UNKNOWN_EXPERT, dtype=torch.int16)
 
 
@@ -73,11 +69,10 @@ def _checked(entry: torch.Tensor, row: int, length: int, shape: torch.Size) -> t
 
 
 def routed_experts_entry(before: Sequence[np.ndarray | None]) -> dict[str, torch.Tensor]:
-    """Return the entry of a row or a turn, by its key; nothing where they are not known.
+    """Return the entry of a row or a turn by its key; empty if no experts are known.
 
-    Args:
-        before: `[num_tokens]`, as `TokenColumns` has them: of each token the experts, `[num_layers, top_k]`, that made
-            its log-prob, which are those that the token before it was computed with.
+    `before`, `[num_tokens]`, has the experts `[num_layers, top_k]` that computed the token before each one, as in
+    `TokenColumns`.
 
     Example:
         >>> import numpy as np

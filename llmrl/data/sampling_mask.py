@@ -1,4 +1,4 @@
-"""Sampling masks of rows: which ids truncation kept where each token was sampled."""
+"""Sampling masks of rows: the ids that truncation kept when each token was sampled."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ SAMPLING_MASK_KEY = "sampling_mask"
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """The ids that top-k, top-p and min-p kept at each of several tokens, one after the other.
+    """The ids that top-k, top-p and min-p kept for each of several tokens, concatenated.
 
-    Log-probs of a truncated distribution are made again by normalising over these ids alone: "Keep Sampling Mask" of
-    DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
-
-    Raises:
-        ValueError: if the counts do not add up to the ids.
+    The log-probs of a truncated distribution are recomputed by normalising over these ids ("Keep Sampling Mask" of
+    DeepSeek-V3.2, arXiv:2512.02556, section 3.1). ValueError: if the counts do not add up to the number of ids.
 
     Example:
         >>> from array import array
@@ -32,9 +29,9 @@ class SamplingMask:
     """
 
     token_ids: torch.Tensor
-    """[num_kept] int32: of all tokens."""
+    """[num_kept] int32: kept ids of all tokens."""
     counts: torch.Tensor
-    """[num_tokens] int32: how many are of each token; 0 where nothing was cut."""
+    """[num_tokens] int32: number of kept ids of each token; 0 if nothing was cut."""
 
     def __post_init__(self) -> None:
         if int(self.counts.sum()) != len(self.token_ids):
@@ -45,7 +42,7 @@ class SamplingMask:
 
     @classmethod
     def of(cls, kept: Sequence[array[int] | None]) -> SamplingMask:
-        """Return the mask of tokens, `[num_tokens]`: None is one of which nothing was cut."""
+        """Return the mask of `[num_tokens]` tokens; None for a token of which nothing was cut."""
         joined = array("i")
         for ids in kept:
             if ids is not None:
@@ -55,7 +52,7 @@ class SamplingMask:
 
     @classmethod
     def joined(cls, masks: Sequence[SamplingMask]) -> SamplingMask:
-        """Return the mask of the tokens of several, one after the other."""
+        """Concatenate masks."""
         return cls(torch.cat([mask.token_ids for mask in masks]), torch.cat([mask.counts for mask in masks]))
 
     @classmethod
@@ -64,7 +61,7 @@ class SamplingMask:
         return cls(torch.zeros(0, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int32))
 
     def chosen(self, index: torch.Tensor) -> SamplingMask:
-        """Return the mask of some tokens, `[num_chosen]` places among `counts`, in their order."""
+        """Return the mask of the tokens at `index`, `[num_chosen]` positions in `counts`, in that order."""
         counts = self.counts[index].long()
         starts = (self.counts.long().cumsum(0) - self.counts)[index]
         first = counts.cumsum(0) - counts
@@ -72,27 +69,25 @@ class SamplingMask:
         return SamplingMask(self.token_ids[places], self.counts[index])
 
     def to(self, device: torch.device | str | None) -> SamplingMask:
-        """Return it on a device."""
+        """Return the mask on a device."""
         return SamplingMask(self.token_ids.to(device), self.counts.to(device))
 
 
 def sampling_mask_entry(kept: Sequence[array[int] | None]) -> dict[str, TensorDictBase]:
-    """Return the entry of a row or a turn of these tokens, by its key; nothing where nothing was cut."""
-    if kept.count(None) == len(kept):  # asked at every turn, of all of its tokens
+    """Return the entry of a row or a turn by its key; empty if nothing was cut."""
+    if kept.count(None) == len(kept):  # fast, since this is checked at every turn for all tokens
         return {}
     mask = SamplingMask.of(kept)
     return {SAMPLING_MASK_KEY: tensordict_of({"token_ids": mask.token_ids, "counts": mask.counts})}
 
 
 def read_sampling_masks(batch: TensorDictBase, lengths: Sequence[int]) -> SamplingMask | None:
-    """Return the mask of all tokens of a batch's rows, row after row; None where no row has one.
+    """Return the concatenated mask of all rows of a batch with one batch dimension; None if no row has one.
 
-    Args:
-        batch: with one batch dimension; rows without the entry were sampled from all ids.
-        lengths: tokens of each row.
+    Rows without the entry were sampled from all ids. `lengths`: number of tokens of each row.
 
     Raises:
-        ValueError: if a row's mask has not one count a token, or its ids are not all there.
+        ValueError: if a row's mask does not have one count per token, or its ids are incomplete.
     """
     entries = [element.get(SAMPLING_MASK_KEY, None) for element in batch_elements(batch)]
     if all(entry is None for entry in entries):

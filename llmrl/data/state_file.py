@@ -1,7 +1,7 @@
-"""What a run goes on with, as safetensors files: reading one executes nothing, and a flipped bit is noticed.
+"""Saved states as safetensors files: loading one executes no code, and corruption is detected.
 
-A state is nested containers with tensors in them. Its tensors are those of the file, by numbers; one more, `structure`,
-is JSON that says what they are in; the last, `checksum`, is the CRC-32 of all before it.
+A state consists of nested containers with tensors. The file has its tensors by number, then `structure`, the JSON
+that describes the containers, then `checksum`, the CRC-32 of everything before it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,17 @@ _CHECKSUM = "checksum"
 
 
 class DamagedFileError(ValueError):
-    """A file of a run is not what was written."""
+    """Raised if a file of a run is not as it was written."""
 
 
 def save_state(path: Path, state: StateDict) -> None:
     """Write a state.
 
-    Args:
-        path: path of the file.
-        state: None, numbers, text, bytes, tensors, numpy arrays, lists, tuples, mappings, TensorDicts and llmrl's
-            containers, however nested. Tensors come back on the CPU, a tensor that is there twice once.
+    It may contain None, numbers, text, bytes, tensors, numpy arrays, lists, tuples, mappings, TensorDicts and
+    llmrl's containers, nested in any way. Tensors are loaded on the CPU; a tensor that occurs twice is saved once.
 
     Raises:
-        TypeError: if it is anything else, saying where it is.
+        TypeError: if the state contains anything else; the message says where.
     """
     encoder = _Encoder()
     structure = json.dumps(encoder.encode(state, "")).encode()
@@ -61,15 +59,11 @@ def save_state(path: Path, state: StateDict) -> None:
 
 
 def load_state(path: Path, *, advice: str) -> StateDict:
-    """Read what `save_state` wrote. Tensors are in memory that is mapped from the file; writes to them stay private.
-
-    Args:
-        path: path of the file.
-        advice: what to do when it is damaged.
+    """Read a file that `save_state` wrote. Tensors are memory-mapped from the file; writes to them stay private.
 
     Raises:
         FileNotFoundError: if there is no file.
-        DamagedFileError: if it is not as it was written, saying what was found.
+        DamagedFileError: if the file is not as it was written; the message ends with `advice`.
     """
     with open_file(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -82,13 +76,13 @@ def load_state(path: Path, *, advice: str) -> StateDict:
         structure = json.loads(bytes(places.pop(_STRUCTURE).view(buffer).numpy()))
         del places[_CHECKSUM]
         return cast(StateDict, _decode(structure, {name: place.view(buffer) for name, place in places.items()}))
-    except Exception as error:  # the file's author has chosen what is in it
+    except Exception as error:  # a file of unknown origin may raise any error
         found = "a pickle, which is never read" if start.startswith((b"PK", b"\x80")) else error
         raise DamagedFileError(f"{path} is damaged, or not llmrl's: found {found} ({size} bytes). {advice}") from error
 
 
 class _Encoder:
-    """Makes JSON of a state, and collects its tensors."""
+    """Converts a state to JSON, and collects its tensors."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -143,7 +137,7 @@ class _Encoder:
                 f"a run's files cannot hold the tensor at {where}: it is a {type(tensor).__name__} of {tensor.layout} "
                 f"and {tensor.dtype}; give whole dense ones of {', '.join(DTYPES)}."
             )
-        # A weight that is tied to another is one tensor.
+        # Tied weights are saved as one tensor.
         key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         if not tensor.numel() or key not in self._numbers:
             self.tensors.append(tensor)
@@ -162,7 +156,7 @@ def _decode(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
     match value:
         case {"$tensor": number}:
             tensor = tensors[number]
-            # torch reads the state of a generator from the start of its storage, wherever the tensor starts.
+            # torch reads a generator's state from the start of the storage, so it must not be a view.
             return tensor.clone() if tensor.dtype == torch.uint8 else tensor
         case {"$tuple": items}:
             return tuple(decoded(items))

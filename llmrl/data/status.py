@@ -1,4 +1,4 @@
-"""How a rollout stands or ended: the one place that decides it."""
+"""Status of a rollout, and the rules that decide it."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from enum import IntEnum, StrEnum
 
 
 class RolloutStatus(IntEnum):
-    """Status of a rollout. Integers, so that it travels in a tensor."""
+    """Status of a rollout; an integer, so it can be stored in a tensor."""
 
     ONGOING = 0
     """Still being played."""
     COMPLETED = 1
-    """The environment said done."""
+    """Ended by the environment."""
     TRUNCATED = 2
     """Cut by a limit: completion length, prompt length, number of turns, time."""
     ABORTED = 3
-    """Ended from outside: shutdown, staleness, an engine abort that was not continued."""
+    """Ended from outside: shutdown, staleness, or an engine abort that was not continued."""
     ERROR = 4
     """A parse, environment, tool, reward or engine failure."""
 
     @property
     def is_settled(self) -> bool:
-        """Whether the rollout has ended, in whatever way."""
+        """Whether the rollout has ended."""
         return self is not RolloutStatus.ONGOING
 
     @property
     def is_success(self) -> bool:
-        """Whether the rollout ended as the environment meant it to, or was cut by a limit."""
+        """Whether the rollout was completed, or cut by a limit."""
         return self in (RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED)
 
 
 class StopReason(StrEnum):
-    """Reason why a rollout ended before its environment said done; kept beside the status."""
+    """Reason why a rollout ended before its environment was done; stored in addition to the status."""
 
     NONE = ""
     LENGTH = "length"
@@ -61,13 +61,12 @@ _STATUS_OF_REASON: Mapping[str, RolloutStatus] = {
 
 
 def decide_status(*, is_terminated: bool, reason: str = StopReason.NONE) -> RolloutStatus:
-    """Classify a rollout from what its environment said and from the limit or failure that met it, if any.
+    """Decide the status of a rollout from whether its environment terminated and which limit or failure it met.
 
-    A failure or an abort outweighs everything; an environment that terminated outweighs a limit met in the same
-    turn, because its reward is then the reward of a finished episode.
+    A failure or an abort takes precedence, then termination, then a limit in the same turn.
 
     Raises:
-        ValueError: if `reason` is not one of `StopReason`.
+        ValueError: if `reason` is not a `StopReason`.
 
     Example:
         >>> decide_status(is_terminated=True).name, decide_status(is_terminated=False, reason="max_turns").name

@@ -1,4 +1,4 @@
-"""A bound of what a chat template computes: it is a program that came with a model."""
+"""Time limit for chat templates, which are programs that come with models."""
 
 from __future__ import annotations
 
@@ -8,25 +8,18 @@ from llmrl._utils.cpu_limit import CpuLimitError, call_within
 from llmrl.data.content_marks import RenderingError
 
 TEMPLATE_SECONDS = 10.0
-"""Of the processor, for one rendering, which takes milliseconds; a loop within loops would take hours."""
+"""CPU time limit of one rendering, in seconds; it normally takes milliseconds."""
 
 
 class SlowTemplateError(RenderingError):
-    """A chat template that does not end in time."""
+    """Raised if a chat template exceeds its time limit."""
 
 
 def written_in_time(write: Callable[[], object]) -> str:
-    """Return what a call of a chat template writes.
-
-    Args:
-        write: calls it.
+    """Return the text that `write`, a call of a chat template, returns.
 
     Raises:
         SlowTemplateError: if it computes for more than `TEMPLATE_SECONDS`.
-
-    Example:
-        >>> written_in_time(lambda: "user: Hello")
-        'user: Hello'
     """
     try:
         return str(call_within(write, TEMPLATE_SECONDS))

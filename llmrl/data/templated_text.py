@@ -1,4 +1,4 @@
-"""Conversations written by a chat template, read back; and which of the text the assistant wrote."""
+"""Parsing of text that chat templates wrote, and the spans of the assistant's turns in it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from llmrl.data.message import Message
 
 @dataclass(frozen=True, slots=True)
 class TemplateFamily:
-    """How a family of chat templates writes a turn: `start role between content end`."""
+    """Format of a turn in a family of chat templates: `start role between content end`."""
 
     start: str
     between: str
     end: str
     begin: str = ""
-    """What stands once, before everything."""
+    """Text at the beginning of a conversation."""
     after: str = ""
-    """What stands between turns."""
+    """Text between turns."""
     other_ends: tuple[str, ...] = ()
     """Further tokens that end a turn."""
     roles: tuple[tuple[str, str], ...] = ()
-    """Their name of a role, and ours, where they differ."""
+    """Pairs of a role's name in the template and in llmrl, where they differ."""
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """One turn; the last may lack its end."""
+        """Pattern of one turn; the last turn may lack its end."""
         start = re.escape(self.start)
         between = re.escape(self.between)
         end = "|".join(map(re.escape, (self.end, *self.other_ends)))
@@ -37,7 +37,7 @@ class TemplateFamily:
 
     @property
     def chat_template(self) -> str:
-        """A template that writes contents alone: no tools, no calls, no reasoning."""
+        """Template that writes contents only: no tools, no calls, no reasoning."""
         theirs = {our: their for their, our in self.roles}
         return (
             f"{{{{ {self.begin!r} }}}}{{% set roles = {theirs!r} %}}{{% for message in messages %}}"
@@ -49,7 +49,6 @@ class TemplateFamily:
 
 
 def _plain_turns(*, end: str) -> str:
-    """Return a template of `User: ` and `Assistant: ` with this end of an answer."""
     return (
         "{% for message in messages %}{% if message['role'] == 'assistant' %}"
         f"{{{{ 'Assistant: ' + message['content'] + {end} }}}}"
@@ -66,7 +65,7 @@ FAMILIES = {
         "<start_of_turn>", "\n", "<end_of_turn>", begin="<bos>", after="\n", roles=(("model", "assistant"),)
     ),
 }
-# Templates without marks by which a text could be read back.
+# Templates whose text has no marks, so it cannot be parsed.
 _TEMPLATES = {
     "dialogpt": "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['content'] + eos_token }}"
     "{% endif %}{% endfor %}",
@@ -74,17 +73,17 @@ _TEMPLATES = {
     "deepseek": "{{ bos_token }}" + _plain_turns(end="eos_token"),
 }
 _WITHOUT_OWN = tuple(_TEMPLATES)
-# What `add_chat_template` was told of a template: parts of models' names, and what reads its text.
+# Registered by `add_chat_template`: parts of models' names, and parsers.
 _MODEL_NAMES: dict[str, Sequence[str]] = {}
 _READERS: dict[str, Callable[[str], Any]] = {}
-# Names of models with templates of a family.
+# Models that use a family's template.
 _ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama4"}
 _MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\]([^\[]*)", re.DOTALL)
 _MISTRAL_END = "</s>"
 
 
 def template_named(name: str) -> str:
-    r"""Return the chat template of a family, or of a model, which writes contents alone, or one that was added.
+    r"""Return the chat template of a family or a model, which writes contents only, or one that was added.
 
     Raises:
         ValueError: if the name is unknown.
@@ -103,11 +102,7 @@ def template_named(name: str) -> str:
 
 
 def template_of_model(model: str, *, has_own: bool) -> str | None:
-    """Return the template that histories of a model are written with; None is the tokenizer's own.
-
-    Args:
-        model: name or path.
-        has_own: whether its tokenizer has one.
+    """Return the template for histories of a model; None means the tokenizer's own, if `has_own`.
 
     Example:
         >>> template_of_model("microsoft/DialoGPT-medium", has_own=False) == template_named("dialogpt")
@@ -126,14 +121,14 @@ def add_chat_template(
     inverse_parser: Callable[[str], Any] | None = None,
     model_family_keywords: Sequence[str] | None = None,
 ) -> None:
-    """Give a template a name, for `chat_template_name=`; in this process, until it ends.
+    """Register a template by name for `chat_template_name=`, in this process.
 
     Args:
-        template_name: name of the template; one that is known is replaced.
+        template_name: name of the template; an existing one is replaced.
         template: Jinja text.
-        inverse_parser: makes a `History` of a text that it wrote, for `History.from_text(text, template_name)`.
-        model_family_keywords: parts of models' names; a `History` is written for these models with the template.
-            Policies always get theirs by name.
+        inverse_parser: function that parses a rendered text into a `History`, for `History.from_text`.
+        model_family_keywords: parts of models' names; histories of these models are rendered with the template.
+            Policies use it only by name.
 
     Example:
         >>> add_chat_template("loud", "{% for message in messages %}{{ message['content'] + '!' }}{% endfor %}")
@@ -147,15 +142,15 @@ def add_chat_template(
 
 
 def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Message], list[bool]]:
-    r"""Return the messages of a templated text, and of each whether its turn was ended.
+    r"""Parse a templated text into messages, and return for each whether its turn was ended.
 
-    A generation prompt at the end, a turn that has begun and says nothing, is left out. Contents come back as they
-    stand in the text; what a template wrote into them (tool schemas, calls, reasoning) stays text.
+    A generation prompt at the end is left out. Contents are returned verbatim: text that a template added to them
+    (tool schemas, calls, reasoning) is not parsed.
 
     Args:
-        text: as a template wrote it, special tokens included.
-        family: `chatml` (Qwen, SmolLM2), `llama3`, `gemma`, `mistral`, or a template that was added with what reads it;
-            by default the one with marks in the text.
+        text: rendered text with its special tokens.
+        family: `chatml` (Qwen, SmolLM2), `llama3`, `llama4`, `gemma`, `mistral`, or an added template with a
+            parser; by default the family with marks in the text.
 
     Raises:
         ValueError: if the family is unknown, or the text has none of its marks.
@@ -203,17 +198,16 @@ def _mistral_turns(text: str) -> list[tuple[str, str, bool]]:
 
 
 def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message], bool], str]) -> list[tuple[int, int]]:
-    """Return where in the whole rendering the assistant's turns stand, as `(start, end)` in characters.
+    """Return the `(start, end)` character spans of the assistant's turns in the whole rendering.
 
-    Found by rendering the conversation up to each answer, with and without it, so that it works for any template that
-    only appends, generation markers or not. Nothing is searched for in the text.
+    The conversation is rendered up to each answer, with and without it, so any template works that only appends.
 
     Args:
-        chat: the messages.
-        render: gives a rendering of messages, with the generation prompt or without.
+        chat: messages of the conversation.
+        render: function of messages and whether to add the generation prompt; returns the text.
 
     Raises:
-        ValueError: if the template writes an earlier turn differently once others follow.
+        ValueError: if the template rewrites an earlier turn when others follow.
 
     Example:
         >>> render = lambda chat, is_prompt: "".join(f"{m['role'][0]}:{m['content']};" for m in chat) + "a:" * is_prompt

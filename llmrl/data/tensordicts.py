@@ -1,4 +1,4 @@
-"""Small helpers over TensorDicts that hold ragged, partly non-tensor conversations."""
+"""Helpers for TensorDicts with ragged, partly non-tensor conversations."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ RESERVED_ENTRIES = frozenset((
     "finish_reason", "history", "log_probs", "masks", "message_env", "next", "policy_versions", "reward", "rollout",
     "routed_experts", "sampling_mask", "terminated", "text", "tokens", "tools", "truncated",
 ))  # fmt: skip
-"""Entries of a conversation that have a meaning of their own; columns of these names are kept apart."""
+"""Entries of a conversation with a reserved meaning; dataset columns with these names are stored in `"columns"`."""
 
 
 def plain(value: object) -> Any:
-    """Return the Python object behind a non-tensor leaf; anything else as it is."""
+    """Return the Python object of a non-tensor leaf, or any other value unchanged."""
     if not isinstance(value, NonTensorData):
         return value
     is_own = not (value._tensordict._is_shared or value._tensordict._is_memmap)
-    return value._non_tensordict["data"] if is_own else value.data  # ten times cheaper than the attribute
+    return value._non_tensordict["data"] if is_own else value.data  # ten times faster than the attribute
 
 
 def documented(cls: type[Container]) -> type[Container]:
-    """Give a tensorclass the docstring that its body keeps in `_documentation`; tensordict writes a signature over it.
+    """Class decorator that restores the docstring in `_documentation`, which tensordict replaces by a signature.
 
-    Arguments of TorchRL's class of this name that it has not are refused with what to do instead.
+    It also rejects arguments that only TorchRL's class of this name has, with advice.
 
     Example:
         >>> from tensordict import TensorClass
@@ -60,14 +60,14 @@ def documented(cls: type[Container]) -> type[Container]:
 
 
 def batch_elements(tensordict: TensorDictBase) -> list[TensorDictBase]:
-    """Return the single conversations of a batch of any shape, without copying; a single conversation gives itself."""
+    """Return the single conversations of a batch of any shape, without copying."""
     if not tensordict.batch_size:
         return [tensordict]
     return [leaf for element in tensordict.unbind(0) for leaf in batch_elements(element)]
 
 
 def restacked(elements: Sequence[TensorDictBase], shape: torch.Size) -> TensorDictBase:
-    """Return the batch of shape `shape` that `batch_elements` took apart, ragged entries as they are.
+    """Return the batch of shape `shape` from its `batch_elements`; entries stay ragged.
 
     Example:
         >>> restacked([TensorDict(a=torch.ones(n)) for n in (1, 2, 3, 4)], torch.Size([2, 2]))[1, 0]["a"].shape
@@ -79,38 +79,22 @@ def restacked(elements: Sequence[TensorDictBase], shape: torch.Size) -> TensorDi
     return stacked if len(shape) == 1 else stacked.reshape(shape)
 
 
-# A turn makes a dozen small containers. Their public constructors validate what our own code cannot get wrong, and
-# cost four times as much as the rest of a turn; these go to the unchecked ones that tensordict uses itself.
+# A turn creates a dozen small containers. The public constructors validate them, which costs four times as much as
+# the rest of a turn, so these functions use tensordict's unchecked constructors.
 
 
 def tensordict_of(entries: Mapping[str, object]) -> TensorDict:
-    """Return a TensorDict of batch shape `[]` from entries that are tensors, containers or `non_tensor`s already.
-
-    Example:
-        >>> tensordict_of({"a": torch.ones(2)})["a"].shape
-        torch.Size([2])
-    """
+    """Return a TensorDict of batch shape `[]` from tensors, containers and `non_tensor` leaves, without checks."""
     return TensorDict._new_unsafe(entries, batch_size=_NO_BATCH)
 
 
 def container_of(cls: type[Container], entries: Mapping[str, object]) -> Container:
-    """Return a tensorclass of batch shape `[]` from such entries.
-
-    Example:
-        >>> from llmrl.data import Tokens
-        >>> container_of(Tokens, {"full": torch.ones(2)}).full.shape
-        torch.Size([2])
-    """
+    """Return a tensorclass of batch shape `[]` from such entries, without checks."""
     return _unchecked(cls, entries, dict.fromkeys(cls.__expected_keys__ - entries.keys()))  # type: ignore[attr-defined]
 
 
 def non_tensor(value: object) -> NonTensorData:
-    """Return a non-tensor leaf of batch shape `[]`.
-
-    Example:
-        >>> non_tensor("a").data
-        'a'
-    """
+    """Return a non-tensor leaf of batch shape `[]`."""
     return _unchecked(NonTensorData, {}, {**_NON_TENSOR_FIELDS, "data": value})
 
 
@@ -124,7 +108,7 @@ _NON_TENSOR_FIELDS = NonTensorData(data=None)._non_tensordict  # tensordict comp
 
 
 def dataset_columns(element: TensorDictBase) -> dict[str, object]:
-    """Return the dataset's columns of a conversation, by name: non-tensor entries at its root and in `"columns"`."""
+    """Return the dataset's columns of a conversation by name: non-tensor entries at its root and in `"columns"`."""
     columns = {
         key: plain(value) for key, value in element.items() if key not in RESERVED_ENTRIES and is_non_tensor(value)
     }
