@@ -1,4 +1,4 @@
-"""The engines that generate: one small protocol over vLLM (here, in Ray actors, behind servers) and transformers."""
+"""Inference engines: one protocol for vLLM (local, in Ray actors, behind servers) and transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is: token ids in; token ids, log-probs, policy versions and a finish reason out."""
+"""The `Engine` protocol: token ids in; token ids, log-probs, policy versions and a finish reason out."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "wait", "abort"]
-"""What a pause does to requests in flight: they stay, are finished first, or end now."""
+"""What a pause does to requests in flight: keep them, finish them first, or abort them."""
 TransferInfo = dict[str, object]
-"""What one end of a weight transfer tells the other, in plain types."""
+"""Parameters of a weight transfer, in plain types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """How to sample: every field is honoured or refused by an engine, never dropped.
+    """Sampling parameters; an engine honours or refuses each of them.
 
-    Log-probs are those of the distribution that is actually sampled from (temperature, top-k, top-p and min-p
-    applied), so that on-policy importance ratios are 1.
+    Log-probs are those of the distribution after temperature, top-k, top-p and min-p, so on-policy
+    importance ratios are 1.
 
-    Raises TypeError for a value of another type, naming the field, and ValueError for a value out of range, naming the
-    field.
+    Raises TypeError if a field has the wrong type, and ValueError if it is out of range.
 
     Example:
         >>> SamplingConfig(max_new_tokens=8, temperature=0.7).temperature
@@ -37,9 +36,9 @@ class SamplingConfig:
     """
 
     max_new_tokens: int = 256
-    """Completion budget in tokens; clipped by the engine to the context that remains."""
+    """Maximum number of sampled tokens; clipped to the remaining context."""
     temperature: float = 1.0
-    """0 is greedy; otherwise 0.01 or more, since vLLM samples at 0.01 where less is asked."""
+    """0 is greedy; otherwise at least 0.01, the minimum of vLLM."""
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps the whole vocabulary."""
@@ -47,15 +46,14 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    """Stop strings. The sampled ids are kept whole even where a stop string ends inside a token."""
+    """Stop strings. The sampled ids are kept whole even if a stop string ends inside a token."""
     stop_token_ids: tuple[int, ...] = ()
-    """End-of-turn tokens beside the model's own; sampled stop tokens stay in the completion."""
+    """End-of-turn tokens in addition to the model's own; a sampled one stays in the completion."""
     ignore_eos: bool = False
     replay: bool = True
-    """Whether the trainer must be able to make the same distribution again. What top-k, top-p and min-p keep is then
-    reported with each token (`Completion.sampling_mask`), by an engine that can, and a repetition penalty is refused by
-    collectors. Where it is false they train on the distribution before truncation and penalty, with importance ratios
-    that are not 1 on-policy."""
+    """Whether the trainer must be able to recompute the distribution. If true, the ids that top-k, top-p and min-p keep
+    are returned with each token (`Completion.sampling_mask`), and collectors refuse a repetition penalty. If false, the
+    trainer uses the distribution before truncation and penalty, so importance ratios are not 1 on-policy."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -95,12 +93,12 @@ class SamplingConfig:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens that the model gives some probability are never sampled."""
+        """Whether top-p, top-k or min-p may exclude tokens."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def needs_sampling_mask(self) -> bool:
-        """Whether a completion is complete only with its sampling mask."""
+        """Whether completions must include a sampling mask."""
         return self.replay and self.is_truncated
 
     def with_changes(self, **changes: Any) -> SamplingConfig:
@@ -110,60 +108,60 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine sampled for one request."""
+    """A sampled completion."""
 
     token_ids: list[int]
-    """[num_tokens] sampled tokens, the stop token included when one was sampled."""
+    """[num_tokens] sampled tokens, including a stop token if one was sampled."""
     log_probs: list[float]
     """[num_tokens] log-prob of each sampled token under the distribution it was sampled from."""
     versions: list[int]
     """[num_tokens] policy version that sampled each token."""
     finish_reason: FinishReason
-    """`stop` (end-of-turn token or stop string), `length` (budget or context used up) or `abort`."""
+    """`stop` (end-of-turn token or stop string), `length` (budget or context is used up) or `abort`."""
     stop_string: str | None = None
     """The stop string that ended the completion, if one did."""
     sampling_mask: list[array[int]] | None = None
-    """[num_tokens] of `array("i")`: the ids that truncation kept where each token was sampled, the token's own among
-    them; None where it was asked to keep all, or not to tell."""
+    """[num_tokens] of `array("i")`: the ids that truncation kept at each position, including the sampled one; None if
+    there is no truncation or `replay` is false."""
     routed_experts: np.ndarray | None = field(default=None, compare=False)
-    """[num_prompt_tokens + num_tokens - 1, num_layers, top_k] int16: the experts that a mixture computed each token
-    with, from the prompt's first to the last but one; None where the engine does not tell."""
+    """[num_prompt_tokens + num_tokens - 1, num_layers, top_k] int16: the experts that processed each token of prompt and
+    completion but the last; None if the engine does not report them."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Engine measurements for this request, such as `num_cached_tokens`."""
 
 
 class EngineError(RuntimeError):
-    """An engine could not serve a request; the request may be tried again elsewhere."""
+    """Raised if an engine could not serve a request; another engine may."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """The small protocol between policies and whatever generates.
+    """Protocol of an inference engine.
 
     `generate` may be awaited from any event loop, with many requests in flight at once.
     """
 
     max_model_len: int
-    """Prompt and completion together, in tokens."""
+    """Maximum number of tokens of prompt and completion together."""
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of token ids; None where the engine does not know it."""
+        """Number of token ids; None if unknown."""
         ...
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that a request started now would use."""
+        """Version of the weights that a new request would use."""
         ...
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Count on from `version`: for a resumed run, before its weights are sent."""
+        """Set the version from which updates are counted, when a run is resumed."""
         ...
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be served; cheap, since it is asked before each."""
+        """Whether the engine can serve requests; cheap to call."""
         ...
 
     async def generate(
@@ -176,16 +174,15 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]).
 
-        `request_id` must be unique when given; `routing_key` (a group or rollout id) keeps related requests on one
-        replica for its prefix cache. Cancelling the awaiting task aborts the request.
+        `request_id` must be unique; requests with the same `routing_key` (such as a group id) go to one replica for its
+        prefix cache. Cancelling the awaiting task aborts the request.
 
-        Raises ValueError if the prompt leaves no room for a single token, and EngineError if the engine died or
-        refused.
+        Raises ValueError if the prompt leaves no room for a token, and EngineError if the engine died or refused.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns what it has, with finish reason `abort`."""
+        """Abort a request; its `generate` returns the tokens so far, with finish reason `abort`."""
         ...
 
     def shutdown(self) -> None:
@@ -195,10 +192,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReportsProgress(Protocol):
-    """An engine of which one can tell whether it hangs."""
+    """An engine that reports its progress, so that a hang can be detected."""
 
     async def progress(self) -> int | None:
-        """Return a number that changes with every token that comes; None while none is due: idle, or paused.
+        """Return a number that changes with every new token; None if the engine is idle or paused.
 
         Raises EngineError if the engine died.
         """
@@ -207,19 +204,19 @@ class ReportsProgress(Protocol):
 
 @runtime_checkable
 class ChecksSampling(Protocol):
-    """An engine that can say beforehand what it would refuse whatever the prompt is."""
+    """An engine that can check sampling parameters before any request."""
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Refuse a way of sampling.
+        """Check sampling parameters.
 
-        Raises ValueError if the engine does not support it; says what, and what to do instead.
+        Raises ValueError if the engine does not support them; the message suggests an alternative.
         """
         ...
 
 
 @runtime_checkable
 class HasTokenizer(Protocol):
-    """An engine that knows its model's tokenizer."""
+    """An engine that has its model's tokenizer."""
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer."""
@@ -228,56 +225,55 @@ class HasTokenizer(Protocol):
 
 @runtime_checkable
 class UpdatableEngine(Engine, ReportsProgress, Protocol):
-    """An engine that takes new weights while it runs: what weight sync needs of one, beside requests.
+    """An engine that takes new weights while it runs.
 
-    An update is `pause`, `start_weight_update`, `update_weights` (the weights are taken), `finish_weight_update` (they
-    come into use), `reset_prefix_cache`, `resume`. All of these block, and raise `EngineError` when the engine refuses
-    or died.
+    An update calls `pause`, `start_weight_update`, `update_weights`, `finish_weight_update`, `reset_prefix_cache` and
+    `resume`. They block, and raise EngineError if the engine refuses or died.
     """
 
     model_dtype: torch.dtype
-    """dtype of the weights in the engine."""
+    """dtype of the engine's weights."""
     quantization: str | None
-    """How the weights in the engine are quantised, `None` when they are not."""
+    """Quantization of the engine's weights, or None."""
     num_workers: int
-    """Worker processes that take weights."""
+    """Number of worker processes that receive weights."""
 
     @property
     def weight_transfer_backend(self) -> str | None:
-        """The vLLM backend that new weights come through, `None` when started without."""
+        """vLLM's weight-transfer backend, or None."""
         ...
 
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
-        """Stop stepping; `clear_cache` also drops the key-value blocks, those of kept requests too."""
+        """Stop stepping; `clear_cache` also drops the key-value blocks, including those of kept requests."""
         ...
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         ...
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
-        """Drop cached key-value blocks; without `reset_running_requests` those in use stay, and false is returned."""
+        """Drop cached key-value blocks; without `reset_running_requests`, return False if some are in use."""
         ...
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """Open the engine's end of a weight transfer."""
+        """Open the engine's side of a weight transfer."""
         ...
 
     def start_weight_update(self) -> None:
-        """Make the engine ready to take new weights; pause it first."""
+        """Prepare the paused engine for new weights."""
         ...
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
-        """Take weights as the backend describes them; the version does not change."""
+        """Receive weights; the policy version does not change."""
         ...
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Put the taken weights to use and return their version: the next one, unless given."""
+        """Activate the received weights and return their version, by default the next one."""
         ...
 
 
 def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Container[str]) -> None:
-    """Refuse a request that no engine can begin. Raises ValueError for an id that is in flight, or an empty prompt."""
+    """Check a request. Raises ValueError if its id is in flight or its prompt is empty."""
     if request_id in in_flight:
         raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
     if not prompt_ids:
@@ -285,7 +281,7 @@ def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Contain
 
 
 def completion_budget(num_prompt_tokens: int, sampling: SamplingConfig, max_model_len: int) -> int:
-    """Return how many tokens may be sampled: the asked budget, clipped to the context that remains.
+    """Return the maximum number of tokens to sample, clipped to the remaining context.
 
     Raises ValueError if the prompt leaves no room.
 

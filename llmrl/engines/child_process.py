@@ -15,18 +15,16 @@ from llmrl.engines.engine_folder import FOLDER_VARIABLE
 from llmrl.engines.vllm.private import put_files_into
 
 PARENT_VARIABLE = "LLMRL_ENGINE_PARENT"
-"""Set while an engine starts: the process id of its parent."""
+"""Environment variable with the parent's process id, set while an engine starts."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Prepare one of vLLM's processes, each of which calls this; only those of an `AsyncVLLM` are changed.
+    """Prepare a process of vLLM; each of them calls this, and only those of an `AsyncVLLM` are changed.
 
-    A parent that is killed cannot end its engine, so the kernel is asked to (Linux). It is asked long after the process
-    was started, when vLLM is imported: a process ends if its parent is gone by then. Ctrl-C reaches every process
-    of the terminal's foreground group; the parent decides what it means for the engine, so that an interrupted script
-    can still evaluate and save.
+    The kernel ends the process if its parent is killed (Linux). The process leaves the terminal's foreground group, so
+    that Ctrl-C reaches only the parent, which can still evaluate and save.
     """
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is None or int(parent) == os.getpid():
@@ -34,10 +32,10 @@ def register() -> None:
     if sys.platform == "linux" and int(parent) == os.getppid():
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if int(parent) != os.getppid():
-        if not is_running(int(parent)):  # it died while this process started, perhaps before the request was in force
+        if not is_running(int(parent)):  # it died before prctl took effect
             os.kill(os.getpid(), signal.SIGKILL)
-        return  # another process's, which was started at the same time
-    os.environ[PARENT_VARIABLE] = str(os.getpid())  # of the workers that this process starts
+        return  # the variable belongs to another process that starts at the same time
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the workers that this process starts
     if FOLDER_VARIABLE in os.environ:
         put_files_into(os.environ[FOLDER_VARIABLE])
     with contextlib.suppress(PermissionError):
@@ -46,7 +44,7 @@ def register() -> None:
 
 
 def is_running(process: int) -> bool:
-    """Return whether there is such a process and it has not ended; a zombie has.
+    """Return whether a process exists and is not a zombie.
 
     Example:
         >>> is_running(os.getpid())
@@ -68,8 +66,8 @@ def is_running(process: int) -> bool:
 
 
 def _end_quickly() -> None:
-    """Spare the ending interpreter its search of all objects for garbage: for seconds, while the parent waits."""
+    """Skip the garbage collection at exit, which takes seconds while the parent waits."""
     gc.freeze()
-    # nanobind takes what is then left for leaks, and pages of them would be the last that the parent's user reads.
+    # nanobind would print pages of warnings about leaks.
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

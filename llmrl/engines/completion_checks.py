@@ -1,4 +1,4 @@
-"""What an engine may answer: the one place where completions are checked before anything is made of them."""
+"""Checks of completions, applied to the results of every engine."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any, get_args
 from llmrl.engines.base import Completion, EngineError, FinishReason
 
 _LARGEST_ID = 2**32 - 1
-"""What tokenizers can hold."""
+"""Largest id of any tokenizer."""
 _LARGEST_VERSION = 2**63 - 1
 _LARGEST_LOG_PROB = 1e-3
-"""Rounding may lift one a little above 0."""
+"""Tolerance for rounding above 0."""
 _SMALLEST_LOG_PROB = -3e38
-"""float32 has none below."""
+"""About the lowest float32."""
 
 
 def check_completion(
     completion: Completion, *, budget: int, vocab_size: int | None, needs_sampling_mask: bool = False
 ) -> None:
-    """Refuse a completion that could not be trained on, or not be read again.
+    """Check that a completion can be trained on and used in a later prompt.
 
     Args:
         completion: completion of any engine.
-        budget: tokens that were asked for.
-        vocab_size: number of token ids, where it is known.
-        needs_sampling_mask: whether what truncation kept was asked for.
+        budget: requested maximum number of tokens.
+        vocab_size: number of token ids; None if unknown.
+        needs_sampling_mask: whether a sampling mask was requested.
 
-    Raises EngineError, which says what is wrong, what came and what was expected.
+    Raises EngineError if it is invalid; the message names the value and what is expected.
 
     Example:
         >>> check_completion(Completion([7], [900.0], [0], "stop"), budget=8, vocab_size=None)
@@ -58,7 +58,7 @@ def check_completion(
     last = _LARGEST_ID if vocab_size is None else vocab_size - 1
     if min(token_ids) < 0 or max(token_ids) > last:
         raise _wrong_value("token_ids", token_ids, lambda value: 0 <= value <= last, f"an id of 0 to {last}")
-    # A sum is finite only where all are: one pass at the speed of C.
+    # A sum is finite only if all terms are; this is one fast pass.
     log_probs = completion.log_probs
     if not (sum(log_probs) > _SMALLEST_LOG_PROB and max(log_probs) <= _LARGEST_LOG_PROB):
         raise _wrong_value(
@@ -73,9 +73,9 @@ def check_completion(
 
 
 def check_routed_experts(completion: Completion, num_prompt_tokens: int) -> None:
-    """Refuse experts that are not those of the prompt and the completion.
+    """Check that routed experts match the prompt and the completion in shape and type.
 
-    Raises EngineError, which says what came and what was expected.
+    Raises EngineError if they do not; the message names what is expected.
     """
     experts = completion.routed_experts
     if experts is None or not completion.token_ids:
@@ -90,7 +90,7 @@ def check_routed_experts(completion: Completion, num_prompt_tokens: int) -> None
 
 
 def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None:
-    """Refuse a mask without an entry for a token, or one that is empty, repeats an id or lacks the token's own."""
+    """Check that each token has a mask entry of distinct ids that includes its own."""
     mask = completion.sampling_mask
     if mask is None:
         raise EngineError(
@@ -109,7 +109,7 @@ def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None
 
 
 def _check_column(name: str, column: Any, kind: type, num_tokens: int | None) -> None:
-    """Refuse what is no list of exactly this type: a bool is no id, and an engine's own number types do not travel."""
+    """Check for a list of exactly this type: bool is refused as int, and so are NumPy numbers."""
     if type(column) is not list:
         raise EngineError(f"The engine returned {name} as {type(column).__name__}; a list is expected.")
     if num_tokens is not None and len(column) != num_tokens:

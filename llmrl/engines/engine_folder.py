@@ -1,4 +1,4 @@
-"""Where an engine's processes put sockets and files, so that nothing of them stays when they are killed."""
+"""Folder for the sockets and files of an engine's processes, removed even if they are killed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
-"""Tells vLLM's processes the folder, while an engine starts."""
+"""Environment variable that names the folder for vLLM's processes."""
 _PREFIX = "llmrl-e-"
-"""Short, since the path of a socket has 107 characters at most."""
+"""Short, because a socket's path has at most 107 characters."""
 _LOCK_NAME = "in-use"
 _LOCK_SECONDS = 60.0
-"""After which a new folder has its lock for sure."""
+"""Age from which a folder without a lock counts as abandoned."""
 
 
 @contextlib.contextmanager
 def engine_folder() -> Iterator[str]:
-    """Give a folder that is removed with all that is in it, and remove those of trainers that were killed.
+    """Create a temporary folder, and remove the folders of trainers that were killed.
 
-    A trainer locks the folders of its engines, and the kernel frees the locks of a process that ends.
+    A trainer holds a lock in each folder, which the kernel frees when the process ends.
 
     Example:
         >>> with engine_folder() as folder:
@@ -35,7 +35,7 @@ def engine_folder() -> Iterator[str]:
     """
     base = Path(os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir())
     for left in base.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or removed by another trainer at this moment
+        with contextlib.suppress(OSError):  # it is another user's, or another trainer removes it
             _remove_if_left(left)
     with (
         tempfile.TemporaryDirectory(prefix=_PREFIX, dir=base, ignore_cleanup_errors=True) as folder,

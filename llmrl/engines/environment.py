@@ -1,4 +1,4 @@
-"""The process environment that an engine's child process starts with."""
+"""The environment of an engine's child process."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def available_cores() -> int:
 
 
 def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool) -> dict[str, str]:
-    """Return the environment variables for a vLLM engine process.
+    """Return the environment variables of a vLLM engine process.
 
-    Processes are spawned: what vLLM forks by default, dies of the CUDA that its parent has looked at.
+    Processes are spawned, since a forked process fails if its parent has used CUDA.
 
     Args:
         log_level: level of vLLM's logger.
-        cpu_threads: threads of an engine on CPU, counted but not bound to cores: a bound engine beside a trainer
-            leaves one core idle and fights for the other. None on a GPU.
-        is_eager: no compilation.
+        cpu_threads: number of threads of an engine on CPU, which are not bound to cores; None on a GPU.
+        is_eager: whether compilation is off.
     """
     variables = {"VLLM_LOGGING_LEVEL": log_level, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if cpu_threads is None:
@@ -42,14 +41,14 @@ def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool)
     variables |= {
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # One worker lives in the engine's own process on CPU: one start-up and one hop per step less.
+        # On CPU the engine runs in one process: it starts faster, and a step needs no IPC.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": str(cpu_threads),
-        # Threads that spin for long between parallel regions starve others that need the core, their own partners
-        # too: beside another busy process this is worth a factor of 2 to 10, alone it costs nothing.
+        # Threads that spin for long starve others that need the core: with another busy process,
+        # a short spin is 2 to 10 times as fast, and otherwise costs nothing.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
-        # A weight update allocates each layer anew; memory that is kept instead of given back saves a fifth of it.
+        # A weight update allocates each layer again; keeping freed memory saves a fifth of its time.
         "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(1 << 30)),
         "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_", str(1 << 32)),
         "TOKENIZERS_PARALLELISM": "false",
@@ -62,23 +61,22 @@ def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool)
 
 
 def transfer_variables(weight_transfer: bool | str) -> dict[str, str]:
-    """Return the environment variables that a weight-transfer backend needs in the engine's processes.
+    """Return the environment variables that a weight-transfer backend needs.
 
     Example:
         >>> transfer_variables("nccl")
         {}
     """
-    # Handles of CUDA IPC are Python objects: they reach a worker pickled, and vLLM unpickles them only where this is
-    # set. It opens no port; the caller of the engine (this process) may then run code in it.
+    # CUDA IPC handles are pickled, and vLLM unpickles them only if this is set. It opens no port, but
+    # the caller of the engine (this process) can run code in it.
     return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if weight_transfer == "ipc" else {}
 
 
 @contextmanager
 def starting_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Start a child process under `variables`, one start at a time, and leave this process as it was.
+    """Start a child process with `variables`, one at a time, and restore this process's environment afterwards.
 
-    `__main__` is hidden meanwhile: a spawned child would otherwise import the user's script again, which is slow and,
-    in a script without a main guard, would start another engine.
+    `__main__` is hidden meanwhile, since a spawned child would import the user's script again.
     """
     main = sys.modules["__main__"]
     hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}

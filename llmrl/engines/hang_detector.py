@@ -1,4 +1,4 @@
-"""Telling an engine that hangs from one that is slow: requests in flight, and not a token for any of them."""
+"""Detection of engines that hang: requests in flight and no new tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import Engine, EngineError, ReportsProgress
 
 DEFAULT_HANG_TIMEOUT_SECONDS = 300.0
-"""Longer than any prompt takes to be read, or a first batch to be compiled."""
+"""Longer than the prefill of any prompt, or the compilation for a first batch."""
 
 _NUM_LOOKS = 4
-"""At an engine that stands still, before it is said to hang."""
+"""Number of checks without progress after which an engine counts as hanging."""
 
 
 @dataclass(slots=True)
@@ -25,18 +25,17 @@ class _Observation:
     engine: Engine
     progress: int | None
     num_looks: int = 0
-    """How often it was seen like this since."""
+    """Number of later checks with the same progress."""
 
 
 class HangDetector:
-    """Asks engines how far they are (`async progress()`), time and again, and finds those that stand still.
+    """Polls the progress of engines and finds those that hang.
 
-    `progress()` gives a number that changes with every token, and None while none is due: idle, or paused. An engine
-    that does not answer stands still; one without the method, or that died, is not judged. Time is counted by looks: a
-    process that was stopped itself, or too busy to look, has not seen that an engine stood still.
+    An engine that does not answer makes no progress; one without `progress()`, or one that died, is ignored. Time is
+    counted in checks, so a period in which this process was itself stopped does not count.
 
     Args:
-        timeout_seconds: without a token, after which an engine hangs.
+        timeout_seconds: time without a token after which an engine hangs.
 
     Raises ValueError if it is not positive.
     """
@@ -46,15 +45,15 @@ class HangDetector:
             raise ValueError(f"hang_timeout_seconds must be positive, or None to wait for ever; got {timeout_seconds}.")
         self.timeout_seconds = timeout_seconds
         self.interval_seconds = timeout_seconds / _NUM_LOOKS
-        """Between two looks."""
+        """Seconds between two checks."""
         self._sights: dict[int, _Observation] = {}
 
     def forget(self) -> None:
-        """Start anew, after a time without requests."""
+        """Forget earlier observations, after a time without requests."""
         self._sights = {}
 
     async def find_hanging(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Look once, an interval after the last time; the engines that stood still for as long as the time-out."""
+        """Check all engines, one interval after the last check, and return those that hang."""
         progresses = await asyncio.gather(*map(self._progress, range(len(engines)), engines))
         hanging = []
         for index, (engine, progress) in enumerate(zip(engines, progresses, strict=True)):
@@ -80,19 +79,19 @@ class HangDetector:
 
 
 class WatchedEngine(Engine, ReportsProgress, Protocol):
-    """An engine that says whether it has requests."""
+    """An engine that reports its number of requests."""
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not returned yet."""
+        """Number of requests in flight."""
         ...
 
 
 class HangWatch:
-    """Looks at one engine, while it has requests, and ends it when it hangs.
+    """Watches one engine while it has requests, and shuts it down if it hangs.
 
     Args:
-        timeout_seconds: without a token, after which it hangs; None to wait for ever.
+        timeout_seconds: time without a token after which it hangs; None disables the watch.
 
     Raises ValueError if it is not positive.
     """
@@ -101,10 +100,10 @@ class HangWatch:
         self._detector = None if timeout_seconds is None else HangDetector(timeout_seconds)
         self._watching: Future[None] | None = None
         self.why = ""
-        """Why the engine was ended, and what to do; empty while it was not."""
+        """Message that says why the engine was shut down; empty if it was not."""
 
     def begin(self, engine: WatchedEngine, background: BackgroundLoop) -> None:
-        """Look at the engine on that loop, from its first request to its last."""
+        """Watch the engine in `background` until it has no more requests."""
         if self._detector is not None and (self._watching is None or self._watching.done()):
             self._watching = background.submit(self._look(weakref.ref(engine), self._detector))
 
@@ -122,7 +121,7 @@ class HangWatch:
                     "again goes on where it was. Where it was only slow, raise hang_timeout_seconds; EngineReplicas "
                     "starts another engine by itself."
                 )
-                # In a thread: a process that hangs takes its time to end.
+                # In a thread, because a process that hangs is slow to end.
                 threading.Thread(target=one.shutdown, name="llmrl-end-hanging", daemon=True).start()
                 return
             del one

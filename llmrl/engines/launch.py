@@ -1,4 +1,4 @@
-"""Several vLLM engines of one model, started together and again when one dies."""
+"""Start of several vLLM engines of one model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start_engines(
     ray_init_config: Mapping[str, object] | None,
     options: EngineOptions,
 ) -> tuple[list[UpdatableEngine], Callable[[int], UpdatableEngine]]:
-    """Start the engines at once; return them, and what starts another in one's place.
+    """Start the engines concurrently; return them and a function that starts a replacement by index.
 
     Raises as `EngineReplicas.from_pretrained` does.
     """
@@ -40,8 +40,8 @@ def start_engines(
         connect(ray_init_config)
     elif options.get("cpu_threads") is None:
         options["cpu_threads"] = max(1, available_cores() // num_replicas)
-    options["hang_timeout_seconds"] = None  # who has several watches over them
-    # Each its own, those started in a dead one's place too: engines of one seed give a prompt the same answers.
+    options["hang_timeout_seconds"] = None  # `EngineReplicas` watches them
+    # Each engine has its own seed, since equal seeds give equal answers to a prompt.
     seeds = itertools.count(options.get("seed", 0))
 
     def start(index: int) -> UpdatableEngine:

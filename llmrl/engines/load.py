@@ -1,4 +1,4 @@
-"""How hard an engine works: its key-value memory, its queue, and what its prefix cache spares."""
+"""Load of engines: key-value memory, queue, preemptions and prefix cache."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ if TYPE_CHECKING:
     from llmrl.engines.vllm.private import IterationStats, SchedulerStats
 
 METRICS = "metrics"
-"""The reader that logs the load; other readers read independently, and each gets every value."""
+"""Name of the reader that logs the load; each reader receives every value."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine, or several, had to bear for a while."""
+    """Load of one engine or several over a period."""
 
     kv_use_max: float = 0.0
-    """Share of the key-value memory that was in use at once, at most, in [0, 1]; of several engines the fullest's."""
+    """Maximum share of the key-value memory in use, in [0, 1], over time and engines."""
     num_waiting_max: int = 0
-    """Requests that waited for a place at once, at most; of several engines the longest queue's."""
+    """Maximum length of the queue, over time and engines."""
     num_preemptions: int = 0
-    """Requests that were put off in the middle, since the memory was full, and computed anew."""
+    """Number of requests that were preempted for lack of memory, and recomputed."""
     num_prompt_tokens: int = 0
-    """Tokens of prompts that were looked up in the prefix cache."""
+    """Number of prompt tokens that were looked up in the prefix cache."""
     num_cached_tokens: int = 0
-    """Those of them that were found there."""
+    """Number of prompt tokens that were found in the prefix cache."""
 
     def joined(self, other: EngineLoad) -> EngineLoad:
-        """Return the load of both, of two times or of two engines.
+        """Return the combined load of two periods or two engines.
 
         Example:
             >>> EngineLoad(0.5, 3, 1).joined(EngineLoad(0.75, 0, 1)) == EngineLoad(0.75, 3, 2)
@@ -44,7 +44,7 @@ class EngineLoad:
         )
 
     def to_metrics(self) -> dict[str, float]:
-        """Return its metrics by the names of `docs/metrics.md`.
+        """Return metrics with the names of `docs/metrics.md`.
 
         Example:
             >>> EngineLoad(0.5, 3, 1, 100, 40).to_metrics()["engine_cached_share"]
@@ -62,15 +62,15 @@ class EngineLoad:
 
 @runtime_checkable
 class ReportsLoad(Protocol):
-    """An engine that can tell how hard it works."""
+    """An engine that reports its load."""
 
     def take_load(self, reader: str = METRICS) -> EngineLoad | None:
-        """Return the load since this reader's last call; None where it is not known. Blocks, but not for long."""
+        """Return the load since this reader's last call, or None if unknown; blocks briefly."""
         ...
 
 
 def take_load(engine: object, reader: str = METRICS) -> EngineLoad | None:
-    """Return the load of an engine, or of several, since this reader's last call; None where none of them tells it.
+    """Return the load of one engine or several since this reader's last call, or None if unknown.
 
     Example:
         >>> print(take_load("an engine that tells nothing"))
@@ -86,13 +86,13 @@ def take_load(engine: object, reader: str = METRICS) -> EngineLoad | None:
 
 
 class LoadMeter:
-    """Adds up what vLLM tells of each of its steps; has the methods of its `StatLoggerBase`."""
+    """Accumulates vLLM's statistics of each step; implements its `StatLoggerBase`."""
 
     def __init__(self) -> None:
         self._loads = {METRICS: EngineLoad()}
 
     def take(self, reader: str = METRICS) -> EngineLoad:
-        """Return the load since this reader's last call; its first begins to count, except for metrics."""
+        """Return the load since this reader's last call; a reader other than `METRICS` starts at its first call."""
         load = self._loads.get(reader, EngineLoad())
         self._loads[reader] = EngineLoad()
         return load
@@ -100,7 +100,7 @@ class LoadMeter:
     def record(
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None, *_: object, **__: object
     ) -> None:
-        """Add a step."""
+        """Add the statistics of one step."""
         if scheduler_stats is None:
             return
         cache = scheduler_stats.prefix_cache_stats
@@ -115,10 +115,10 @@ class LoadMeter:
             self._loads[reader] = load.joined(step)
 
     def log_engine_initialized(self) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def log(self) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
-        """Count nothing."""
+        """Do nothing."""

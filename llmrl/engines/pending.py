@@ -1,4 +1,4 @@
-"""Requests that wait for a replica which may serve them."""
+"""Requests that wait for a replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmrl.engines.base import Engine
 
 @dataclass(slots=True)
 class PendingRequest:
-    """One request of a caller: the attempt that is under way, and where."""
+    """A request with its current attempt and engine."""
 
     attempt_id: str = ""
     engine: Engine | None = None
@@ -20,21 +20,21 @@ class PendingRequest:
 
 
 class Waiters:
-    """Coroutines, of any event loops, that wait to be woken together, from any thread."""
+    """Coroutines on any event loops that can be woken together from any thread."""
 
     def __init__(self) -> None:
         self._futures: list[asyncio.Future[None]] = []
         self._lock = threading.Lock()
 
     def add(self) -> asyncio.Future[None]:
-        """Return something to await, on the running loop."""
+        """Return a future of the running loop that `wake` completes."""
         future = asyncio.get_running_loop().create_future()
         with self._lock:
             self._futures.append(future)
         return future
 
     def wake(self) -> None:
-        """Wake all that were added."""
+        """Wake all added waiters."""
         with self._lock:
             futures = self._futures
             self._futures = []

@@ -1,4 +1,4 @@
-"""The part of `EngineReplicas` that sends requests to one of several engines, and again where it fails."""
+"""The part of `EngineReplicas` that sends and retries requests."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from llmrl.engines.scores import ScoresTokens, TokenScores
 EngineT = TypeVar("EngineT", bound=Engine)
 T = TypeVar("T")
 LOOK_AGAIN_S = 0.1
-"""Between looks at the replicas where not all of them serve."""
+"""Seconds between checks of the replicas while some do not serve."""
 
 
 class ReplicaRequests(Generic[EngineT]):
-    """Requests of callers, and the replicas that they are on."""
+    """Sends requests to replicas, and retries them on failure."""
 
     num_retried: int
     is_shut_down: bool
@@ -44,11 +44,11 @@ class ReplicaRequests(Generic[EngineT]):
     _watching: asyncio.Task[None] | None
 
     def refresh(self) -> None:
-        """Look at every replica."""
+        """Check every replica."""
         raise NotImplementedError
 
     async def watch_for_hangs(self, is_needed: Callable[[], bool] = lambda: True) -> None:
-        """Replace what hangs."""
+        """Replace engines that hang."""
         raise NotImplementedError
 
     async def generate(
@@ -59,11 +59,11 @@ class ReplicaRequests(Generic[EngineT]):
         request_id: str | None = None,
         routing_key: str | None = None,
     ) -> Completion:
-        """Sample one completion on one of the replicas; waits where all are being restarted.
+        """Sample one completion on one of the replicas; waits while all are being restarted.
 
         Raises:
             ValueError: as the replica's own `generate`.
-            EngineError: when it failed on `num_retries` + 1 replicas, or none serves and none is being restarted.
+            EngineError: if it failed on `num_retries` + 1 replicas, or no replica serves or is being restarted.
         """
 
         def ask(engine: Engine, attempt_id: str) -> Awaitable[Completion]:
@@ -73,10 +73,10 @@ class ReplicaRequests(Generic[EngineT]):
         return Completion([], [], [], "abort") if completion is None else completion
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return what one of the replicas makes of `[num_tokens]` tokens; waits where all are being restarted.
+        """Return the scores of `[num_tokens]` tokens by one of the replicas; waits while all are being restarted.
 
         Raises:
-            TypeError: when the engines do not score tokens.
+            TypeError: if the engines do not score tokens.
             ValueError: as the replica's own `score`.
             EngineError: as `generate`.
         """
@@ -87,13 +87,13 @@ class ReplicaRequests(Generic[EngineT]):
             return engine.score(token_ids, top_k=top_k)
 
         scores = await self._served(ask, None, None)
-        assert scores is not None  # its id is unknown, so it cannot be aborted
+        assert scores is not None  # its id is generated here, so it cannot be aborted
         return scores
 
     async def _served(
         self, ask: Callable[[Engine, str], Awaitable[T]], request_id: str | None, routing_key: str | None
     ) -> T | None:
-        """Return what a replica answers to the request; `None` when it was aborted before one was found for it."""
+        """Return a replica's answer; None if the request was aborted before it was assigned."""
         if request_id is None:
             request_id = f"replicas-{id(self):x}-{next(self._ids)}"
         elif request_id in self._pending:
@@ -127,7 +127,7 @@ class ReplicaRequests(Generic[EngineT]):
         return None
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns what it has, which is nothing while it waits to be tried again."""
+        """Abort a request; its `generate` returns the tokens so far, none while it waits for a retry."""
         if (pending := self._pending.get(request_id)) is None:
             return
         pending.is_aborted = True
@@ -139,7 +139,7 @@ class ReplicaRequests(Generic[EngineT]):
     async def _assign(
         self, pending: PendingRequest, routing_key: str | None, avoid: set[int]
     ) -> tuple[int, Engine] | None:
-        """Book the request on a replica that lives and is current; `None` when it was aborted meanwhile."""
+        """Assign the request to a live replica with current weights; None if it was aborted."""
         while not pending.is_aborted:
             if not self._are_all_open and time.monotonic() - self._looked_s > LOOK_AGAIN_S:
                 self.refresh()

@@ -1,4 +1,4 @@
-"""`EngineReplicas`: several engines with the same weights, as one that survives the death of any of them."""
+"""`EngineReplicas`: several engines with the same weights, used as one fault-tolerant engine."""
 
 from __future__ import annotations
 
@@ -28,22 +28,20 @@ if TYPE_CHECKING:
 
 
 class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
-    """Sends requests to one of several engines, as a `Router` chooses, and again to another when that one fails.
+    """Sends requests to several engines, as a `Router` chooses, and retries them on another engine if one fails.
 
-    A replica that dies is noticed at once, its requests are tried again elsewhere under new ids, and, where `restart`
-    is given, another engine is started in its place. A replica serves only while it holds the version of the weights
-    that the others hold, so a restarted one serves once the callbacks in `before_serving` have brought it there.
-    As a sequence of engines it can be handed to `sender.init_all_workers_group`.
+    With `restart`, a dead replica is replaced by a new engine. A replica serves only if it has the same version of the
+    weights as the others; `before_serving` callbacks bring a new one to that version. The sequence of engines can be
+    passed to `sender.init_all_workers_group`.
 
     Args:
-        engines: with the same model; their smallest `max_model_len` holds for all.
-        max_imbalance: a key leaves its replica when that has so many requests more than the least loaded.
-        num_retries: how often a request that failed with an `EngineError` is tried again.
-        restart: starts the engine that takes a dead one's place, given its index; called in a thread.
-        max_restarts: restarts of one replica without a completion in between; then it stays dead.
-        hang_timeout_seconds: a replica that has requests and in this time no token for any of them hangs, and so does
-            one that takes longer for a step of a weight update; it is ended and replaced like a dead one. Other time
-            that it is paused does not count. None waits for ever.
+        engines: engines of the same model; the smallest `max_model_len` applies to all.
+        max_imbalance: a key moves if its replica has more than this many requests above the least loaded one.
+        num_retries: maximum number of retries of a request that fails with an EngineError.
+        restart: function that starts a replacement, given the replica's index; called in a thread.
+        max_restarts: maximum number of restarts of a replica without a completion in between.
+        hang_timeout_seconds: a replica with requests but no new token for this long, or a longer step of a weight
+            update, hangs: it is ended and replaced. Other pauses do not count. None waits forever.
 
     Raises ValueError if there are no engines, or a number is out of range.
 
@@ -72,17 +70,17 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         if min(num_retries, max_restarts) < 0:
             raise ValueError(f"num_retries and max_restarts must not be negative, got {num_retries}, {max_restarts}.")
         self.before_serving: list[Callable[[EngineT], None]] = []
-        """Called, in a thread, with an engine that was started in a dead one's place, before it serves."""
+        """Functions called in a thread with a replacement engine before it serves."""
         self.num_deaths = 0
-        """Engines that were found dead, or hanging."""
+        """Number of engines found dead or hanging."""
         self.num_hangs = 0
-        """Engines that were found hanging."""
+        """Number of engines found hanging."""
         self.num_restarts = 0
-        """Engines that were started in their place."""
+        """Number of replacement engines started."""
         self.num_retried = 0
-        """How often requests were sent again after a failure."""
+        """Number of retries of requests."""
         self.max_model_len: int = min(engine.max_model_len for engine in engines)
-        """Prompt and completion together, in tokens."""
+        """Maximum number of tokens of prompt and completion together."""
         self.vocab_size = engines[0].vocab_size
         self._engines = list(engines)
         self._router = Router(len(engines), max_imbalance=max_imbalance)
@@ -92,8 +90,8 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self._restarts_in_a_row = [0] * len(engines)
         self._dead: set[int] = set()
         self._recovering: dict[int, threading.Thread] = {}
-        self._unproven: set[int] = set()  # restarted, and not seen with the weights of the others yet
-        self._first_version: int | None = None  # of the weights that they start with, where it was given
+        self._unproven: set[int] = set()  # restarted, and not yet seen with the current weights
+        self._first_version: int | None = None  # initial version of the weights, if it was set
         self._version = self.last_version = max(engine.policy_version for engine in engines)
         self._are_all_open = True
         self._looked_s = -LOOK_AGAIN_S
@@ -117,21 +115,21 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         ray_init_config: Mapping[str, object] | None = None,
         **options: Unpack[EngineOptions],
     ) -> EngineReplicas[UpdatableEngine]:
-        """Start vLLM engines (`AsyncVLLM`) of one model, and again where one dies.
+        """Start vLLM engines (`AsyncVLLM`) of one model, which are replaced if they die.
 
         Args:
             model_name: folder or hub name.
-            num_replicas: local ones share the devices and the cores that this process sees.
-            use_ray: start each in a Ray actor.
-            ray_options: options of each actor, such as `{"num_gpus": 1}`; one CPU core when not given.
+            num_replicas: number of engines; local ones share this process's devices and cores.
+            use_ray: whether to start each engine in a Ray actor.
+            ray_options: options of each actor, such as `{"num_gpus": 1}`; by default one CPU core.
             ray_init_config: arguments of `ray.init`, if this process is not connected yet;
-                `{"address": "auto"}` for a cluster that runs.
+                `{"address": "auto"}` for a running cluster.
             options: see `llmrl.engines.vllm.arguments.EngineOptions`.
 
         Raises:
-            TypeError: for an option that `AsyncVLLM.from_pretrained` has not, with the nearest one.
-            ValueError: when `num_replicas` is below 1, or an option of Ray's is given without it.
-            EngineError: when one of them does not start; the others are ended then.
+            TypeError: if `AsyncVLLM.from_pretrained` lacks an option; names the nearest one.
+            ValueError: if `num_replicas` is below 1, or a Ray option is given without `use_ray`.
+            EngineError: if an engine does not start; the others are ended.
         """
         engines, start = start_engines(model_name, num_replicas, use_ray, ray_options, ray_init_config, options)
         hang_timeout_seconds = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
@@ -149,40 +147,40 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
 
     @property
     def policy_version(self) -> int:
-        """Version that all living replicas have reached."""
-        if self._are_all_open or time.monotonic() - self._looked_s > LOOK_AGAIN_S:  # of hundreds one is always dead
+        """Version of the weights that all living replicas have reached."""
+        if self._are_all_open or time.monotonic() - self._looked_s > LOOK_AGAIN_S:  # limits the rate: of hundreds, one is always dead
             self.refresh()
         return min((engine.policy_version for engine in self._living()), default=self._version)
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Count on from `version`: for a resumed run, before its weights are sent."""
-        self._first_version = self.last_version = version  # the highest that any of them was seen with
+        """Set the version from which updates are counted, when a run is resumed."""
+        self._first_version = self.last_version = version  # the highest version seen
         for engine in self:
             engine.policy_version = version
         self.refresh()
 
     @property
     def is_alive(self) -> bool:
-        """Whether any replica serves requests, or will when it has been restarted."""
+        """Whether any replica serves requests or is being restarted."""
         self.refresh()
         return not self.is_shut_down and bool(self._router.open_replicas or self._recovering)
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Requests on each replica."""
+        """Number of requests per replica."""
         return self._router.loads
 
     @property
     def serving(self) -> frozenset[int]:
-        """Replicas that take requests now."""
+        """Replicas that serve requests now."""
         self.refresh()
         return self._router.open_replicas
 
     def refresh(self) -> None:
-        """Look at every replica: who lives, and who holds the current weights; to be called after a weight update.
+        """Check which replicas live and have the current weights; call this after a weight update.
 
-        Between calls the one that is chosen for a request is looked at, which costs the same however many there are.
+        Between calls only the replica chosen for a request is checked, at a cost independent of their number.
         """
         if self._are_all_open and all(e.is_alive and e.policy_version == self._version for e in self._engines):
             return
@@ -192,7 +190,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
                 if index not in self._dead and not engine.is_alive:
                     self._mark_dead(index)
                 elif index in self._dead and index not in self._recovering and engine.is_alive:
-                    self._recover_by(self._bring_back, index, engine)  # a server that is back
+                    self._recover_by(self._bring_back, index, engine)  # a server that answers again
             self.last_version = max(self.last_version, *(engine.policy_version for engine in self._engines))
             versions = {i: e.policy_version for i, e in enumerate(self._engines) if i not in self._dead}
             proven = [version for index, version in versions.items() if index not in self._unproven]
@@ -209,7 +207,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self._waiters.wake()
 
     def shutdown(self) -> None:
-        """Shut every replica down, those that are being started too. May be called twice."""
+        """Shut down all replicas, including those being started. May be called twice."""
         self.is_shut_down = True
         for engine in self:
             engine.shutdown()
@@ -224,7 +222,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self.shutdown()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the model's tokenizer. Raises TypeError if the engines do not know it."""
+        """Return the model's tokenizer. Raises TypeError if the engines have none."""
         if not isinstance(first := self._engines[0], HasTokenizer):
             raise TypeError(f"{type(first).__name__} has no tokenizer; pass one to the policy.")
         return first.get_tokenizer()
@@ -233,17 +231,17 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         return [engine for index, engine in enumerate(self._engines) if index not in self._dead]
 
     def replace_hanging(self, engine: Engine) -> None:
-        """End an engine that hangs, and start another in its place, as for a dead one; does not wait for it."""
+        """End a hanging engine and start a replacement; returns without waiting for it."""
         with self._lock:
             for index, one in enumerate(self._engines):
                 if one is engine and index not in self._dead:
                     _LOGGER.warning("Engine replica %d hung for %g s and is ended.", index, self.hang_timeout_seconds)
                     self.num_hangs += 1
                     return self._mark_dead(index, is_hanging=True)
-        end_hanging(engine)  # it has just been started, and was to be given the current weights
+        end_hanging(engine)  # it was just started, and is not a replica yet
 
     async def watch_for_hangs(self, is_needed: Callable[[], bool] = lambda: True) -> None:
-        """Replace engines that hang, until `shutdown`, if other processes make the requests."""
+        """Replace engines that hang, until `shutdown`; needed if other processes send the requests."""
         if (watch := self._watch) is None:
             return
         watch.forget()
@@ -256,13 +254,13 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self.num_deaths += not self.is_shut_down
         self._dead.add(index)
         self._unproven.discard(index)
-        self._are_all_open = False  # or `refresh` would find nothing to do when its successor is there
+        self._are_all_open = False  # else `refresh` would ignore its successor
         self._router.close_replica(index)
         self._router.forget_affinity(index)
         if self.is_shut_down:
             return
         _LOGGER.warning("Engine replica %d died with %d requests.", index, self._router.loads[index])
-        # One that hangs is to be ended, so that its requests fail and are tried elsewhere.
+        # An engine that hangs must be ended, so that its requests fail and are retried elsewhere.
         if is_hanging or self._may_restart(index):
             self._recover_by(self._recover, index)
 
@@ -276,8 +274,8 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         return has_tries and self._restart is not None and not self.is_shut_down
 
     def _recover(self, index: int) -> None:
-        """Start an engine in a dead one's place; runs in its own thread."""
-        with contextlib.suppress(Exception):  # it is dead; this only takes away what is left of it
+        """Start an engine in place of a dead one; runs in its own thread."""
+        with contextlib.suppress(Exception):  # it is dead; this only cleans up
             if self._restart is None:
                 end_hanging(self._engines[index])
             else:
@@ -300,7 +298,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self._bring_back(index, engine)
 
     def _bring_back(self, index: int, engine: EngineT) -> None:
-        """Bring an engine that is there again to the current weights, after which it may serve."""
+        """Bring a recovered engine to the current weights, so that it may serve."""
         for hook in list(self.before_serving):
             try:
                 hook(engine)
@@ -316,7 +314,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
 
 
 def end_hanging(engine: Engine) -> None:
-    """End an engine that hangs; a server is hung up on, and may come back."""
+    """End an engine that hangs; a server is only disconnected, and may return."""
     hang_up = getattr(engine, "hang_up", engine.shutdown)
     hang_up()
 

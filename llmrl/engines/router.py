@@ -1,4 +1,4 @@
-"""`Router`: the books of which request is on which replica, and the choice of the next. It does nothing else."""
+"""`Router`: assigns requests to replicas."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 MAX_REMEMBERED_KEYS = 65536
-"""Number of routing keys that are remembered with their replica; the oldest are forgotten first."""
+"""Maximum number of routing keys with a known replica; the oldest are dropped first."""
 
 
 class NoReplicaError(LookupError):
-    """No replica takes requests."""
+    """Raised if no replica accepts requests."""
 
 
 class Router:
-    """A routing key goes to where it went before (its prefix cache is there), anything else to the least loaded.
+    """Assigns requests with a routing key to its last replica (for its prefix cache), others to the least loaded one.
 
-    Every request is on exactly one replica from `assign` to `release`, whatever becomes of that replica meanwhile.
+    A request stays assigned to its replica until `release`, even if the replica is closed.
 
     Args:
-        num_replicas: numbered from 0; all are open at first.
-        max_imbalance: a key leaves its replica when that has so many requests more than the least loaded.
+        num_replicas: number of replicas, numbered from 0; all are open at first.
+        max_imbalance: a key moves if its replica has more than this many requests above the least loaded one.
 
-    Raises ValueError if `num_replicas` is below 1 or `max_imbalance` negative.
+    Raises ValueError if `num_replicas` is below 1 or `max_imbalance` is negative.
 
     Example:
         >>> router = Router(2)
@@ -46,39 +46,39 @@ class Router:
         self._where: dict[str, int] = {}
         self._affinity: OrderedDict[str, int] = OrderedDict()
         self._open = set(range(num_replicas))
-        # (load, replica), lazily: an entry with an outdated load is skipped when it comes up, so that a
-        # choice among hundreds of replicas costs no more than one among two.
+        # Lazy heap of (load, replica): entries with an outdated load are skipped, so that
+        # choosing among hundreds of replicas is cheap.
         self._heap = [(0, replica) for replica in range(num_replicas)]
 
     @property
     def open_replicas(self) -> frozenset[int]:
-        """Replicas that take requests."""
+        """Replicas that accept requests."""
         return frozenset(self._open)
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Requests on each replica."""
+        """Number of requests per replica."""
         return tuple(self._loads)
 
     def open_replica(self, replica: int) -> None:
-        """Let a replica take requests."""
+        """Let a replica accept requests."""
         if replica not in self._open:
             self._open.add(replica)
             self._push(replica)
 
     def close_replica(self, replica: int) -> None:
-        """Let a replica take no more requests; those that are there stay until they are released."""
+        """Stop assigning requests to a replica; its current ones stay until they are released."""
         self._open.discard(replica)
 
     def forget_affinity(self, replica: int) -> None:
-        """Send no key to a replica for its prefix cache: the cache is gone."""
+        """Forget the routing keys of a replica, because its prefix cache is gone."""
         for key in [key for key, home in self._affinity.items() if home == replica]:
             del self._affinity[key]
 
     def assign(self, request_id: str, routing_key: str | None = None, *, avoid: Collection[int] = ()) -> int:
-        """Choose a replica and book the request there; one of `avoid` only if no other is open.
+        """Assign a request to a replica and return it; one of `avoid` only if no other is open.
 
-        Raises ValueError for an id that is in flight, and NoReplicaError if no replica is open.
+        Raises ValueError if the id is in flight, and NoReplicaError if no replica is open.
         """
         if request_id in self._where:
             raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
@@ -94,7 +94,7 @@ class Router:
         return replica
 
     def release(self, request_id: str) -> None:
-        """Take a request off the books. Raises KeyError for one that is not on them."""
+        """Remove a request. Raises KeyError if it is unknown."""
         replica = self._where.pop(request_id)
         self._loads[replica] -= 1
         self._push(replica)

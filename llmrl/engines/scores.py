@@ -1,4 +1,4 @@
-"""What a model makes of tokens that another one chose: how an engine serves as a teacher."""
+"""Scoring of given tokens, for engines that serve as teachers."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import torch
 from llmrl.engines.base import EngineError, SamplingConfig, completion_budget
 
 _IMPOSSIBLE = -9999.0
-"""The log-prob of what a model excludes, as vLLM's server writes it: JSON has no infinity."""
+"""Log-prob of an excluded token, as vLLM's server writes it, because JSON has no infinity."""
 _LARGEST_LOG_PROB = 1e-3
-"""Rounding may lift one a little above 0."""
+"""Tolerance for rounding above 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Log-probs of given tokens, at temperature 1 and over the whole vocabulary."""
+    """Log-probs of given tokens, at temperature 1 over the whole vocabulary."""
 
     log_probs: torch.Tensor
-    """`[num_tokens]` float32, of each token after those before it; 0 of the first, which nothing predicts."""
+    """`[num_tokens]` float32: log-prob of each token given those before it; 0 for the first."""
     top_ids: torch.Tensor
-    """`[num_tokens, top_k]` int64: the likeliest ids in each token's place, likeliest first; -1 in the first's."""
+    """`[num_tokens, top_k]` int64: the likeliest ids at each position, in descending order; -1 at the first."""
     top_log_probs: torch.Tensor
-    """`[num_tokens, top_k]` float32: theirs."""
+    """`[num_tokens, top_k]` float32: log-probs of `top_ids`."""
 
 
 @runtime_checkable
 class ScoresTokens(Protocol):
-    """An engine that scores tokens which it did not sample."""
+    """An engine that scores given tokens."""
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids in its place.
+        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids at each position.
 
-        Raises ValueError for fewer than two tokens, more than fit with one besides, or a `top_k` that is not allowed,
-        and EngineError if the engine died, refused, or answered with less than that.
+        Raises ValueError if there are fewer than two tokens, no room for one more, or `top_k` is not allowed, and
+        EngineError if the engine died, refused, or returned an incomplete answer.
         """
         ...
 
 
 def check_scored(token_ids: Sequence[int], top_k: int, max_model_len: int) -> None:
-    """Refuse what no engine can score.
+    """Check the arguments of `score`.
 
-    Raises ValueError for fewer than two tokens, more than fit with one besides, or a negative `top_k`.
+    Raises ValueError if there are fewer than two tokens, no room for one more, or `top_k` is negative.
     """
     if len(token_ids) < 2:
         raise ValueError(f"token_ids must be two or more, for nothing predicts the first; got {len(token_ids)}.")
@@ -56,14 +56,14 @@ def check_scored(token_ids: Sequence[int], top_k: int, max_model_len: int) -> No
 def read_scores(
     token_ids: Sequence[int], reported_ids: torch.Tensor, reported: torch.Tensor, *, engine: str
 ) -> TokenScores:
-    """Return the scores of tokens from what an engine reports of each but the first.
+    """Return token scores from the log-probs that an engine reports for all tokens except the first.
 
     Args:
-        token_ids: `[num_tokens]` that were asked for.
+        token_ids: `[num_tokens]` requested tokens.
         reported_ids, reported: `[num_tokens - 1, 1 + top_k]` ids and log-probs: the token's own, then the likeliest.
-        engine: as errors name it.
+        engine: name of the engine in errors.
 
-    Raises EngineError if the tokens are others, or a log-prob is none.
+    Raises EngineError if the tokens differ, or a log-prob is invalid.
 
     Example:
         >>> ids, log_probs = torch.tensor([[7, 5]]), torch.tensor([[-2.0, -0.5]])
@@ -73,7 +73,7 @@ def read_scores(
     """
     if reported_ids[:, 0].tolist() != list(token_ids[1:]):
         raise EngineError(f"{engine} scored other tokens than it was given.")
-    if not bool((reported <= _LARGEST_LOG_PROB).all()):  # nor is NaN
+    if not bool((reported <= _LARGEST_LOG_PROB).all()):  # also refuses NaN
         raise EngineError(
             f"{engine} returned log-probs up to {float(reported.max())}; numbers up to 0 are expected. Start a server "
             "with log-probs, not logits (vllm serve --logprobs-mode)."

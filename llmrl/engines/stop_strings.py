@@ -1,4 +1,4 @@
-"""Stop strings of a completion that comes in parts, of which an engine sees only the one that it samples."""
+"""Detection of stop strings that span several parts of a completion."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import replace
 
 from llmrl.engines.base import Completion
 
-# What a tokenizer writes for a character of which not all bytes are there.
+# Tokenizers decode an incomplete character to this.
 _UNFINISHED = "\ufffd"
 
 
 class StopStringWatch:
-    """Sees stop strings that begin in one part of a completion and end in another.
+    """Detects stop strings that begin in one part of a completion and end in another.
 
-    Where a part ends with the beginning of a stop string, one token after the other is asked for, until it is complete
-    or something else: so no token is sampled beyond a stop string.
+    If a part ends with the beginning of a stop string, tokens are requested one at a time until the match completes or
+    fails, so no token is sampled after a stop string.
 
     Args:
-        stop: the stop strings.
-        decode: token ids to text.
+        stop: stop strings.
+        decode: function from token ids to text.
 
     Example:
         >>> watch = StopStringWatch(["END"], lambda ids: "".join(map(chr, ids)))
@@ -36,13 +36,13 @@ class StopStringWatch:
         self._num_left = 0
 
     def num_wanted(self, num_left: int) -> int:
-        """Return how many of the tokens that may still be sampled to ask for next."""
+        """Return how many of the `num_left` remaining tokens to request next."""
         self._num_left = num_left
         beginnings = (stop[:length] for stop in self._stop for length in range(1, len(stop)))
         return 1 if self._text.endswith((_UNFINISHED, *beginnings)) else num_left
 
     def judge(self, part: Completion, sampled: list[int]) -> Completion:
-        """Return the part that came after `sampled`, with how it really ended: `abort` where it goes on."""
+        """Return the part after `sampled` with its final finish reason: `abort` if it continues."""
         is_whole = not sampled and part.finish_reason != "abort"
         if not self._stop or is_whole:
             return part

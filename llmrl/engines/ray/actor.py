@@ -1,4 +1,4 @@
-"""What runs in a Ray actor: an engine, and a watch over it."""
+"""The Ray actor of an engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class EngineDiedError(EngineError):
-    """The engine in the actor is dead, though the actor lives."""
+    """Raised if the engine in the actor is dead although the actor lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What never changes about an engine; where it takes no weights, nothing is said of how."""
+    """Constants of an engine; the defaults are those of an engine that takes no weights."""
 
     max_model_len: int
     vocab_size: int | None
@@ -46,20 +46,20 @@ class EngineFacts:
 
 
 class EngineActor:
-    """What runs in the actor: the engine, and a watch over it."""
+    """Ray actor that contains an engine and watches it."""
 
     async def start(self, make_engine: Callable[[], Engine]) -> EngineFacts:
-        """Start the engine and return its constants. Not in `__init__`: Ray passes its errors on as text only."""
+        """Start the engine and return its constants; separate from `__init__`, whose errors Ray passes on as text."""
         self._engine = await asyncio.to_thread(make_engine)
         return EngineFacts.of(self._engine)
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingConfig, request_id: str) -> Completion:
-        """Do what the engine's method does."""
+        """Call `Engine.generate`."""
         with self._told_if_dead():
             return await self._engine.generate(prompt_ids, sampling, request_id=request_id)
 
     async def score(self, token_ids: list[int], top_k: int) -> TokenScores:
-        """Do what the engine's method does; `RayEngine` asks only where there is one."""
+        """Call `ScoresTokens.score`, which the engine must have."""
         assert isinstance(self._engine, ScoresTokens)
         with self._told_if_dead():
             return await self._engine.score(token_ids, top_k=top_k)
@@ -74,27 +74,27 @@ class EngineActor:
             raise EngineDiedError(str(error)) from error
 
     async def abort(self, request_id: str) -> None:
-        """Do what the engine's method does."""
+        """Call `Engine.abort`."""
         await self._engine.abort(request_id)
 
     async def progress(self) -> int | None:
-        """Return the engine's progress, if it has one."""
+        """Return the engine's progress, or None if it does not report any."""
         return await self._engine.progress() if isinstance(self._engine, ReportsProgress) else None
 
     async def take_load(self, reader: str) -> EngineLoad | None:
-        """Return the engine's load, if it tells one."""
+        """Return the engine's load, or None if it does not report any."""
         return take_load(self._engine, reader)
 
     async def call(self, method: str, *arguments: object, **options: object) -> tuple[object, int]:
-        """Call a blocking method of the engine; return its result, and the version that the engine has afterwards."""
+        """Call a blocking method of the engine; return its result and the engine's policy version afterwards."""
         result = await asyncio.to_thread(getattr(self._engine, method), *arguments, **options)
         return result, self._engine.policy_version
 
     async def set_policy_version(self, version: int) -> None:
-        """Count on from `version`."""
+        """Set the version from which updates are counted."""
         self._engine.policy_version = version
 
     async def wait_until_dead(self) -> None:
-        """Return when the engine can serve no more; Ray reports the actor's own death to the caller."""
+        """Return when the engine can no longer serve."""
         while self._engine.is_alive:
             await asyncio.sleep(0.1)

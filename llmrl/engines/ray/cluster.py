@@ -1,4 +1,4 @@
-"""Ray: imported where it is used, and connected to once."""
+"""Connection to a Ray cluster."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from llmrl._utils.imports import require
 
 
 def connect(ray_init_config: Mapping[str, object] | None = None) -> ModuleType:
-    """Return Ray, connected to a cluster: that of `address`, or the one this process is connected to.
+    """Return Ray, connected to the cluster at `address`, or to the current one.
 
-    Without either Ray chooses: `RAY_ADDRESS`, one that runs on this machine, or a new one here (always: `"local"`).
+    Without either, Ray chooses: `RAY_ADDRESS`, a cluster on this machine, or a new one (always new for `"local"`).
 
     Args:
-        ray_init_config: arguments of `ray.init` where this process is not connected yet, such as
+        ray_init_config: arguments of `ray.init`, if this process is not connected yet, such as
             `{"address": "10.0.0.1:6379"}` or `{"address": "auto"}`.
 
     Raises:
-        MissingExtraError: when Ray is not installed, naming the extra.
-        ConnectionError: when there is no cluster at the address.
-        RuntimeError: when this process is connected to another cluster than the one at the address.
+        MissingExtraError: if Ray is not installed; names the extra.
+        ConnectionError: if there is no cluster at the address.
+        RuntimeError: if this process is connected to another cluster.
     """
     ray = require("ray", extra="ray")
     config = dict(ray_init_config or {})
     if not ray.is_initialized():
-        # A cluster that exists has its own dashboard and resources; a new one on this machine needs neither.
+        # An existing cluster has its own dashboard; a new one on this machine needs none.
         here = {} if "address" in config else {"include_dashboard": False}
         ray.init(**{"log_to_driver": False, **here, **config})
         return ray

@@ -1,4 +1,4 @@
-"""`RayEngine`: an engine in a Ray actor, on whatever machine of the cluster has room."""
+"""`RayEngine`: an engine in a Ray actor on any machine of the cluster."""
 
 from __future__ import annotations
 
@@ -33,43 +33,43 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_IN_FLIGHT = 1 << 16
-"""Calls that an actor works on at once; Ray holds back what comes beyond."""
+"""Maximum number of concurrent calls of an actor; Ray queues the rest."""
 _LOAD_SECONDS = 5.0
-"""A metric is not waited for any longer."""
+"""Time limit for reading the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineNotice:
-    """What another process needs to reach an engine's actor; it can be pickled."""
+    """Picklable handle with which other processes reach an engine's actor."""
 
     actor: ActorHandle
     facts: EngineFacts
 
 
 class RayEngine:
-    """The driver's end of an engine in a Ray actor; has the methods of `AsyncVLLM`, where the engine has them.
+    """The driver's side of an engine in a Ray actor, with the methods of `AsyncVLLM` that the engine has.
 
-    A request is one remote call, whatever its length. The actor's death, or that of its engine, is heard of through
-    one call that is left waiting, so `is_alive` makes no call. Ray restarts nothing: `EngineReplicas` does.
+    A request is one remote call. One pending call reports the death of the actor or its engine, so `is_alive` makes no
+    call. Ray restarts nothing: `EngineReplicas` does.
     """
 
     def __init__(self, actor: ActorHandle, facts: EngineFacts, *, start_s: float) -> None:
         self._actor = actor
         self.start_s = start_s
-        """Seconds from the call to an engine that takes requests."""
+        """Seconds from the call until the engine accepted requests."""
         self._facts = facts
         self.max_model_len = facts.max_model_len
-        """Prompt and completion together, in tokens."""
+        """Maximum number of tokens of prompt and completion together."""
         self.vocab_size = facts.vocab_size
         self.host = facts.host
-        """Name of the machine that the engine runs on."""
+        """Name of the engine's machine."""
         self.model_dtype: torch.dtype = facts.model_dtype  # type: ignore[assignment]  # None where it takes no weights
-        """dtype of the weights in the engine."""
+        """dtype of the engine's weights."""
         self.quantization = facts.quantization
-        """How the weights in the engine are quantised, `None` when they are not."""
+        """Quantization of the engine's weights, or None."""
         self.num_workers = facts.num_workers
         self.weight_transfer_backend = facts.weight_transfer_backend
-        """The vLLM backend that new weights come through, `None` when started without."""
+        """vLLM's weight-transfer backend, or None."""
         self._policy_version = 0
         self._in_flight: set[str] = set()
         self._id_prefix = uuid.uuid4().hex[:8]
@@ -89,15 +89,14 @@ class RayEngine:
         """Start an engine in a new actor.
 
         Args:
-            make_engine: called in the actor; must be picklable.
-            ray_options: options of the actor: `num_gpus`, `resources`, `scheduling_strategy`...; one CPU core when
-                not given.
-            ray_init_config: arguments of `ray.init` where this process is not connected to Ray yet, such as `address`.
+            make_engine: picklable function that makes the engine; called in the actor.
+            ray_options: options of the actor, such as `num_gpus` or `resources`; by default one CPU core.
+            ray_init_config: arguments of `ray.init`, if this process is not connected yet, such as `address`.
 
         Raises:
-            ImportError: when Ray is not installed, naming the extra.
-            ConnectionError: when no cluster is at the address.
-            EngineError: when the actor does not start; any other error that `make_engine` raises arrives as it is.
+            ImportError: if Ray is not installed; names the extra.
+            ConnectionError: if there is no cluster at the address.
+            EngineError: if the actor does not start; other errors of `make_engine` are raised unchanged.
         """
         ray = connect(ray_init_config)
         start = time.perf_counter()
@@ -117,35 +116,35 @@ class RayEngine:
         return cls(actor, facts, start_s=time.perf_counter() - start)
 
     def notice(self) -> EngineNotice:
-        """Return how another process of the cluster reaches the same actor."""
+        """Return a handle with which other processes of the cluster reach the actor."""
         return EngineNotice(self._actor, self._facts)
 
     @classmethod
     def reach(cls, notice: EngineNotice) -> RayEngine:
-        """Return an engine that another process started, to generate with; its weights and its end are that one's."""
+        """Return an engine that another process started and owns, for requests only."""
         engine = cls(notice.actor, notice.facts, start_s=0.0)
         engine._is_owner = False
         return engine
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that a request started now would use."""
+        """Version of the weights that a new request would use."""
         return self._policy_version
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Count on from `version`."""
+        """Set the version from which updates are counted."""
         require("ray", extra="ray").get(self._actor.set_policy_version.remote(version))
         self._policy_version = version
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine can serve requests, as far as heard."""
+        """Whether the engine can serve requests, as last reported."""
         return not self._is_dead.is_set()
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not returned yet."""
+        """Number of requests in flight."""
         return len(self._in_flight)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -164,7 +163,7 @@ class RayEngine:
 
         Raises:
             ValueError: as `AsyncVLLM.generate`.
-            EngineError: as `AsyncVLLM.generate`, or when the actor died.
+            EngineError: as `AsyncVLLM.generate`, or if the actor died.
         """
         if request_id is None:
             request_id = str(next(self._id_counter))
@@ -177,12 +176,12 @@ class RayEngine:
                 raise
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return what the engine makes of `[num_tokens]` tokens.
+        """Return the engine's scores of `[num_tokens]` tokens.
 
         Raises:
-            TypeError: when the engine in the actor does not score tokens.
-            ValueError: as its own `score`.
-            EngineError: as its own `score`, or when the actor died.
+            TypeError: if the engine in the actor does not score tokens.
+            ValueError: as the engine's own `score`.
+            EngineError: as the engine's own `score`, or if the actor died.
         """
         if not self._facts.scores_tokens:
             raise TypeError("the engine in the actor does not score given tokens; it has no method score.")
@@ -196,7 +195,7 @@ class RayEngine:
 
     @contextlib.contextmanager
     def _in_flight_as(self, request_id: str) -> Iterator[None]:
-        """Count a request while it is under way; its errors are those of the engine."""
+        """Count a request while it runs, and raise errors as the engine would."""
         if not self.is_alive:
             raise EngineError("The engine's actor is dead; start a new one.")
         self._in_flight.add(request_id)
@@ -208,7 +207,7 @@ class RayEngine:
             self._in_flight.discard(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
+        """Abort a request; its `generate` returns the tokens so far. Unknown ids are ignored."""
         if self.is_alive and request_id in self._in_flight:
             try:
                 await self._actor.abort.remote(self._id_there(request_id))
@@ -216,11 +215,11 @@ class RayEngine:
                 raise self._translated(error) from error
 
     def _id_there(self, request_id: str) -> str:
-        # Others send requests to the same actor, and what a killed process sent may still be in flight there.
+        # Ids are unique per client: others use the same actor, and requests of a killed process may remain.
         return f"{self._id_prefix}/{request_id}"
 
     async def progress(self) -> int | None:
-        """Return what `AsyncVLLM.progress` does; unanswered while the actor itself hangs.
+        """Return what `AsyncVLLM.progress` returns; waits while the actor itself hangs.
 
         Raises EngineError if the actor died.
         """
@@ -230,7 +229,7 @@ class RayEngine:
             raise self._translated(error) from error
 
     def take_load(self, reader: str = METRICS) -> EngineLoad | None:
-        """Return what `AsyncVLLM.take_load` does; None where the engine tells none, or the actor does not answer."""
+        """Return what `AsyncVLLM.take_load` returns; None if the load is unknown or the actor does not answer."""
         ray = require("ray", extra="ray")
         try:
             return ray.get(self._actor.take_load.remote(reader), timeout=_LOAD_SECONDS)
@@ -238,35 +237,35 @@ class RayEngine:
             return None
 
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
-        """Do what `AsyncVLLM.pause` does."""
+        """Call `AsyncVLLM.pause`."""
         self._call("pause", mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
-        """Do what `AsyncVLLM.resume` does."""
+        """Call `AsyncVLLM.resume`."""
         self._call("resume")
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
-        """Do what `AsyncVLLM.reset_prefix_cache` does."""
+        """Call `AsyncVLLM.reset_prefix_cache`."""
         return self._call("reset_prefix_cache", reset_running_requests=reset_running_requests)
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """Do what `AsyncVLLM.init_weight_transfer_engine` does."""
+        """Call `AsyncVLLM.init_weight_transfer_engine`."""
         self._call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        """Do what `AsyncVLLM.start_weight_update` does."""
+        """Call `AsyncVLLM.start_weight_update`."""
         self._call("start_weight_update")
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
-        """Do what `AsyncVLLM.update_weights` does."""
+        """Call `AsyncVLLM.update_weights`."""
         self._call("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Do what `AsyncVLLM.finish_weight_update` does."""
+        """Call `AsyncVLLM.finish_weight_update`."""
         return self._call("finish_weight_update", weight_version)
 
     def shutdown(self) -> None:
-        """End the engine and its actor, unless it was only reached; requests in flight raise `EngineError`."""
+        """End the engine and its actor, if this process owns them; requests in flight raise EngineError."""
         if not self._is_owner:
             self._is_dead.set()
             return
@@ -302,7 +301,7 @@ class RayEngine:
         return result
 
     def _translated(self, error: Exception) -> Exception:
-        """Return what an `AsyncVLLM` would have raised."""
+        """Return the error that an `AsyncVLLM` would have raised."""
         from ray.exceptions import RayError, RayTaskError
 
         cause = _cause(error)

@@ -1,4 +1,4 @@
-"""`EngineRegistry`: how collector actors find the engine actors that the trainer started, and those started since."""
+"""`EngineRegistry`: lets collector actors find the trainer's engine actors."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RegistryActor:
-    """What the registry's actor holds: for each replica the engine that serves in its place, or None."""
+    """Ray actor that stores the serving engine of each replica, or None."""
 
     def __init__(self) -> None:
         self._notices: list[EngineNotice | None] = []
 
     def publish(self, notices: list[EngineNotice | None]) -> None:
-        """Replace what is registered."""
+        """Replace the registered engines."""
         self._notices = notices
 
     def read(self) -> list[EngineNotice | None]:
-        """Return what is registered."""
+        """Return the registered engines."""
         return self._notices
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRegistry:
-    """Names the engines that hold the current weights; travels to other processes of the cluster.
+    """Registry of the engines with the current weights; can be sent to other processes of the cluster.
 
-    The trainer starts engines, sends them weights and replaces dead ones (`EngineReplicas`), and registers who
-    serves. A collector actor reaches them directly: its requests do not pass through the trainer. Where an
-    engine dies it goes on with the others until the registry has another in its place.
+    The trainer starts, updates and replaces engines (`EngineReplicas`) and registers the serving ones. Collector
+    actors send requests to them directly, and find the replacement of a dead engine in the registry.
 
     Example:
         >>> registry = EngineRegistry.start()                                     # doctest: +SKIP
@@ -54,13 +53,13 @@ class EngineRegistry:
 
     @classmethod
     def start(cls) -> EngineRegistry:
-        """Start an empty registry. Raises ImportError if Ray is not installed, naming the extra."""
+        """Start an empty registry. Raises ImportError if Ray is not installed; names the extra."""
         return cls(require("ray", extra="ray").remote(RegistryActor).options(num_cpus=0).remote())
 
     def publish_once(self, replicas: EngineReplicas) -> None:
-        """Say which engines serve now.
+        """Register the engines that serve now.
 
-        Raises TypeError if the replicas are no Ray actors: other processes cannot reach them.
+        Raises TypeError if the replicas are not Ray actors, since other processes cannot reach them.
         """
         serving = replicas.serving
         notices = []
@@ -73,10 +72,9 @@ class EngineRegistry:
         require("ray", extra="ray").get(self.actor.publish.remote(notices))
 
     def publish(self, replicas: EngineReplicas) -> None:
-        """Publish now, and whenever other engines serve, until the replicas are shut down.
+        """Register the serving engines now and at each change, until the replicas are shut down.
 
-        So an engine that dies or hangs is replaced, and its successor found, while the trainer waits for a batch and
-        makes no request itself.
+        Hanging engines are replaced meanwhile, even while the trainer makes no requests.
 
         Raises TypeError as `publish_once` does.
         """
@@ -93,19 +91,19 @@ class EngineRegistry:
             if (serving := _serving(replicas)) != published:
                 try:
                     self.publish_once(replicas)
-                except Exception as error:  # the cluster is gone, or the registry: collectors see that themselves
+                except Exception as error:  # the cluster or the registry is gone, which collectors detect themselves
                     _LOGGER.warning("the registry of engines could not be written: %s", error)
                     return
                 published = serving
         watching.cancel()
 
     def connect(self, *, timeout_s: float = 600.0) -> EngineReplicas:
-        """Return the engines that serve now, from wherever this is called.
+        """Return the engines that serve now; may be called on any machine of the cluster.
 
         Args:
-            timeout_s: how long a dead engine's place may stay empty before it is given up.
+            timeout_s: time in seconds to wait for the replacement of a dead engine.
 
-        Raises EngineError if none serves.
+        Raises EngineError if no engine serves.
         """
         notices = [notice for notice in self._read() if notice is not None]
         if not notices:

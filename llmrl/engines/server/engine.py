@@ -1,4 +1,4 @@
-"""`ServerEngine`: an engine that lives elsewhere, behind an OpenAI-compatible `/v1/completions`."""
+"""`ServerEngine`: an engine behind an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -33,50 +33,48 @@ if TYPE_CHECKING:
     import aiohttp
 
 PROBE_INTERVAL_S = 1.0
-"""How often a server that could not be reached is asked again."""
+"""Seconds between probes of an unreachable server."""
 DEFAULT_REPLY_TIMEOUT_SECONDS = 600.0
-"""As OpenAI's own client has it."""
+"""Default of OpenAI's client."""
 _CONTROL_TIMEOUT_S = 30.0
-"""Of what takes a server no time."""
+"""Time limit for quick requests."""
 _ABORT_TIMEOUT_S = 10.0
-"""For a server to answer a request that it was told to end; then it is hung up on."""
-# Of an answer; a token takes some hundred, with its text, its id and its log-prob.
+"""Time limit for the answer of an aborted request, after which its connection is closed."""
+# Limits of an answer's size; a token with its text, id and log-prob takes some hundred bytes.
 _NUM_BASE_BYTES = 1 << 20
 _NUM_TOKEN_BYTES = 1 << 12
 
 
 class ServerEngine(ServerUpdates, ServerScores):
-    """Token ids in, token ids and log-probs out, over HTTP: vLLM, or any server that returns both.
+    """Engine behind an HTTP server: vLLM, or any server that returns token ids and log-probs.
 
-    With `vllm serve`, log-probs are those of the distribution sampled from only with
-    `--logprobs-mode processed_logprobs`: the first request that is not plain sampling at temperature 1 checks it.
-    The server's weights are its owner's affair: tokens carry the `policy_version` that held when they were asked for.
-    With `weight_sync` they are the trainer's, and it is used like an `AsyncVLLM`: the server is a `vllm serve
-    --enable-scale-out` under `VLLM_SERVER_DEV_MODE=1`, requests go to its token-in-token-out route, and each token
-    carries the version that sampled it. A server that was started again serves when it has got the current weights.
-    Start one engine a server and put several into `EngineReplicas`.
+    `vllm serve` needs `--logprobs-mode processed_logprobs` to return log-probs of the sampled distribution; the first
+    request that is not plain sampling at temperature 1 checks this. By default the server's owner manages its weights,
+    and tokens have the `policy_version` at their request. With `weight_sync` the engine is used like an `AsyncVLLM`:
+    the server is a `vllm serve --enable-scale-out` with `VLLM_SERVER_DEV_MODE=1`, each token has the version that
+    sampled it, and a restarted server serves after the next update. Use one engine per server, and `EngineReplicas`
+    for several.
 
     Args:
-        base_url: such as `http://host:8000`, with or without `/v1`.
-        model: as the server names it; its first when not given.
-        api_key: sent as a bearer token.
-        max_model_len: prompt and completion together; asked of the server when not given.
-        vocab_size: number of token ids, which no server tells; ids beyond are refused. The tokenizer's where not given:
-            give it for a model that has ids beyond its tokenizer's.
-        policy_version: version of the server's weights, if the server does not know it.
-        weight_sync: take new weights. With vLLM's backend `llmrl` (the package beside the server, `pip install
-            --no-deps llmrl`) all ways of `VLLMWeightSyncScheme` and `VLLMDoubleBufferSyncScheme`; with `nccl` and `ipc`
-            vLLM's own; without a backend files, which vLLM reads by itself.
-        start_timeout_seconds: how long to wait for a server that cannot be reached yet.
-        reply_timeout_seconds: a request that is not answered by then, waiting in the server's queue included, fails
-            with an `EngineError`, which is tried again like any other; None waits for ever. It has to be longer than
-            the longest completion takes on a busy server, and with `weight_sync` than the server takes to load weights.
-            A server that does not answer in time serves again when it answers and holds the current weights.
+        base_url: URL such as `http://host:8000`, with or without `/v1`.
+        model: model name on the server; by default its first model.
+        api_key: key sent as a bearer token.
+        max_model_len: maximum number of tokens of prompt and completion together; by default the server's.
+        vocab_size: number of token ids; larger ids are refused. By default the tokenizer's number, so pass it for a
+            model that has more ids than its tokenizer.
+        policy_version: version of the server's weights, if the server does not report it.
+        weight_sync: whether to update the server's weights. vLLM's backend `llmrl` (which needs `pip install --no-deps
+            llmrl` on the server) supports all modes of `VLLMWeightSyncScheme` and `VLLMDoubleBufferSyncScheme`; `nccl`
+            and `ipc` are vLLM's own; without a backend, vLLM reads files.
+        start_timeout_seconds: time to wait for a server that cannot be reached yet.
+        reply_timeout_seconds: time limit of a request, including the server's queue; a request that exceeds it raises
+            EngineError. Must exceed the longest completion on a busy server and, with `weight_sync`, a weight load.
+            None waits forever. A server that was too slow serves again when it answers and has the current weights.
 
     Raises:
-        MissingExtraError: when aiohttp is not installed, naming the extra.
-        EngineError: when the server cannot be reached, or is to take weights and cannot, with the options that help.
-        ValueError: when it has not that model, or does not say its `max_model_len`; for a number that is not positive.
+        MissingExtraError: if aiohttp is not installed; names the extra.
+        EngineError: if the server cannot be reached, or cannot take weights; names the missing options.
+        ValueError: if the server lacks the model or a `max_model_len`, or a number is not positive.
 
     Example:
         >>> engine = ServerEngine("http://localhost:8000")                              # doctest: +SKIP
@@ -102,7 +100,7 @@ class ServerEngine(ServerUpdates, ServerScores):
                 f"reply_timeout_seconds must be positive, or None to wait for ever; got {reply_timeout_seconds}."
             )
         self.vocab_size = vocab_size
-        """Number of token ids, where it was given."""
+        """Number of token ids, or None if it was not given."""
         self.reply_timeout_seconds = reply_timeout_seconds
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._is_reachable = True
@@ -134,16 +132,16 @@ class ServerEngine(ServerUpdates, ServerScores):
             self.shutdown()
             raise
         self.max_model_len: int = limit
-        """Prompt and completion together, in tokens."""
+        """Maximum number of tokens of prompt and completion together."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server could be reached when last tried; one that could not is tried every second."""
+        """Whether the server was reachable at the last attempt; an unreachable one is probed every second."""
         return self._is_reachable and not self._is_closed
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not returned yet."""
+        """Number of requests in flight."""
         return len(self._in_flight)
 
     async def generate(
@@ -156,10 +154,9 @@ class ServerEngine(ServerUpdates, ServerScores):
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one server.
 
-        Raises ValueError for an empty prompt, one without room for a token, a `request_id` that is in flight, or a
-        request that the server refuses, and EngineError if the server cannot be reached or does not answer in time, or
-        returns tokens without their ids or log-probs, ids or log-probs that no model can have given, or log-probs of
-        another distribution.
+        Raises ValueError if the prompt is empty or leaves no room for a token, `request_id` is in flight, or the server
+        refuses, and EngineError if the server cannot be reached, does not answer in time, or returns an invalid answer or
+        log-probs of another distribution.
         """
         self._num_requests += 1
         request_id = f"{id(self):x}-{self._num_requests}" if request_id is None else request_id
@@ -180,17 +177,17 @@ class ServerEngine(ServerUpdates, ServerScores):
             del self._in_flight[request_id]
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raises ValueError for top-p or min-p without top-k: a server cannot say what these kept."""
+        """Raise ValueError for top-p or min-p without top-k, for which a server cannot report the kept ids."""
         check_sampling(sampling)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns what it has with `weight_sync`, else nothing: it is hung up on."""
+        """Abort a request; its `generate` returns the tokens so far with `weight_sync`, otherwise none."""
         aborted = self._in_flight.get(request_id)
         if aborted is not None and not self._is_closed:
             self._background.loop.call_soon_threadsafe(aborted.set)
 
     async def progress(self) -> int | None:
-        """Return a number that changes with every token that comes; None while none is due, or if that is unknown."""
+        """Return a number that changes with every new token; None if idle, paused or unknown."""
         if self.info is None or self._is_paused or self._is_closed or not self._in_flight:
             return None
         fetching = self._fetch("GET", "/metrics", None, _CONTROL_TIMEOUT_S, _NUM_BASE_BYTES)
@@ -198,7 +195,7 @@ class ServerEngine(ServerUpdates, ServerScores):
         return tokens_so_far(text.decode(errors="replace")) if status == 200 else None
 
     def shutdown(self) -> None:
-        """Hang up; the server stays. May be called twice."""
+        """Close the connections; the server keeps running. May be called twice."""
         self._is_closed = True
         if hasattr(self, "_finalizer"):
             self._finalizer()
@@ -231,7 +228,7 @@ class ServerEngine(ServerUpdates, ServerScores):
             self._lose()
             raise
         finally:
-            # Hanging up is what makes a server stop.
+            # Closing the connection makes the server stop.
             answer.cancel()
             abortion.cancel()
 
@@ -257,10 +254,10 @@ class ServerEngine(ServerUpdates, ServerScores):
         )
 
     async def _check_distribution(self, prompt_ids: list[int]) -> None:
-        """Look at log-probs that the distribution sampled from has whatever the model makes of the prompt.
+        """Check log-probs that have known values for any prompt if they are of the sampled distribution.
 
-        Of one token left it is 0. Twice the temperature halves how far the two likeliest are apart; where they are not
-        apart in any distribution, the model is not so certain of the first that its own log-prob could pass for 0.
+        With top-k 1 the log-prob is 0. Doubling the temperature halves the gap between the two likeliest tokens; if there
+        is no gap, the model's own log-prob of the first cannot be near 0.
         """
         [first] = (await self._ask(prompt_ids, SamplingConfig(top_k=1, replay=False), 1)).log_probs
         cool, warm = [await self._distance(prompt_ids, temperature) for temperature in (1.0, 2.0)]
@@ -273,13 +270,13 @@ class ServerEngine(ServerUpdates, ServerScores):
         self._is_distribution_known = True
 
     async def _distance(self, prompt_ids: list[int], temperature: float) -> float:
-        """Return by how much the likeliest token's log-prob is above the next one's."""
+        """Return the difference between the log-probs of the two likeliest tokens."""
         body = completion_request(self.model, prompt_ids, SamplingConfig(top_k=2, temperature=temperature), 1)
         answer = await self._request("POST", "/v1/completions", body, budget=1)
         return likeliest_distance(answer, self._base_url)
 
     def _first_answer(self, timeout_seconds: float) -> object:
-        """Return the list of models, of a server that may have to start first."""
+        """Return the list of models, waiting for a server that is still starting."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             try:
@@ -290,7 +287,7 @@ class ServerEngine(ServerUpdates, ServerScores):
             time.sleep(PROBE_INTERVAL_S)
 
     def hang_up(self) -> None:
-        """End all calls and requests with an `EngineError`; the server is taken back when it answers again."""
+        """Fail all calls and requests with EngineError; the server is used again once it answers."""
         self._is_reachable = False
         if not self._is_closed:
             self._background.loop.call_soon_threadsafe(self._expire_all)
@@ -328,7 +325,7 @@ class ServerEngine(ServerUpdates, ServerScores):
     async def _request(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, budget: int | None = None
     ) -> object:
-        """Return the JSON that the server answers with; `budget` tokens are asked for, or what takes no time."""
+        """Return the server's JSON answer to a request for `budget` tokens, or to a quick one if None."""
         seconds = _CONTROL_TIMEOUT_S if budget is None else self.reply_timeout_seconds
         advice = "" if budget is None else "; reply_timeout_seconds says how long it may take"
         max_bytes = _NUM_BASE_BYTES + _NUM_TOKEN_BYTES * (budget or 0)
@@ -354,7 +351,7 @@ class ServerEngine(ServerUpdates, ServerScores):
         *,
         advice: str = "",
     ) -> tuple[int, bytes]:
-        """Return status and body of an answer. Raises EngineError if there is none in time, or it is too long."""
+        """Return status and body of a response. Raises EngineError if it is late or too long."""
         import aiohttp
 
         url = f"{self._base_url}{path}"
@@ -375,14 +372,14 @@ class ServerEngine(ServerUpdates, ServerScores):
             self._deadlines.discard(deadline)
 
     def _lose(self) -> None:
-        """Take the server as one that cannot be reached, until it answers again."""
+        """Treat the server as unreachable until it answers again."""
         self._is_reachable = False
         if self._watch is None or self._watch.done():
             self._watch = asyncio.ensure_future(_watch(weakref.ref(self)))
 
 
 async def _watch(engine: weakref.ref[ServerEngine]) -> None:
-    """Ask again until the server answers."""
+    """Probe the server until it answers."""
     while True:
         await asyncio.sleep(PROBE_INTERVAL_S)
         one = engine()

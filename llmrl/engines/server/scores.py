@@ -1,4 +1,4 @@
-"""The part of `ServerEngine` that scores tokens which the server did not sample: vLLM's `prompt_logprobs`."""
+"""The part of `ServerEngine` that scores given tokens, with vLLM's `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from llmrl.engines.base import EngineError
 from llmrl.engines.scores import TokenScores, check_scored, read_scores
 
 _NUM_SCORES_A_TOKEN = 16
-"""Number of scores that take as much JSON as one sampled token may."""
+"""Number of scores with at most as much JSON as one sampled token."""
 
 
 class ServerScores(ABC):
-    """What asks a server for the scores of given tokens, and for the tokens of a text."""
+    """Requests a server's scores of given tokens, and the tokens of a text."""
 
     max_model_len: int
     model: str
@@ -27,16 +27,15 @@ class ServerScores(ABC):
     async def _request(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, budget: int | None = None
     ) -> object:
-        """Return the JSON that the server answers with."""
+        """Return the server's JSON answer."""
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids in its place.
+        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids at each position.
 
-        They are the model's own, at temperature 1; any `vllm serve` gives them, of 20 ids in each place unless it was
-        started with more (`--max-logprobs`).
+        Log-probs are at temperature 1. Every `vllm serve` returns them, for up to 20 ids or its `--max-logprobs`.
 
-        Raises ValueError for fewer than two tokens, more than fit with one besides, or a request that the server
-        refuses, and EngineError if the server cannot be reached, does not answer in time, or returns less.
+        Raises ValueError if there are fewer than two tokens, no room for one more, or the server refuses, and EngineError
+        if the server cannot be reached, does not answer in time, or returns an incomplete answer.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         body = {"model": self.model, "prompt": list(token_ids), "prompt_logprobs": top_k, "max_tokens": 1}
@@ -45,10 +44,10 @@ class ServerScores(ABC):
         return read_prompt_scores(await self._background.wait(asked), token_ids, top_k, server=self._base_url)
 
     async def tokenize(self, text: str) -> list[int]:
-        """Return the token ids that the server's tokenizer makes of a text, special tokens in it included.
+        """Return the token ids of a text by the server's tokenizer; special tokens in the text are parsed.
 
-        Raises ValueError if the server refuses, as one without a tokenizer, and EngineError if it cannot be reached,
-        or answers without ids.
+        Raises ValueError if the server refuses (if it has no tokenizer, say), and EngineError if it cannot be reached or
+        returns no ids.
         """
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         asked = self._request("POST", "/tokenize", body, budget=len(text))
@@ -62,7 +61,7 @@ class ServerScores(ABC):
 def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, server: str) -> TokenScores:
     """Read the scores of a prompt's tokens from a server's answer.
 
-    Raises EngineError if they are missing, short, of other tokens, or none that a model can have given.
+    Raises EngineError if they are missing, incomplete, of other tokens, or invalid.
 
     Example:
         >>> place = {"7": {"logprob": -2.0, "rank": 4}, "5": {"logprob": -0.5, "rank": 1}}
@@ -75,7 +74,7 @@ def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, 
     try:
         _, *places = answer["choices"][0]["prompt_logprobs"]  # type: ignore[index]
         for token_id, place in zip(token_ids[1:], places, strict=True):
-            # Where its own is not among the likeliest, its rank is beyond theirs.
+            # If the token is not among the likeliest, its rank is greater than theirs.
             likeliest = sorted((entry["rank"], int(name), entry["logprob"]) for name, entry in place.items())[:top_k]
             ids.append([token_id, *(number for _, number, _ in likeliest)])
             log_probs.append([place[str(token_id)]["logprob"], *(log_prob for *_, log_prob in likeliest)])

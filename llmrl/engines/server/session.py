@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 async def open_session(api_key: str | None) -> aiohttp.ClientSession:
-    """Open a session without a limit of connections.
+    """Open a session without a connection limit.
 
-    Raises MissingExtraError if aiohttp is not installed, naming the extra.
+    Raises MissingExtraError if aiohttp is not installed; names the extra.
     """
     aiohttp = require("aiohttp", extra="server")
     return aiohttp.ClientSession(
@@ -26,7 +26,7 @@ async def open_session(api_key: str | None) -> aiohttp.ClientSession:
 
 
 def close_session(session: aiohttp.ClientSession, background: BackgroundLoop) -> None:
-    """Close it, and the loop that it lives on."""
+    """Close a session and its event loop."""
     if not background.is_closed:
         with contextlib.suppress(Exception):
             background.run(session.close(), timeout=10)
@@ -34,7 +34,7 @@ def close_session(session: aiohttp.ClientSession, background: BackgroundLoop) ->
 
 
 async def read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body of an answer. Raises ValueError if it is longer than `max_bytes`; the rest is not read."""
+    """Return the body of a response. Raises ValueError if it exceeds `max_bytes`, without reading the rest."""
     parts = []
     num_bytes = 0
     async for part in response.content.iter_any():
