@@ -1,4 +1,4 @@
-"""The model as an agent sees it, and what the agent returns."""
+"""The types of an agent: its model and its score."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from llmrl._utils.types import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentModel:
-    """The address of the model for an agent; each is valid for one rollout."""
+    """Address of the model for an agent, valid for one rollout."""
 
     base_url: str
-    """With `/v1`, for the clients of OpenAI and of Anthropic alike."""
+    """URL that ends in `/v1`, for clients of OpenAI and Anthropic."""
     api_key: str
-    """Secret that identifies the rollout: a client that sends it acts as the rollout's agent."""
+    """Secret key of the rollout."""
     name: str
-    """Name of the model. `NAME:aside` is answered and not recorded: for titles, or summaries for a screen."""
+    """Name of the model; answers of `NAME:aside` are not recorded (for titles or summaries, say)."""
     info: dict[str, object] = field(default_factory=dict)
     """Entries that an agent adds to the rollout's record."""
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that point programs to the model."""
+        """Return environment variables with which programs find the model."""
         bare_url = self.base_url.removesuffix("/v1")
         # Requests to this machine must not go through the user's proxy.
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
@@ -43,10 +43,10 @@ class AgentModel:
 
 
 class AgentTimeout(Exception):
-    """Raised if an agent exceeds its time limit: its rollout is truncated."""
+    """Raised if an agent exceeds its time limit; its rollout is truncated."""
 
 
 Score = float | Mapping[str, float] | None
-"""A number, named parts that add up, or None: not scored."""
+"""A number, named parts that add up, or None for no score."""
 Play = Callable[[Row, AgentModel], Score | Awaitable[Score]]
-"""An agent: a function of a row of the dataset and the model, which plays to its end."""
+"""An agent: a function of a dataset row and the model that plays one rollout."""

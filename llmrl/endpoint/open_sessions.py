@@ -1,4 +1,4 @@
-"""`OpenSessions`: sessions that clients open by their first request."""
+"""`OpenSessions`: sessions that clients open with their first request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from llmrl.endpoint.tree import ChainKey, chain_keys
 
 
 class OpenSessions:
-    """Sessions for all clients with the key. A path, or `X-Session-ID`, names a session; its first request opens it.
+    """Sessions of all clients with the key, opened by the first request with a name (in the path or `X-Session-ID`).
 
-    A request without a name joins the session that has the conversation it continues; one that begins a conversation
-    opens a session. Idle sessions are ended.
+    A request without a name joins the session whose conversation it continues, or opens a new one.
 
     Args:
         open_session: function that makes a session with a name.
@@ -38,7 +37,7 @@ class OpenSessions:
         self._on_end = on_end
         self._idle_seconds = idle_seconds
         self._sessions: dict[str, Session] = {}
-        self._by_prompt: dict[ChainKey, str] = {}  # of those without a name of their client's
+        self._by_prompt: dict[ChainKey, str] = {}  # only sessions without a client's name
         self._numbers = itertools.count()
 
     @property
@@ -50,7 +49,7 @@ class OpenSessions:
         return len(self._sessions)
 
     def check(self, api_key: str | None, session_id: str | None) -> None:
-        """Check a client's key, if one is required. Raises RefusedRequest if the key is wrong."""
+        """Check a client's key, if required. Raises RefusedRequest if it is wrong."""
         if self._api_key is None:
             return
         given = (api_key or "").encode(errors="surrogateescape")  # a header may hold any bytes
@@ -68,16 +67,16 @@ class OpenSessions:
     def _name(self, request: ModelRequest) -> str:
         if request.previous_id is not None:
             answered = (name for name, session in self._sessions.items() if session.has_answered(request.previous_id))
-            return next(answered, "unnamed/none")  # which has no answers, and says so
+            return next(answered, "unnamed/none")  # a session without answers, which refuses the id
         keys = chain_keys(request.messages, request.tools)
-        # Those of prompts that messages were added to; the whole prompt is another sample, and begins anew.
+        # Only prefixes of the prompt: an equal prompt is another sample, which opens a session.
         known = (self._by_prompt.get(key) for key in reversed(keys[:-1]))
         name = next((name for name in known if name in self._sessions), None) or f"unnamed/{next(self._numbers)}"
         self._by_prompt[keys[-1]] = name
         return name
 
     def end_idle(self) -> None:
-        """End the idle sessions; call this from time to time."""
+        """End the idle sessions; must be called regularly."""
         now_s = time.monotonic()
         for name, session in list(self._sessions.items()):
             if now_s - session.last_used_s > self._idle_seconds and not session.is_asked:

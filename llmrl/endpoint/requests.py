@@ -1,4 +1,4 @@
-"""Requests of clients and their answers, independent of the dialect."""
+"""Requests and answers, independent of the API dialect."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class RefusedRequest(Exception):
-    """A request that is refused; each dialect has its own form of the error.
+    """Raised if a request is refused; each dialect formats the error in its own way.
 
     Args:
-        message: text of the error, for persons.
+        message: error message.
         status: HTTP status.
-        code: code of the error, for programs.
+        code: error code.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error"):
@@ -30,48 +30,48 @@ class RefusedRequest(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """A request for answers."""
+    """A request for one answer or several."""
 
     messages: tuple[Message, ...]
     model: str
     tools: tuple[ToolSchema, ...] = ()
     max_tokens: int | None = None
-    """Maximum length of an answer, in tokens; the run's own limit applies, too."""
+    """Maximum length of an answer, in tokens, in addition to the run's own limit."""
     stop: tuple[str, ...] = ()
     num_answers: int = 1
     is_streamed: bool = False
     may_call: bool = True
-    """False if calls must be read as text (`tool_choice` none)."""
+    """False if tool calls are read as text (`tool_choice` none)."""
     wants_log_probs: bool = False
     is_usage_streamed: bool = False
     previous_id: str | None = None
-    """Id of the reply that these messages continue, if a client sends only the new ones."""
+    """Id of the reply that these messages continue, if the client sends only new ones."""
     num_instructions: int = 0
-    """Number of messages at the beginning that apply to this request only, if it continues an earlier one."""
+    """Number of leading messages that apply to this request only, if it continues an earlier one."""
     sampling: Mapping[str, Json] = field(default_factory=dict)
-    """Entries of a `SamplingConfig` that it sets; a run that trains overrides them."""
+    """Requested fields of `SamplingConfig`; ignored in training."""
     overridden: tuple[str, ...] = ()
-    """Names of the requested options that are not supported; the answer is sampled without them."""
+    """Names of the requested options that are not supported and are ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelAnswer:
-    """One answer to a request, as its client sees it."""
+    """One answer to a request, as the client sees it."""
 
     content: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
-    """Each with an id."""
+    """Tool calls, each with an id."""
     finish_reason: FinishReason
     stop_string: str | None
-    """The stop string that ended it, which is not in its content."""
+    """Stop string that ended the answer and is not in its content, if any."""
     token_texts: Sequence[str]
-    """The log-probs of each sampled token, if requested."""
+    """Text of each sampled token; empty unless log-probs were requested."""
     log_probs: Sequence[float]
     num_tokens: int
 
     def message(self) -> Message:
-        """Return the answer as the client will send it again."""
+        """Return the answer as a message of the client's next request."""
         message: dict[str, Json] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -91,9 +91,9 @@ class ModelReply:
     answers: tuple[ModelAnswer, ...]
     num_prompt_tokens: int
     num_cached_tokens: int = field(default=0)
-    """Number of the prompt's tokens that an earlier turn of the session held."""
+    """Number of prompt tokens that were in the prefix cache."""
 
     @property
     def num_completion_tokens(self) -> int:
-        """Of all answers."""
+        """Number of sampled tokens of all answers."""
         return sum(answer.num_tokens for answer in self.answers)

@@ -1,4 +1,4 @@
-"""`EndpointServer`: the policy behind HTTP, in the API dialects of agents."""
+"""`EndpointServer`: the policy behind HTTP, in several API dialects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("llmrl")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_BYTES = 64 << 20
 _LARGE_BYTES = 256 << 10
-"""Size from which a body is parsed in a thread, since that takes milliseconds, in which no session is answered."""
+"""Size from which a body is parsed in a thread, so that other sessions are not delayed."""
 _READ_SECONDS = 60.0
 """Time limit for the body of a request."""
 _HEAD_SECONDS = 75.0
@@ -41,7 +41,7 @@ _NO_RETRY = {"x-should-retry": "false"}
 
 
 class Sessions(Protocol):
-    """The sessions that a server answers."""
+    """The sessions of a server."""
 
     def __len__(self) -> int:
         """Return the number of open sessions."""
@@ -57,7 +57,7 @@ class Sessions(Protocol):
         ...
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a request; `session_id` is that of its path or of `X-Session-ID`.
+        """Return the session of a request; `session_id` is from its path or `X-Session-ID`.
 
         Raises RefusedRequest if the client has no access.
         """
@@ -66,14 +66,14 @@ class Sessions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The requests and answers of one API; all of these are pure functions."""
+    """Pure functions for the requests and answers of one API."""
 
     read: Callable[[Body], ModelRequest]
     write: Callable[[ModelReply], Json]
     events: Callable[[ModelReply, ModelRequest], Iterator[tuple[str | None, Json]]]
     error: Callable[[RefusedRequest], Json]
     error_event: str | None = None
-    """The name of an error event."""
+    """Name of an error event."""
 
 
 CHAT = Dialect(chat.read, chat.write, chat.events, chat.error)
@@ -86,9 +86,9 @@ class EndpointServer:
 
     Args:
         sessions: sessions to answer.
-        model_name: name of the model in requests; with `:aside` appended an answer is not recorded.
+        model_name: name of the model in requests; with the suffix `:aside` an answer is not recorded.
 
-    Raises MissingExtraError if aiohttp is not installed; the message names the extra.
+    Raises MissingExtraError if aiohttp is not installed; names the extra.
     """
 
     def __init__(self, sessions: Sessions, *, model_name: str = "policy") -> None:
@@ -100,10 +100,10 @@ class EndpointServer:
         self._runner: web.AppRunner | None = None
         self._host = ""
         self.url = ""
-        """URL of the server, without a path; empty until it listens."""
+        """URL of the server without a path; empty before `start`."""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen, by default on a free port and for this machine only. Raises OSError if the port is taken."""
+        """Listen, by default on a free port for this machine only. Raises OSError if the port is taken."""
         # aiohttp keeps chunks of a body up to this size; a larger body is refused by its length.
         app = self.web.Application(client_max_size=_MAX_BYTES)
         # A client with the address that ends in /v1 may add /v1 again; a path may name the session.
@@ -125,7 +125,7 @@ class EndpointServer:
             handler_cancellation=True,
             shutdown_timeout=1.0,
             access_log=None,
-            keepalive_timeout=_HEAD_SECONDS,  # which counts from the connection's beginning, too
+            keepalive_timeout=_HEAD_SECONDS,  # also limits the time of a connection's first request
         )
         await self._runner.setup()
         site = self.web.TCPSite(self._runner, host, port, backlog=4096)
@@ -135,7 +135,7 @@ class EndpointServer:
         self.url = f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}"
 
     async def close(self) -> None:
-        """Stop listening, and end all connections."""
+        """Stop listening, and close all connections."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -164,9 +164,9 @@ class EndpointServer:
         return self.web.json_response(dialect.error(refused), status=refused.status, headers=_NO_RETRY)
 
     def _check_page(self, request: web.Request) -> None:
-        """Refuse pages of a browser if no key is needed: a page of any site may send requests to this machine.
+        """Refuse requests of web pages if no key is needed, since any site's page may send requests to this machine.
 
-        A name that a page had resolved to this machine (DNS rebinding) is in `Host`, another page's in `Origin`.
+        `Host` reveals a name resolved to this machine (DNS rebinding), and `Origin` another site's page.
         """
         if self.sessions.needs_key:
             return
@@ -256,11 +256,11 @@ class EndpointServer:
 
     @staticmethod
     def _asker(request: web.Request) -> tuple[str | None, str | None]:
-        """Return the key of the client, and the name of the session."""
+        """Return the client's key and the name of its session."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         api_key = request.headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else None)
         session_id = request.match_info.get("session") or request.headers.get("X-Session-ID")
-        if session_id is not None and not session_id.isprintable():  # bytes that are no UTF-8 are not, either
+        if session_id is not None and not session_id.isprintable():  # also refuses bytes that are not UTF-8
             raise RefusedRequest(f"the session's name must be printable text, got {session_id!a:.80}.")
         return api_key, session_id
 
@@ -279,7 +279,7 @@ class EndpointServer:
     async def _models(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))
         names = (self.model_name, f"{self.model_name}{ASIDE}")
-        # Entries of both APIs.
+        # Entries of both APIs
         openais = {"object": "model", "created": 0, "owned_by": "llmrl"}
         anthropics = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
         models = [{"id": name, "display_name": name, **openais, **anthropics} for name in names]

@@ -1,4 +1,4 @@
-"""`Session`: the requests of one client and their answers; the record of one rollout."""
+"""`Session`: the requests and answers of one client, which form one rollout."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from llmrl.rendering import Conversation, RenderingError
 from llmrl.rendering.tool_calls import Json, ToolCall
 
 Complete = Callable[[list[int], SamplingConfig], Awaitable[Completion]]
-"""Samples one completion of a prompt's ids, `[num_prompt_tokens]`."""
+"""Function that samples one completion of prompt ids, `[num_prompt_tokens]`."""
 
 RETRY_SECONDS = 10.0
-"""Time for which an answer is kept, and sampled, after its client hung up; clients retry within 8 s."""
+"""Time for which sampling continues after the client disconnects; clients retry within 8 s."""
 _TOKEN_CHARACTERS = 512
-"""Upper bound on the characters of a token in any known tokenizer; prompts that exceed it are refused unread."""
+"""Upper bound on the characters per token; longer prompts are refused without rendering."""
 _USUAL_CHARACTERS = 8
-"""Upper bound on the characters of an average token; prompts that exceed it are first counted in a thread."""
+"""Usual upper bound on the characters per token; longer prompts are counted in a thread."""
 ASIDE = ":aside"
-"""Suffix of the model's name in requests that are answered and not recorded: titles, summaries for a screen."""
+"""Suffix of the model's name in requests that are not recorded, such as titles or summaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """The limits of a session."""
+    """Limits of a session."""
 
     max_prompt_tokens: int
     max_turns: int | None = None
     """Maximum number of answers."""
     max_completion_tokens: int | None = None
-    """Maximum number of sampled tokens of all answers; concurrent requests each may use what was left at first."""
+    """Maximum number of sampled tokens of all answers; concurrent requests each may use the remainder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,19 @@ class _Sampled:
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One request and its answers; a client that repeats the request gets the same answers."""
+    """A request and its answers; repeated requests share them."""
 
     request: ModelRequest
     task: asyncio.Task[_Sampled]
     """Raises `RefusedRequest` if the request cannot be answered."""
     num_clients: int = 1
-    """Number of clients that wait for it."""
+    """Number of waiting clients."""
     reply: ModelReply | None = None
-    """The delivered reply; None until then."""
+    """The delivered reply, or None."""
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether all clients hung up before the reply."""
+        """Whether all clients disconnected before the reply."""
         return self.reply is None and not self.num_clients
 
     @property
@@ -71,24 +71,22 @@ class Exchange:
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
     def leave(self) -> None:
-        """Record that a client hung up; sampling ends unless the client repeats the request in time."""
+        """Record that a client disconnected; sampling ends unless the client repeats the request in time."""
         self.num_clients -= 1
         if self.is_abandoned and not self.task.done():
             asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self.is_abandoned and self.task.cancel())
 
 
 class Session:
-    """Answers the requests of one client, or of several that share it, and keeps what it answered.
-
-    Everything runs on one event loop.
+    """Answers and records the requests of one client or several; runs on one event loop.
 
     Args:
-        session_id: names its answers.
+        session_id: id of the session.
         tree: tree that records the turns.
         complete: function that samples.
-        sampling: sampling of the run; it overrides what clients ask beyond stop strings and shorter answers.
+        sampling: sampling parameters of the run; clients may add stop strings and shorten answers.
         limits: limits of the session.
-        does_client_sample: whether clients set temperature and the like: only if nothing is trained.
+        does_client_sample: whether clients set temperature and the like; only if nothing is trained.
     """
 
     def __init__(
@@ -108,28 +106,28 @@ class Session:
         self._sampling = sampling
         self._does_client_sample = does_client_sample
         self.reason: str = StopReason.NONE
-        """The budget that ended it, see `StopReason`; empty if none has."""
+        """Budget that ended the session, see `StopReason`, or empty."""
         self.last_refusal: str = StopReason.NONE
         """Reason of the last refusal, if it was a limit of the run."""
         self.failure: Exception | None = None
         """The last error of the engine."""
         self.info: dict[str, object] = {}
-        """Entries that its agent adds to the rollout's record."""
+        """Entries that the agent adds to the rollout's record."""
         self.overridden: Counter[str] = Counter()
-        """Counts of the requested options that the run overrides, by name."""
+        """Number of requests per option that the run overrides."""
         self.counts: Counter[str] = Counter()
-        """`num_aside`, `num_repeated` requests; `num_lost` answers that no client waited for."""
+        """`num_aside` and `num_repeated` requests; `num_lost` answers that no client received."""
         self.num_completion_tokens = 0
         self.is_ended = False
         self.last_used_s = time.monotonic()
         self._num_begun = 0
         self._exchanges: dict[bytes, list[Exchange]] = {}
-        self._said: dict[str, tuple[Message, ...]] = {}  # by reply, for requests that name an earlier one
+        self._said: dict[str, tuple[Message, ...]] = {}  # messages by reply id, for requests that continue a reply
 
     # Requests
 
     def begin(self, request: ModelRequest, digest: bytes, *, is_repeated: bool = False) -> Exchange:
-        """Begin a request; one that repeats another gets the same answer, and nothing is sampled twice.
+        """Begin a request, or join an earlier one that it repeats.
 
         Args:
             request: request to answer.
@@ -158,7 +156,7 @@ class Session:
         else:
             self._num_begun += request.num_answers
         task = asyncio.create_task(self._sample(request, prompt, sampling))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its error reaches those who wait
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its error is raised where it is awaited
         exchange = Exchange(request, task)
         self._exchanges[digest] = [*same, exchange]
         return exchange
@@ -166,7 +164,7 @@ class Session:
     async def count_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens of a prompt, which is not recorded.
 
-        Raises RefusedRequest if the chat template refuses it, or if it is longer than any prompt.
+        Raises RefusedRequest if the chat template refuses it, or it is too long to render.
         """
         self.check_open()
         if self._check_length(request):
@@ -179,11 +177,11 @@ class Session:
         return any(one.num_clients for same in self._exchanges.values() for one in same)
 
     def has_answered(self, reply_id: str | None) -> bool:
-        """Return whether the session has a reply with this id, which requests can continue."""
+        """Return whether the session has a reply with this id."""
         return reply_id in self._said
 
     def check_open(self) -> None:
-        """Check that the session has not ended. Raises RefusedRequest if it has."""
+        """Raise RefusedRequest if the session has ended."""
         if self.is_ended:
             raise RefusedRequest(
                 "this session has ended; its key is no longer valid.", status=403, code="session_ended"
@@ -199,7 +197,7 @@ class Session:
             raise self._over(StopReason.LENGTH, f"the {limits.max_completion_tokens} tokens of its answers")
 
     def _check_length(self, request: ModelRequest) -> bool:
-        """Return whether a request may be too long; one that certainly is too long is refused before it is rendered."""
+        """Return whether a request may be too long; refuse one that certainly is."""
         most = self.limits.max_prompt_tokens
         messages = self._with_earlier(request)
         if len(messages) > most:  # each has at least one token
@@ -210,7 +208,7 @@ class Session:
         return num_characters > _USUAL_CHARACTERS * most
 
     async def _measured(self, request: ModelRequest) -> int:
-        """Return the number of tokens of a long prompt, counted in a thread so that other requests are answered."""
+        """Return the number of tokens of a long prompt, counted in a thread."""
         self._check_last(request)
         try:
             messages = self._with_earlier(request)
@@ -241,7 +239,7 @@ class Session:
     def _too_long(self, length: str) -> RefusedRequest:
         self.last_refusal = StopReason.PROMPT_TOO_LONG
         most = self.limits.max_prompt_tokens
-        return RefusedRequest(  # in the words of both, which programs search for
+        return RefusedRequest(  # in the words of both APIs, which clients search for
             f"prompt is too long: {length} > {most} tokens maximum. This model's maximum context length is {most + 1} "
             "tokens, with one of the answer.",
             code="context_length_exceeded",
@@ -310,9 +308,9 @@ class Session:
     # Answers
 
     def deliver(self, exchange: Exchange) -> ModelReply:
-        """Record a finished exchange and return the reply for its client; a repeated request gets the same reply.
+        """Record a finished exchange and return its reply; a repeated request gets the same reply.
 
-        Raises RefusedRequest if the session ended meanwhile, or if sampling failed.
+        Raises RefusedRequest if the session has ended, or sampling failed.
         """
         self.last_used_s = time.monotonic()
         if exchange.reply is not None:
@@ -368,14 +366,14 @@ class Session:
         )
 
     def record(self) -> dict[str, object]:
-        """Return what is worth keeping of it beside its turns: what its agent noted, and what it did."""
+        """Return the agent's entries and the counts of requests."""
         did: dict[str, object] = {name: count for name, count in self.counts.items() if count}
         if self.overridden:
             did["overridden"] = dict(self.overridden)
         return {**self.info, "requests": did} if did else dict(self.info)
 
     def end(self) -> None:
-        """Answer nothing any more; what is being sampled, ends."""
+        """End the session and cancel its sampling."""
         self.is_ended = True
         for exchange in (one for same in self._exchanges.values() for one in same):
             if exchange.reply is None:
@@ -385,7 +383,7 @@ class Session:
 
 
 def _num_characters(value: Json) -> int:
-    """Return how many characters a message or a schema has, the names of its entries included."""
+    """Return the number of characters of a message or schema, including its keys."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

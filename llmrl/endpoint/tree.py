@@ -1,4 +1,4 @@
-"""The tree of a session's turns: the turn that a request continues, and the training rows of all."""
+"""The tree of a session's turns, and its training rows."""
 
 from __future__ import annotations
 
@@ -16,33 +16,32 @@ from llmrl.rendering.tool_calls import ToolCall
 from llmrl.rendering.turn import TurnNode
 
 ChainKey = int
-"""Hash of the tools and of a message with all messages before it."""
+"""Hash of the tools, a message and all messages before it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedTurn:
-    """A request's prompt and one answer to it."""
+    """A prompt and one answer."""
 
     conversation: Conversation
-    """The conversation after the answer."""
+    """Conversation after the answer."""
     completion: Completion
     prompt_key: ChainKey
 
     @property
     def node(self) -> TurnNode:
-        """The tokens of the turn and its parents."""
+        """Tokens of the turn and its parents."""
         node = self.conversation.node
         assert node is not None
         return node
 
 
 class TurnTree:
-    """The turns of one rollout. A request continues one of them, or begins a new conversation.
+    """The turns of one rollout; a request continues one of them, or begins a new conversation.
 
-    If a client sends back an answer that it received, its request continues that answer as it was sampled, even if
-    ids, white space or the spelling of arguments have changed. If it edited, compacted or cut its history, the
-    request is rendered whole and continues the recorded turn with the longest common prefix of tokens that ends with
-    an answer; without one it is a root. So every sampled token is in the tree once, and is trained once.
+    A request that contains a recorded answer continues it as sampled, even if ids, white space or the format of
+    arguments have changed. If the client edited or shortened its history, the request is rendered again and continues
+    the turn with the longest common prefix of tokens, if any. So each sampled token is trained once.
 
     Args:
         renderer: renderer from messages to tokens and back.
@@ -54,10 +53,10 @@ class TurnTree:
     """
 
     def __init__(self, renderer: Renderer | None, *, mode: Mode = "auto") -> None:
-        # An edit must not discard the end of an answer: a prompt that does not continue it exactly begins a row.
+        # An edit must not discard the end of an answer: any other continuation begins a row.
         self._root = Conversation.start(renderer, mode=mode, fork_threshold_tokens=0)
         self.turns: list[RecordedTurn] = []
-        """The turns in the order of their answers."""
+        """Turns in the order of their answers."""
         self._by_chain: dict[ChainKey, RecordedTurn] = {}
         self._calls: dict[str, ToolCall] = {}
 
@@ -70,16 +69,13 @@ class TurnTree:
         keys = chain_keys(messages, tools)
         last = max(_answers(messages), default=-1)
         turn = self._by_chain.get(keys[last + 1]) if last >= 0 else None
-        if turn is not None:  # the recorded messages, then only the new ones
+        if turn is not None:  # keep the recorded messages, and add only the new ones
             messages = [*turn.conversation.messages, *messages[last + 1 :]]
             return turn.conversation.with_prompt(messages, tools=tools), keys[-1]
         return self._compared(messages, tools), keys[-1]
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
-        """Return the number of tokens of a prompt, rendered whole; thread-safe.
-
-        Raises RenderingError if the template refuses the messages.
-        """
+        """Return the number of tokens of a prompt; thread-safe. Raises RenderingError as `prompt` does."""
         assert self._root.renderer is not None
         messages = [self._own(message) for message in messages]
         return len(self._root.renderer.render(messages, tools=tools, add_generation_prompt=True))
@@ -102,7 +98,7 @@ class TurnTree:
 
     @staticmethod
     def turn(prompted: Conversation, prompt_key: ChainKey, completion: Completion) -> RecordedTurn:
-        """Return a turn that is not in the tree yet."""
+        """Return a turn that is not yet in the tree."""
         return RecordedTurn(answered(prompted, completion), completion, prompt_key)
 
     def add(self, turn: RecordedTurn, visible: Message) -> None:
@@ -110,7 +106,7 @@ class TurnTree:
 
         Args:
             turn: answered turn.
-            visible: the answer as its client sees it: without a stop string, and with the ids of its calls.
+            visible: the answer as the client sees it, without a stop string and with the ids of its calls.
         """
         self.turns.append(turn)
         self._by_chain[hash((turn.prompt_key, _message_key(visible)))] = turn
@@ -123,7 +119,7 @@ class TurnTree:
         return self._root.renderer.decode(token_ids)
 
     def _own(self, message: Message) -> Message:
-        """Return a client's message with calls' ids as the model wrote them, if it did, and results' functions."""
+        """Return a client's message with the model's own call ids, and function names for results."""
         if message["role"] == "tool" and (call := self._calls.get(message.get("tool_call_id", ""))) is not None:
             own = {key: value for key, value in message.items() if key != "tool_call_id"}
             own["name"] = call["function"]["name"]
@@ -144,18 +140,18 @@ class TurnTree:
 
     @property
     def leaf_turns(self) -> list[RecordedTurn]:
-        """The turns without a child, in the order of their answers."""
+        """Turns without a child, in the order of their answers."""
         parents = {id(turn.node.parent) for turn in self.turns}
         return [turn for turn in self.turns if id(turn.node) not in parents]
 
     @property
     def leaves(self) -> list[TurnNode]:
-        """The nodes of the leaf turns, each with the tokens of its parents."""
+        """Nodes of the leaf turns, each with the tokens of its parents."""
         return [turn.node for turn in self.leaf_turns]
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The last answered conversation; empty if there is none."""
+        """Messages of the last answered conversation; empty before the first answer."""
         return self.turns[-1].conversation.messages if self.turns else ()
 
     @property
@@ -164,18 +160,18 @@ class TurnTree:
         return len(self.turns)
 
     def reconcile(self) -> Reconciliation:
-        """Return the training rows of all turns: every sampled token is trained once."""
+        """Return the training rows of all turns."""
         return reconcile(self.leaves)
 
     def count_turns(self) -> dict[str, int]:
-        """Count how those rows came about; see `Conversation.count_turns`."""
+        """Return how the training rows came about; see `Conversation.count_turns`."""
         return count_turns(self.leaves)
 
     def to_records(self) -> list[dict[str, object]]:
-        """Return the turns for a reader, in the order of their answers; none of what is one conversation.
+        """Return the turns in the order of their answers, for display; empty if they form one conversation.
 
-        Each has its `parent` (a place in the list, None for a root), the `messages` that it adds to it, how many tokens
-        it keeps of it, adds and samples, and the `row` (a place among the training rows) that trains what it sampled.
+        Each has its `parent` (an index, or None for a root), the `messages` it adds, its numbers of kept, added and
+        sampled tokens, and the index of the training `row` that trains its sampled tokens.
         """
         if len(leaves := self.leaves) < 2:
             return []
@@ -192,7 +188,7 @@ class TurnTree:
             messages = turn.conversation.messages
             parent = places.get(id(node.parent))
             num_known = 0
-            if parent is not None:  # it ends with an answer, as it does here, whatever came before it
+            if parent is not None:  # the parent's last message is the answer with the same index here
                 num_answers = len(_answers(self.turns[parent].conversation.messages))
                 num_known = _answers(messages)[:num_answers][-1] + 1
             records.append(
@@ -209,7 +205,7 @@ class TurnTree:
 
 
 def chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list[ChainKey]:
-    """Return the key of no message, and of each with all before it: `[num_messages + 1]`."""
+    """Return the keys of the tools and of each message with all before it: `[num_messages + 1]`."""
     keys = [hash(_sorted_json(tools) if tools else "")]
     for message in messages:
         keys.append(hash((keys[-1], _message_key(message))))
@@ -217,12 +213,12 @@ def chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:
-    """Return the positions of the assistant's messages."""
+    """Return the indices of the assistant's messages."""
     return [place for place, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _message_key(message: Message) -> int:
-    """Return a hash of a message's meaning, independent of its layout: answers by content, reasoning and calls."""
+    """Return a hash of a message's meaning; answers count by content, reasoning and calls."""
     content = text_of(message.get("content"))
     if message["role"] != "assistant":
         return hash((message["role"], content, message.get("tool_call_id"), message.get("name")))

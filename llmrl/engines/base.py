@@ -25,10 +25,8 @@ TransferInfo = dict[str, object]
 class SamplingConfig:
     """Sampling parameters; an engine honours or refuses each of them.
 
-    Log-probs are those of the distribution after temperature, top-k, top-p and min-p, so on-policy
-    importance ratios are 1.
-
-    Raises TypeError if a field has the wrong type, and ValueError if it is out of range.
+    Log-probs are those of the distribution after temperature, top-k, top-p and min-p, so on-policy importance ratios are
+    1. Raises TypeError if a field has the wrong type, and ValueError if it is out of range.
 
     Example:
         >>> SamplingConfig(max_new_tokens=8, temperature=0.7).temperature
@@ -124,8 +122,8 @@ class Completion:
     """[num_tokens] of `array("i")`: the ids that truncation kept at each position, including the sampled one; None if
     there is no truncation or `replay` is false."""
     routed_experts: np.ndarray | None = field(default=None, compare=False)
-    """[num_prompt_tokens + num_tokens - 1, num_layers, top_k] int16: the experts that processed each token of prompt and
-    completion but the last; None if the engine does not report them."""
+    """[num_prompt_tokens + num_tokens - 1, num_layers, top_k] int16: experts that processed each token of prompt and
+    completion but the last; None if not reported."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Engine measurements for this request, such as `num_cached_tokens`."""
 
@@ -136,10 +134,7 @@ class EngineError(RuntimeError):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Protocol of an inference engine.
-
-    `generate` may be awaited from any event loop, with many requests in flight at once.
-    """
+    """Protocol of an inference engine; `generate` may be called concurrently from any event loop."""
 
     max_model_len: int
     """Maximum number of tokens of prompt and completion together."""
@@ -195,10 +190,7 @@ class ReportsProgress(Protocol):
     """An engine that reports its progress, so that a hang can be detected."""
 
     async def progress(self) -> int | None:
-        """Return a number that changes with every new token; None if the engine is idle or paused.
-
-        Raises EngineError if the engine died.
-        """
+        """Return a number that changes with every new token; None if idle or paused. Raises EngineError if dead."""
         ...
 
 
@@ -207,10 +199,7 @@ class ChecksSampling(Protocol):
     """An engine that can check sampling parameters before any request."""
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Check sampling parameters.
-
-        Raises ValueError if the engine does not support them; the message suggests an alternative.
-        """
+        """Raise ValueError if the engine does not support these parameters; suggests an alternative."""
         ...
 
 
@@ -281,9 +270,7 @@ def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Contain
 
 
 def completion_budget(num_prompt_tokens: int, sampling: SamplingConfig, max_model_len: int) -> int:
-    """Return the maximum number of tokens to sample, clipped to the remaining context.
-
-    Raises ValueError if the prompt leaves no room.
+    """Return the maximum number of tokens to sample in the remaining context. Raises ValueError if there is no room.
 
     Example:
         >>> completion_budget(90, SamplingConfig(max_new_tokens=64), 100)

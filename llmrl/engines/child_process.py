@@ -44,12 +44,7 @@ def register() -> None:
 
 
 def is_running(process: int) -> bool:
-    """Return whether a process exists and is not a zombie.
-
-    Example:
-        >>> is_running(os.getpid())
-        True
-    """
+    """Return whether a process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

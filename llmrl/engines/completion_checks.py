@@ -21,15 +21,13 @@ _SMALLEST_LOG_PROB = -3e38
 def check_completion(
     completion: Completion, *, budget: int, vocab_size: int | None, needs_sampling_mask: bool = False
 ) -> None:
-    """Check that a completion can be trained on and used in a later prompt.
+    """Check that a completion can be trained on and used in a later prompt. Raises EngineError if it cannot.
 
     Args:
         completion: completion of any engine.
         budget: requested maximum number of tokens.
         vocab_size: number of token ids; None if unknown.
         needs_sampling_mask: whether a sampling mask was requested.
-
-    Raises EngineError if it is invalid; the message names the value and what is expected.
 
     Example:
         >>> check_completion(Completion([7], [900.0], [0], "stop"), budget=8, vocab_size=None)
@@ -73,10 +71,7 @@ def check_completion(
 
 
 def check_routed_experts(completion: Completion, num_prompt_tokens: int) -> None:
-    """Check that routed experts match the prompt and the completion in shape and type.
-
-    Raises EngineError if they do not; the message names what is expected.
-    """
+    """Raise EngineError if the type or shape of the routed experts does not match the completion."""
     experts = completion.routed_experts
     if experts is None or not completion.token_ids:
         return

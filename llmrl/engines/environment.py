@@ -14,21 +14,14 @@ _START_LOCK = threading.Lock()
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may run on.
-
-    Example:
-        >>> available_cores() >= 1
-        True
-    """
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool) -> dict[str, str]:
-    """Return the environment variables of a vLLM engine process.
-
-    Processes are spawned, since a forked process fails if its parent has used CUDA.
+    """Return the environment variables of a vLLM engine process; it is spawned, since a fork fails after CUDA is used.
 
     Args:
         log_level: level of vLLM's logger.
@@ -61,12 +54,7 @@ def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool)
 
 
 def transfer_variables(weight_transfer: bool | str) -> dict[str, str]:
-    """Return the environment variables that a weight-transfer backend needs.
-
-    Example:
-        >>> transfer_variables("nccl")
-        {}
-    """
+    """Return the environment variables that a weight-transfer backend needs."""
     # CUDA IPC handles are pickled, and vLLM unpickles them only if this is set. It opens no port, but
     # the caller of the engine (this process) can run code in it.
     return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if weight_transfer == "ipc" else {}

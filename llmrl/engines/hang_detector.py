@@ -29,15 +29,10 @@ class _Observation:
 
 
 class HangDetector:
-    """Polls the progress of engines and finds those that hang.
+    """Polls the progress of engines and finds those that make none for `timeout_seconds`.
 
-    An engine that does not answer makes no progress; one without `progress()`, or one that died, is ignored. Time is
-    counted in checks, so a period in which this process was itself stopped does not count.
-
-    Args:
-        timeout_seconds: time without a token after which an engine hangs.
-
-    Raises ValueError if it is not positive.
+    An engine that does not answer makes no progress; one without `progress()`, or a dead one, is ignored. Time is counted
+    in checks, so a period in which this process was stopped does not count. Raises ValueError if the time is not positive.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -88,12 +83,9 @@ class WatchedEngine(Engine, ReportsProgress, Protocol):
 
 
 class HangWatch:
-    """Watches one engine while it has requests, and shuts it down if it hangs.
+    """Watches an engine while it has requests; shuts it down if it hangs for `timeout_seconds` (None disables the watch).
 
-    Args:
-        timeout_seconds: time without a token after which it hangs; None disables the watch.
-
-    Raises ValueError if it is not positive.
+    Raises ValueError if the time is not positive.
     """
 
     def __init__(self, timeout_seconds: float | None) -> None:

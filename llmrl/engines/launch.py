@@ -25,7 +25,7 @@ def start_engines(
     ray_init_config: Mapping[str, object] | None,
     options: EngineOptions,
 ) -> tuple[list[UpdatableEngine], Callable[[int], UpdatableEngine]]:
-    """Start the engines concurrently; return them and a function that starts a replacement by index.
+    """Start engines concurrently; return them and a function that starts a replacement by index.
 
     Raises as `EngineReplicas.from_pretrained` does.
     """

@@ -70,12 +70,7 @@ class ReportsLoad(Protocol):
 
 
 def take_load(engine: object, reader: str = METRICS) -> EngineLoad | None:
-    """Return the load of one engine or several since this reader's last call, or None if unknown.
-
-    Example:
-        >>> print(take_load("an engine that tells nothing"))
-        None
-    """
+    """Return the load of one engine or several since this reader's last call, or None if unknown."""
     if isinstance(engine, ReportsLoad):
         return engine.take_load(reader)
     total: EngineLoad | None = None

@@ -61,9 +61,8 @@ class ReplicaRequests(Generic[EngineT]):
     ) -> Completion:
         """Sample one completion on one of the replicas; waits while all are being restarted.
 
-        Raises:
-            ValueError: as the replica's own `generate`.
-            EngineError: if it failed on `num_retries` + 1 replicas, or no replica serves or is being restarted.
+        Raises ValueError as the replica's own `generate`, and EngineError if it failed on `num_retries` + 1 replicas, or no
+        replica serves or is being restarted.
         """
 
         def ask(engine: Engine, attempt_id: str) -> Awaitable[Completion]:
@@ -75,10 +74,8 @@ class ReplicaRequests(Generic[EngineT]):
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
         """Return the scores of `[num_tokens]` tokens by one of the replicas; waits while all are being restarted.
 
-        Raises:
-            TypeError: if the engines do not score tokens.
-            ValueError: as the replica's own `score`.
-            EngineError: as `generate`.
+        Raises TypeError if the engines do not score tokens, ValueError as the replica's own `score`, and EngineError as
+        `generate`.
         """
 
         def ask(engine: Engine, attempt_id: str) -> Awaitable[TokenScores]:

@@ -122,12 +122,11 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
             num_replicas: number of engines; local ones share this process's devices and cores.
             use_ray: whether to start each engine in a Ray actor.
             ray_options: options of each actor, such as `{"num_gpus": 1}`; by default one CPU core.
-            ray_init_config: arguments of `ray.init`, if this process is not connected yet;
-                `{"address": "auto"}` for a running cluster.
+            ray_init_config: arguments of `ray.init`, such as `{"address": "auto"}`, if this process is not connected yet.
             options: see `llmrl.engines.vllm.arguments.EngineOptions`.
 
         Raises:
-            TypeError: if `AsyncVLLM.from_pretrained` lacks an option; names the nearest one.
+            TypeError: if an option is unknown; names the nearest one.
             ValueError: if `num_replicas` is below 1, or a Ray option is given without `use_ray`.
             EngineError: if an engine does not start; the others are ended.
         """

@@ -17,8 +17,6 @@ class NoReplicaError(LookupError):
 class Router:
     """Assigns requests with a routing key to its last replica (for its prefix cache), others to the least loaded one.
 
-    A request stays assigned to its replica until `release`, even if the replica is closed.
-
     Args:
         num_replicas: number of replicas, numbered from 0; all are open at first.
         max_imbalance: a key moves if its replica has more than this many requests above the least loaded one.
@@ -76,7 +74,7 @@ class Router:
             del self._affinity[key]
 
     def assign(self, request_id: str, routing_key: str | None = None, *, avoid: Collection[int] = ()) -> int:
-        """Assign a request to a replica and return it; one of `avoid` only if no other is open.
+        """Assign a request to a replica until `release`, and return it; one of `avoid` only if no other is open.
 
         Raises ValueError if the id is in flight, and NoReplicaError if no replica is open.
         """

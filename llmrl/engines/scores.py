@@ -42,10 +42,7 @@ class ScoresTokens(Protocol):
 
 
 def check_scored(token_ids: Sequence[int], top_k: int, max_model_len: int) -> None:
-    """Check the arguments of `score`.
-
-    Raises ValueError if there are fewer than two tokens, no room for one more, or `top_k` is negative.
-    """
+    """Check the arguments of `score`. Raises ValueError if there are too few or too many tokens, or `top_k` is negative."""
     if len(token_ids) < 2:
         raise ValueError(f"token_ids must be two or more, for nothing predicts the first; got {len(token_ids)}.")
     if top_k < 0:
@@ -61,9 +58,7 @@ def read_scores(
     Args:
         token_ids: `[num_tokens]` requested tokens.
         reported_ids, reported: `[num_tokens - 1, 1 + top_k]` ids and log-probs: the token's own, then the likeliest.
-        engine: name of the engine in errors.
-
-    Raises EngineError if the tokens differ, or a log-prob is invalid.
+        engine: name of the engine in errors, such as EngineError for other tokens or invalid log-probs.
 
     Example:
         >>> ids, log_probs = torch.tensor([[7, 5]]), torch.tensor([[-2.0, -0.5]])

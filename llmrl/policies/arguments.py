@@ -13,7 +13,7 @@ from llmrl.rendering import Renderer
 
 
 class WrapperOptions(TypedDict, total=False):
-    """Keywords of every policy, see `LLMWrapperBase`."""
+    """Keyword arguments of every policy; see `LLMWrapperBase`."""
 
     tokenizer: Tokenizer | str | None
     renderer: Renderer | None

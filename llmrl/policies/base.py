@@ -1,4 +1,4 @@
-"""The TensorDict face of an engine: history, text or tokens in; the same keys out."""
+"""`LLMWrapperBase`: an engine as a TensorDict module for histories, text or tokens."""
 
 from __future__ import annotations
 
@@ -29,46 +29,44 @@ from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Rendere
 
 
 class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
-    """Generates with an engine, one completion for each conversation of a batch of any shape.
+    """Generates one completion for each conversation of a batch of any shape.
 
-    Reads `(input_mode, "prompt")` and, when it is there, `"conversation"`, the exact token state that the previous
-    turn left. Writes the prompt, response and full of the input mode and of `"tokens"`, `"log_probs"`, `"masks"`,
-    `("policy_versions", "full")`, `"conversation"` and `"finish_reason"`; and, where it is called and not played by a
-    collector, `"text"`, which costs a decoding of the whole conversation.
+    Reads `(input_mode, "prompt")` and, if present, `"conversation"`, the exact tokens of earlier turns. Writes prompt,
+    response and full of the input mode and of `"tokens"`, `"log_probs"`, `"masks"`; also `("policy_versions", "full")`,
+    `"conversation"`, `"finish_reason"` and, outside a collector, `"text"`.
 
     Args:
-        model: whatever generates, an engine.
-        renderer: messages to tokens and back; built from `tokenizer` when not given.
+        model: engine that generates.
+        renderer: renderer from messages to tokens and back; by default made from `tokenizer`.
         tokenizer: the model's tokenizer, or its name; needed for history and text.
-        chat_template: Jinja text, in place of the tokenizer's.
-        chat_template_name: or the name of one, see `History.apply_chat_template`.
+        chat_template: Jinja template that replaces the tokenizer's.
+        chat_template_name: name of a template instead, see `History.apply_chat_template`.
         input_mode: `history`, `text` or `tokens`.
-        input_key: entry read, in place of `(input_mode, "prompt")`.
-        attention_mask_key: entry that tells a padded prompt of tokens from its padding, where there is one.
-        generate: whether to generate; only a `TransformersWrapper` does something else, too.
+        input_key: entry to read instead of `(input_mode, "prompt")`.
+        attention_mask_key: entry that marks the padding of tokens, if present.
+        generate: whether to generate; only a `TransformersWrapper` can score instead.
         generate_kwargs: sampling arguments by TorchRL's names, or a `SamplingConfig`.
         return_log_probs: whether to write log-probs.
         log_probs_key: container of the log-probs.
-        pad_output: whether to make entries of one length: prompts are padded on the left, responses on the right.
-        prefer_tokens: whether scoring takes the tokens beside a history as they are; False scores the history as the
-            template writes it, and replaces them. What was sampled goes on as it was sampled, whatever is asked.
-        pad_model_input: without effect: what the model computes is packed or batched exactly, whatever is asked.
-        num_samples: completions for each conversation, in a new last dimension of the batch.
-        inplace: whether to write into the tensordict that is read (which is then returned) or to return what was
-            written alone (False, or TorchRL's `"empty"`); in place unless there are several samples.
+        pad_output: whether to pad entries to one length: prompts on the left, responses on the right.
+        prefer_tokens: whether to score a history by its existing tokens; False renders it again and replaces them.
+            Generation always keeps sampled tokens.
+        pad_model_input: ignored; model input is packed or batched exactly.
+        num_samples: number of completions for each conversation, in a new last dimension of the batch.
+        inplace: whether to update and return the input tensordict, or to return only the written entries (False, or
+            TorchRL's `"empty"`). By default true without `num_samples`.
         conversation_mode: `token`, `message` or `auto`, see `Conversation.start`.
-        fork_threshold_tokens: drift from which a rewritten history forks the training row.
+        fork_threshold_tokens: drift, in tokens, from which a rewritten history starts a new training row.
 
-    Raises:
-        ValueError: if `input_mode` is unknown, lacks what it needs, or if arguments contradict each other.
-        TypeError: if an argument is unknown, with what to do instead of one of TorchRL's.
+    Raises ValueError if `input_mode` is unknown or lacks its renderer, or arguments contradict each other, and
+    TypeError if an argument is unknown, with an alternative for those of TorchRL.
     """
 
     return_text = return_masks = return_tokens = True
     _can_score = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuse unknown keywords, and keep the given ones for `get_new_version`."""
+        """Refuse unknown keywords, and store the given ones for `get_new_version`."""
         made = super().__new__(cls, *args, **kwargs)
         made._keywords = {name: value for name, value in kwargs.items() if name != "model"}
         return made
@@ -155,23 +153,23 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
 
     @property
     def generate_kwargs(self) -> dict[str, object]:
-        """How it samples, by TorchRL's names."""
+        """Sampling arguments by TorchRL's names."""
         sampling = asdict(self.sampling)
         return {**sampling, "num_return_sequences": self.num_samples or 1, "do_sample": sampling["temperature"] > 0}
 
     def get_new_version(self, **kwargs: object) -> Self:
-        """Return a policy of the same model and arguments but for those given; `model` may be one of them."""
+        """Return a policy with the same arguments except those given, which may include `model`."""
         keywords = {"model": self.model, "tokenizer": self.tokenizer, **self._keywords, **kwargs}
         return type(self)(**keywords)
 
     @cached_property
     def _num_token_ids(self) -> int | None:
-        """Asked for where the engine does not know: a whole vocabulary is read for it."""
-        # A tokenizer may have holes between its ids: its number of tokens is not the first id that it has not.
+        """Number of the tokenizer's ids, used if the engine does not know its own."""
+        # A tokenizer's ids may have gaps, so the number of its tokens is not enough.
         return None if self.tokenizer is None else 1 + max(self.tokenizer.get_vocab().values())
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Generate for every conversation, all in flight at once; may be called from any thread."""
+        """Generate for all conversations concurrently; may be called from any thread."""
         elements = batch_elements(tensordict)
         shape = tensordict.batch_size
         if self.num_samples is not None:
@@ -193,7 +191,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return self._returned(tensordict, restacked(elements, shape), _BESIDE)
 
     def _returned(self, tensordict: TensorDictBase, result: TensorDictBase, beside: Sequence[str]) -> TensorDictBase:
-        """Return what was written, `out_keys` and the entries `beside` them, where `inplace` says."""
+        """Return `out_keys` and the entries `beside` them, in place or alone."""
         if not self.inplace:
             return result.select(*self.out_keys, *beside, strict=False)
         if result is not tensordict:
@@ -204,11 +202,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return tensordict
 
     def check_tools(self) -> None:
-        """Say before anything is sampled whether conversations with tools can be rendered.
-
-        Raises:
-            RenderingError: if they cannot, and what to do about it.
-        """
+        """Check that conversations with tools can be rendered. Raises RenderingError if they cannot."""
         if self.renderer is not None and self.input_mode == "history":
             self.renderer.check_tools()
 
@@ -238,11 +232,10 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         request_id: str | None = None,
         routing_key: str | None = None,
     ) -> Completion:
-        """Return what the engine samples after `prompt_ids`, checked: every completion comes in here.
+        """Return the engine's completion of `prompt_ids`, checked.
 
-        Raises:
-            ValueError: if the prompt leaves no room for a token.
-            EngineError: if the engine died or refused, or answered with what could not be trained on or read again.
+        Raises ValueError if the prompt leaves no room for a token, and EngineError if the engine died, refused, or
+        returned an invalid completion.
         """
         engine = self.engine
         completion = await engine.generate(prompt_ids, sampling, request_id=request_id, routing_key=routing_key)
@@ -258,7 +251,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return completion
 
     def prepare(self, element: TensorDictBase) -> Conversation:
-        """Return the conversation of `element`, its prompt rendered, ready for the engine."""
+        """Return the conversation of `element` with its rendered prompt."""
         conversation = plain(element.get("conversation", None))
         if conversation is None:
             conversation = Conversation.start(
@@ -283,14 +276,13 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     def write_turn(
         self, element: TensorDictBase, conversation: Conversation, completion: Completion, *, is_read: bool = True
     ) -> TensorDictBase:
-        """Write an answered conversation into `element`: the history or text with its response, and what was sampled.
+        """Write an answered conversation into `element`.
 
         Args:
             element: one conversation, batch shape `[]`.
-            conversation: with `completion` as its last turn.
-            completion: the engine's.
-            is_read: write the turn's tensors, its response and its finish reason. Training rows do not need them, since
-                they are made from the conversation.
+            conversation: conversation whose last turn is `completion`.
+            completion: the engine's completion.
+            is_read: whether to write the turn's tensors, response and finish reason. Training rows do not need them.
         """
         element.set("conversation", non_tensor(conversation))
         if is_read or self.input_mode == "tokens":
@@ -312,14 +304,14 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return element
 
     def write_text(self, element: TensorDictBase) -> None:
-        """Write the text of a turn of messages, decoded from its tokens, as TorchRL's wrappers write it."""
+        """Write the text of a turn in history mode, decoded from its tokens, as TorchRL's wrappers do."""
         if self.renderer is not None and self.input_mode == "history":
             prompt, response = (self.renderer.decode(element["tokens", key].tolist()) for key in _PARTS)
             element.set("text", Text(prompt=prompt, response=response, full=prompt + response))
 
 
 def answered(conversation: Conversation, completion: Completion) -> Conversation:
-    """Return the conversation after its prompt was completed so."""
+    """Return the conversation with this completion of its prompt."""
     return conversation.with_completion(
         completion.token_ids,
         log_probs=completion.log_probs,
@@ -334,7 +326,7 @@ _PARTS = ("prompt", "response")
 
 
 def _write_tensors(element: TensorDictBase, conversation: Conversation, log_probs_key: str | None) -> None:
-    """Write the tokens of the last turn with their log-probs, masks and versions, as views of the conversation's."""
+    """Write the last turn's tokens, log-probs, masks and versions, as views of the conversation's tensors."""
     assert conversation.node is not None
     split = conversation.num_tokens - conversation.node.num_completion_tokens
     token_ids = conversation.tensor_view("token_ids")
@@ -354,7 +346,7 @@ def _write_tensors(element: TensorDictBase, conversation: Conversation, log_prob
 
 
 def _pad_turns(elements: Sequence[TensorDictBase], log_probs_key: str, token_id: int) -> None:
-    """Make the tensors of several turns as long as each other, prompts to the left and responses to the right."""
+    """Pad the tensors of several turns to one length, prompts on the left and responses on the right."""
     lengths = [[len(element["tokens", part]) for part in _PARTS] for element in elements]
     left, right = (max(column) for column in zip(*lengths, strict=True))
     fill = {"tokens": token_id, "policy_versions": CONTEXT_VERSION, "masks": 0, log_probs_key: 0}

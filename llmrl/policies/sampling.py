@@ -1,4 +1,4 @@
-"""Generation arguments by the names of TorchRL, vLLM and transformers."""
+"""Generation arguments with the names of TorchRL, vLLM and transformers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ _REDUNDANT: Mapping[str, tuple[object, str]] = {
     "skip_special_tokens": (False, "the text is what was sampled; the content of a message has none"),
     "include_stop_str_in_output": (True, "what was sampled is kept whole"),
 }
-"""Arguments that may be passed with one value only, which changes nothing, and what to do instead of another."""
+"""Arguments with a single allowed value, which is the default, and the advice for other values."""
 
 
 def sampling_from_kwargs(generate_kwargs: Mapping[str, object] | SamplingConfig | None) -> SamplingConfig:
-    """Read TorchRL-style generation arguments; every name is known or refused.
+    """Return the sampling parameters for TorchRL-style generation arguments.
 
-    Raises:
-        TypeError: if a name is unknown, with the nearest known one.
-        ValueError: if a value is out of range, or two contradict each other.
+    Raises TypeError if a name is unknown, and ValueError if a value is out of range or two contradict each other.
 
     Example:
         >>> sampling_from_kwargs({"max_new_tokens": 8, "stop_sequences": ["END"], "do_sample": True}).stop

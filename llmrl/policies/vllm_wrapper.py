@@ -12,17 +12,14 @@ from llmrl.policies.base import LLMWrapperBase
 
 
 class vLLMWrapper(LLMWrapperBase):
-    """Generates with vLLM.
+    """A policy that generates with vLLM.
 
     Args:
-        model: an `AsyncVLLM`, `EngineReplicas` of them, or the name or folder of a model, for which an engine is
-            started.
-        generate: that is all it does.
-        options: see `LLMWrapperBase`; tokenizer and renderer are loaded from the model when neither is given.
+        model: an `AsyncVLLM`, `EngineReplicas`, or the name or folder of a model, for which an engine is started.
+        generate: must be true.
+        options: see `LLMWrapperBase`; by default tokenizer and renderer are those of the model.
 
-    Raises:
-        ImportError: if vLLM is not installed, naming the extra.
-        ValueError: if tokenizer and renderer are missing and cannot be loaded from the model; see `LLMWrapperBase`.
+    Raises ImportError if vLLM is not installed, and ValueError if there is no tokenizer, or as `LLMWrapperBase`.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The dialects of the APIs: pure functions from JSON to requests, and from replies to JSON or events."""
+"""API dialects: pure functions from JSON to requests, and from replies to JSON or events."""

@@ -36,9 +36,7 @@ _ERRORS = {
 
 
 def read(body: Body) -> ModelRequest:
-    """Read a request.
-
-    Raises RefusedRequest if the request is malformed or asks for something unsupported, which the message names.
+    """Read a request. Raises RefusedRequest if it is malformed or unsupported.
 
     Example:
         >>> body = {"model": "policy", "system": "Be brief.", "messages": [{"role": "user", "content": "Hi"}]}
@@ -68,7 +66,7 @@ def read(body: Body) -> ModelRequest:
 
 
 def _messages(message: Json, where: str) -> list[Message]:
-    """Read a message: a user's may hold results of tools beside text, and each is a message of its own."""
+    """Return the messages of an entry; each tool result in a user's message becomes one of its own."""
     message = object_of(message, where=where)
     role = entry_of(message, "role", str, where=f"{where}.", default="")
     content = message.get("content")
@@ -110,7 +108,7 @@ def write(reply: ModelReply) -> Json:
 
 
 def events(reply: ModelReply, request: ModelRequest) -> Iterator[tuple[str | None, Json]]:
-    """Return the answer as events, each with its name and its data."""
+    """Yield the events of a stream: name and data."""
     [answer] = reply.answers
     started = {**_head(reply), "content": [], "stop_reason": None, "stop_sequence": None}
     begun = {**_usage(reply), "output_tokens": 0}

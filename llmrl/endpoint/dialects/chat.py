@@ -36,9 +36,7 @@ _MAX_ANSWERS = 128
 
 
 def read(body: Body) -> ModelRequest:
-    """Read a request.
-
-    Raises RefusedRequest if the request is malformed or asks for something unsupported, which the message names.
+    """Read a request. Raises RefusedRequest if it is malformed or unsupported.
 
     Example:
         >>> read({"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "n": 2}).num_answers
@@ -110,7 +108,7 @@ def write(reply: ModelReply) -> Json:
 
 
 def events(reply: ModelReply, request: ModelRequest) -> Iterator[tuple[str | None, Json]]:
-    """Return the answers as events, each with its name, if it has one, and its data."""
+    """Yield the events of a stream: name or None, and data."""
     head = _head(reply, "chat.completion.chunk")
 
     def chunk(index: int, delta: Json, finish_reason: str | None = None, log_probs: Json = None) -> tuple[None, Json]:

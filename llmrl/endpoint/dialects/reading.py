@@ -1,4 +1,4 @@
-"""Read a client's JSON: an entry of a wrong type is refused with an error for the client."""
+"""Parsing of a client's JSON, with errors for the client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmrl.endpoint.requests import RefusedRequest
 from llmrl.rendering.tool_calls import Json, ToolCall
 
 Body = Mapping[str, Json]
-"""A request's JSON object."""
+"""JSON object of a request."""
 
 _KINDS = {
     str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object",
@@ -20,9 +20,9 @@ _ROLES = {"system", "user", "assistant", "tool"}
 
 
 def parse_body(text: bytes) -> Body:
-    """Return a request's JSON object. Raises RefusedRequest if the body is not a JSON object."""
+    """Return a request's JSON object. Raises RefusedRequest if the body is not one."""
     try:
-        # The parser holds the interpreter's lock; a call of Python code at each object lets other threads run.
+        # The parser holds the GIL; a Python call at each object lets other threads run.
         body = json.loads(text, object_hook=_unchanged)
     except (ValueError, RecursionError) as error:
         raise RefusedRequest(f"the request's body is no JSON: {error}.") from error
@@ -37,10 +37,7 @@ def _unchanged(value: dict[str, Json]) -> dict[str, Json]:
 
 
 def check_depth(value: Json, left: int = _MAX_DEPTH) -> None:
-    """Check that a value can be written again without exceeding the recursion limit.
-
-    Raises RefusedRequest if it is nested too deep.
-    """
+    """Raise RefusedRequest if a value is nested too deep to be serialized again."""
     if not left:
         raise RefusedRequest(f"the request's body is nested more than {_MAX_DEPTH} deep.")
     if isinstance(value, dict | list):
@@ -50,9 +47,7 @@ def check_depth(value: Json, left: int = _MAX_DEPTH) -> None:
 
 
 def entry_of(body: Body, name: str, kind: type, *, where: str = "", default: Json = None) -> Json:
-    """Return an entry of the expected type; None counts as missing.
-
-    Raises RefusedRequest if it has another type; the message names the entry, its value and the type.
+    """Return an entry of the expected type; None counts as missing. Raises RefusedRequest for another type.
 
     Example:
         >>> entry_of({"n": 2}, "n", int), entry_of({}, "n", int, default=1)
@@ -70,9 +65,9 @@ def entry_of(body: Body, name: str, kind: type, *, where: str = "", default: Jso
 
 
 def text_parts(content: Json, *, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a content: a string, or a list of parts of text.
+    """Return the text of a message's content: a string, or a list of text parts.
 
-    Raises RefusedRequest if a part is of another kind: images and audio are not supported.
+    Raises RefusedRequest for other parts: images and audio are not supported.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -98,10 +93,7 @@ def object_of(value: Json, *, where: str) -> Body:
 
 
 def arguments_of(text: Json, *, where: str) -> Json:
-    """Return a call's arguments, which clients send as JSON in a string.
-
-    Raises RefusedRequest if they are not an object.
-    """
+    """Return a call's arguments from a JSON string. Raises RefusedRequest if they are not an object."""
     try:
         arguments = json.loads(text or "{}") if isinstance(text, str) or text is None else text
     except (ValueError, RecursionError) as error:
@@ -111,15 +103,12 @@ def arguments_of(text: Json, *, where: str) -> Json:
 
 
 def call_of(call_id: Json, name: Json, arguments: Json) -> ToolCall:
-    """Return a call in the form of a message."""
+    """Return a tool call as an entry of a message."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tools_of(body: Body, kind: str) -> list[Body]:
-    """Return a request's tools, each of the kind that a dialect has for functions.
-
-    Raises RefusedRequest if a tool is of another kind, which the API itself would run.
-    """
+    """Return a request's tools. Raises RefusedRequest if one is not of this kind, the dialect's functions."""
     tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
     if others := {str(tool.get("type") or kind) for tool in tools} - {kind}:
         raise RefusedRequest(f"tools of type {sorted(others)} are not supported: only functions are.")
@@ -149,7 +138,7 @@ def stops_of(value: Json, name: str) -> tuple[str, ...]:
 
 
 def positive(value: int | None, name: str) -> int | None:
-    """Return a number of at least 1, or None. Raises RefusedRequest if it is smaller."""
+    """Return a number or None. Raises RefusedRequest if the number is below 1."""
     if value is not None and value < 1:
         raise RefusedRequest(f"{name} must be at least 1, got {value}.")
     return value
@@ -158,7 +147,7 @@ def positive(value: int | None, name: str) -> int | None:
 def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Return messages that can be rendered.
 
-    Raises RefusedRequest if there is no message, or if one has no content or an unknown role.
+    Raises RefusedRequest if there is no message, or one has no content or an unknown role.
     """
     try:
         found = check_messages(list(messages))
@@ -177,10 +166,7 @@ _SAMPLING = {
 
 
 def sampling_of(body: Body) -> dict[str, Json]:
-    """Return a request's sampling options, as entries of a `SamplingConfig`.
-
-    Raises RefusedRequest if one is not a number.
-    """
+    """Return a request's fields of `SamplingConfig`. Raises RefusedRequest if one is not a number."""
     asked = {name: entry_of(body, name, kind) for name, kind in _SAMPLING.items()}
     if asked["top_k"] is not None:
         asked["top_k"] = max(0, asked["top_k"])  # vLLM's -1 keeps all
@@ -188,7 +174,7 @@ def sampling_of(body: Body) -> dict[str, Json]:
 
 
 def overridden(body: Body, *names: str) -> tuple[str, ...]:
-    """Return which of these entries, and which options of calls, a request to OpenAI's API has that are unsupported."""
+    """Return the unsupported options of a request: those of `names`, and options of tool calls."""
     asked = [name for name in names if body.get(name) is not None]
     if body.get("tool_choice") not in (None, "auto", "none"):
         asked.append("tool_choice")
@@ -198,6 +184,6 @@ def overridden(body: Body, *names: str) -> tuple[str, ...]:
 
 
 def check_format(wanted: Body, name: str) -> None:
-    """Check that answers are wanted as free text. Raises RefusedRequest if another format is wanted."""
+    """Raise RefusedRequest if answers are requested in another format than text."""
     if wanted.get("type", "text") != "text":
         raise RefusedRequest(f"{name} is not supported: answers are sampled freely. Ask for JSON in a message.")

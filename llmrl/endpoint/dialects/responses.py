@@ -34,9 +34,7 @@ _ID = "resp_"
 
 
 def read(body: Body) -> ModelRequest:
-    """Read a request.
-
-    Raises RefusedRequest if the request is malformed or asks for something unsupported, which the message names.
+    """Read a request. Raises RefusedRequest if it is malformed or unsupported.
 
     Example:
         >>> read({"model": "policy", "instructions": "Be brief.", "input": "Hi"}).num_instructions
@@ -63,7 +61,7 @@ def read(body: Body) -> ModelRequest:
 
 
 def _messages(items: Json) -> list[Message]:
-    """Read the input: items of one answer (its reasoning, its text, its calls) make one message."""
+    """Return the input's messages; the items of one answer (reasoning, text, calls) make one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
@@ -116,7 +114,7 @@ def write(reply: ModelReply) -> Json:
 
 
 def events(reply: ModelReply, request: ModelRequest) -> Iterator[tuple[str | None, Json]]:
-    """Return the answer as events, each with its name and its data."""
+    """Yield the events of a stream: name and data."""
     numbers = itertools.count()
 
     def event(kind: str, /, **data: Json) -> tuple[str, Json]:

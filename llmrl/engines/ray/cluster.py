@@ -14,8 +14,7 @@ def connect(ray_init_config: Mapping[str, object] | None = None) -> ModuleType:
     Without either, Ray chooses: `RAY_ADDRESS`, a cluster on this machine, or a new one (always new for `"local"`).
 
     Args:
-        ray_init_config: arguments of `ray.init`, if this process is not connected yet, such as
-            `{"address": "10.0.0.1:6379"}` or `{"address": "auto"}`.
+        ray_init_config: arguments of `ray.init`, such as `{"address": "auto"}`, if this process is not connected yet.
 
     Raises:
         MissingExtraError: if Ray is not installed; names the extra.

@@ -159,12 +159,7 @@ class RayEngine:
         request_id: str | None = None,
         routing_key: str | None = None,
     ) -> Completion:
-        """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
-
-        Raises:
-            ValueError: as `AsyncVLLM.generate`.
-            EngineError: as `AsyncVLLM.generate`, or if the actor died.
-        """
+        """Sample one completion as `AsyncVLLM.generate` does. Also raises EngineError if the actor died."""
         if request_id is None:
             request_id = str(next(self._id_counter))
         check_request(request_id, prompt_ids, self._in_flight)
@@ -176,13 +171,7 @@ class RayEngine:
                 raise
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return the engine's scores of `[num_tokens]` tokens.
-
-        Raises:
-            TypeError: if the engine in the actor does not score tokens.
-            ValueError: as the engine's own `score`.
-            EngineError: as the engine's own `score`, or if the actor died.
-        """
+        """Return the engine's scores of tokens. Raises TypeError if it has no `score`, and EngineError if the actor died."""
         if not self._facts.scores_tokens:
             raise TypeError("the engine in the actor does not score given tokens; it has no method score.")
         with self._in_flight_as(f"score-{next(self._id_counter)}"):
@@ -219,10 +208,7 @@ class RayEngine:
         return f"{self._id_prefix}/{request_id}"
 
     async def progress(self) -> int | None:
-        """Return what `AsyncVLLM.progress` returns; waits while the actor itself hangs.
-
-        Raises EngineError if the actor died.
-        """
+        """Return what `AsyncVLLM.progress` returns. Raises EngineError if the actor died."""
         try:
             return await self._actor.progress.remote()
         except Exception as error:
@@ -301,7 +287,6 @@ class RayEngine:
         return result
 
     def _translated(self, error: Exception) -> Exception:
-        """Return the error that an `AsyncVLLM` would have raised."""
         from ray.exceptions import RayError, RayTaskError
 
         cause = _cause(error)
@@ -312,6 +297,5 @@ class RayEngine:
 
 
 def _cause(error: Exception) -> Exception:
-    """Return the exception that the actor raised, or `error` itself."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, Exception) else error

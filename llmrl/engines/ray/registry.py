@@ -57,10 +57,7 @@ class EngineRegistry:
         return cls(require("ray", extra="ray").remote(RegistryActor).options(num_cpus=0).remote())
 
     def publish_once(self, replicas: EngineReplicas) -> None:
-        """Register the engines that serve now.
-
-        Raises TypeError if the replicas are not Ray actors, since other processes cannot reach them.
-        """
+        """Register the engines that serve now. Raises TypeError if the replicas are not Ray actors."""
         serving = replicas.serving
         notices = []
         for index, engine in enumerate(replicas):
@@ -72,11 +69,9 @@ class EngineRegistry:
         require("ray", extra="ray").get(self.actor.publish.remote(notices))
 
     def publish(self, replicas: EngineReplicas) -> None:
-        """Register the serving engines now and at each change, until the replicas are shut down.
+        """Register the serving engines now and at each change, until the replicas are shut down; raises as `publish_once`.
 
-        Hanging engines are replaced meanwhile, even while the trainer makes no requests.
-
-        Raises TypeError as `publish_once` does.
+        Hanging engines are replaced meanwhile, even if the trainer makes no requests.
         """
         self.publish_once(replicas)
         threading.Thread(
@@ -98,12 +93,9 @@ class EngineRegistry:
         watching.cancel()
 
     def connect(self, *, timeout_s: float = 600.0) -> EngineReplicas:
-        """Return the engines that serve now; may be called on any machine of the cluster.
+        """Return the engines that serve now. Raises EngineError if there are none.
 
-        Args:
-            timeout_s: time in seconds to wait for the replacement of a dead engine.
-
-        Raises EngineError if no engine serves.
+        `timeout_s` is the time in seconds to wait for the replacement of a dead engine.
         """
         notices = [notice for notice in self._read() if notice is not None]
         if not notices:

@@ -154,9 +154,9 @@ class ServerEngine(ServerUpdates, ServerScores):
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one server.
 
-        Raises ValueError if the prompt is empty or leaves no room for a token, `request_id` is in flight, or the server
-        refuses, and EngineError if the server cannot be reached, does not answer in time, or returns an invalid answer or
-        log-probs of another distribution.
+        Raises ValueError if the prompt is empty or leaves no room for a token, `request_id` is in flight, or the
+        server refuses, and EngineError if the server cannot be reached, does not answer in time, or returns an
+        invalid answer or log-probs of another distribution.
         """
         self._num_requests += 1
         request_id = f"{id(self):x}-{self._num_requests}" if request_id is None else request_id
@@ -254,10 +254,10 @@ class ServerEngine(ServerUpdates, ServerScores):
         )
 
     async def _check_distribution(self, prompt_ids: list[int]) -> None:
-        """Check log-probs that have known values for any prompt if they are of the sampled distribution.
+        """Raise EngineError if log-probs are not of the sampled distribution, by values that are known for any prompt.
 
-        With top-k 1 the log-prob is 0. Doubling the temperature halves the gap between the two likeliest tokens; if there
-        is no gap, the model's own log-prob of the first cannot be near 0.
+        With top-k 1 the log-prob is 0. Doubling the temperature halves the gap between the two likeliest tokens; if
+        there is no gap, the model's own log-prob of the first cannot be near 0.
         """
         [first] = (await self._ask(prompt_ids, SamplingConfig(top_k=1, replay=False), 1)).log_probs
         cool, warm = [await self._distance(prompt_ids, temperature) for temperature in (1.0, 2.0)]
@@ -270,7 +270,6 @@ class ServerEngine(ServerUpdates, ServerScores):
         self._is_distribution_known = True
 
     async def _distance(self, prompt_ids: list[int], temperature: float) -> float:
-        """Return the difference between the log-probs of the two likeliest tokens."""
         body = completion_request(self.model, prompt_ids, SamplingConfig(top_k=2, temperature=temperature), 1)
         answer = await self._request("POST", "/v1/completions", body, budget=1)
         return likeliest_distance(answer, self._base_url)
@@ -372,14 +371,12 @@ class ServerEngine(ServerUpdates, ServerScores):
             self._deadlines.discard(deadline)
 
     def _lose(self) -> None:
-        """Treat the server as unreachable until it answers again."""
         self._is_reachable = False
         if self._watch is None or self._watch.done():
             self._watch = asyncio.ensure_future(_watch(weakref.ref(self)))
 
 
 async def _watch(engine: weakref.ref[ServerEngine]) -> None:
-    """Probe the server until it answers."""
     while True:
         await asyncio.sleep(PROBE_INTERVAL_S)
         one = engine()

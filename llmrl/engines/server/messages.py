@@ -1,4 +1,4 @@
-"""What goes to an OpenAI-compatible server, or to vLLM's route for token ids, and what comes back, or is refused."""
+"""Messages to and from an OpenAI-compatible server, or vLLM's route for token ids."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llmrl.engines.completion_checks import check_completion
 JsonObject: TypeAlias = dict[str, Any]
 
 _CUT = -9999.0
-"""What vLLM's server writes for minus infinity, which JSON has not."""
+"""Minus infinity as vLLM's server writes it, because JSON has no infinity."""
 _TOKEN_ID = re.compile(r"token_id:([0-9]{1,10})")
 
 
 def is_plain(sampling: SamplingConfig) -> bool:
-    """Return whether the distribution sampled from is the model's own.
+    """Return whether tokens are sampled from the model's own distribution.
 
     Example:
         >>> is_plain(SamplingConfig()), is_plain(SamplingConfig(top_k=5))
@@ -38,10 +38,7 @@ def is_plain(sampling: SamplingConfig) -> bool:
 
 
 def check_sampling(sampling: SamplingConfig) -> None:
-    """Refuse truncation of which a server cannot say what it kept.
-
-    Raises ValueError for top-p or min-p without top-k.
-    """
+    """Raise ValueError for top-p or min-p without top-k, for which a server cannot report the kept ids."""
     if sampling.needs_sampling_mask and not sampling.top_k:
         raise ValueError(
             "a server names the tokens that top_p and min_p kept only where top_k bounds their number: add top_k=19, "
@@ -51,7 +48,7 @@ def check_sampling(sampling: SamplingConfig) -> None:
 
 
 def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConfig, budget: int) -> dict[str, object]:
-    """Return the body of a `/v1/completions` request, which says every parameter: a default would be a silent one."""
+    """Return the body of a `/v1/completions` request, with no parameter left to a default."""
     return {
         "model": model,
         "prompt": prompt_ids,
@@ -64,7 +61,7 @@ def completion_request(model: str, prompt_ids: list[int], sampling: SamplingConf
 def generate_request(
     model: str, prompt_ids: list[int], sampling: SamplingConfig, budget: int, request_id: str
 ) -> dict[str, object]:
-    """Return the body of a request to vLLM's `/inference/v1/generate`, without text but for stop strings."""
+    """Return the body of a request to vLLM's `/inference/v1/generate`, with text only for stop strings."""
     parameters = {**_parameters(sampling, budget), "detokenize": bool(sampling.stop)}
     return {"model": model, "token_ids": prompt_ids, "sampling_params": parameters, "request_id": request_id}
 
@@ -98,17 +95,15 @@ def read_response(
     vocab_size: int | None = None,
     top_k: int | None = None,
 ) -> Completion:
-    """Read the server's answer, refusing one without an id and a log-prob for each token.
+    """Read the server's answer. Raises EngineError if a token lacks its id or log-prob, or one is invalid.
 
     Args:
-        response: the answer's JSON.
+        response: JSON of the answer.
         version: version of the weights that sampled the tokens.
-        server: as errors name it.
-        budget: tokens that were asked for.
-        vocab_size: number of token ids, where it is known.
-        top_k: top_k of the request, if it asked for what truncation kept.
-
-    Raises EngineError if ids or log-probs are missing, short, or none that a model can have given.
+        server: name of the server in errors.
+        budget: requested maximum number of tokens.
+        vocab_size: number of token ids; None if unknown.
+        top_k: top-k of the request, if it asked for a sampling mask.
 
     Example:
         >>> choice = {"finish_reason": "stop", "logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-0.5]}}
@@ -135,9 +130,7 @@ def read_response(
 
 
 def likeliest_distance(response: object, server: str) -> float:
-    """Return by how much the first token's likeliest alternative is above the next one.
-
-    Raises EngineError if the answer does not name two.
+    """Return how far apart the log-probs of the first token's two likeliest ids are. Raises EngineError if there are fewer.
 
     Example:
         >>> logprobs = {"top_logprobs": [{"a": -3.0, "b": -1.0, "c": -9999.0}]}
@@ -154,19 +147,16 @@ def likeliest_distance(response: object, server: str) -> float:
 
 
 class LostWeightsError(EngineError):
-    """The server holds other weights than it was sent: it was started again."""
+    """Raised if the server no longer has the weights it was sent, because it was restarted."""
 
 
 def read_generated(
     response: object, *, server: str, budget: int, vocab_size: int | None = None, top_k: int | None = None
 ) -> Completion:
-    """Read the answer of vLLM's `/inference/v1/generate`, in which each token says which weights sampled it.
+    """Read the answer of vLLM's `/inference/v1/generate`, which contains the version of each token.
 
-    Args:
-        response, server, budget, vocab_size, top_k: as for `read_response`.
-
-    Raises LostWeightsError if tokens were sampled from weights without a version, and EngineError if ids, log-probs or
-    versions are missing, short, or none that a model can have given.
+    Arguments are those of `read_response`. Raises LostWeightsError if tokens were sampled from weights without a version,
+    and EngineError if ids, log-probs or versions are missing or invalid.
 
     Example:
         >>> choice = {"finish_reason": "length", "token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}}
@@ -188,7 +178,7 @@ def _read_generated(
     content = [entry if isinstance(entry, dict) else {} for entry in _list(columns.get("content"))]
     mask = None
     if top_k is not None and token_ids:
-        if choice.get("sampling_mask") is not None:  # vLLM was told to say it by itself
+        if choice.get("sampling_mask") is not None:  # vLLM was started with its own sampling mask
             mask = [array("i", ids) for ids in choice["sampling_mask"]]
         else:
             kept = [[one for one in _list(entry.get("top_logprobs")) if _is_kept(one["logprob"])] for entry in content]
@@ -207,7 +197,6 @@ def _read_generated(
 
 
 def _only_choice(response: object, server: str) -> tuple[JsonObject, JsonObject]:
-    """Return the one choice of an answer, and its log-probs."""
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise EngineError(f"{server} answered without one choice: {str(response)[:200]}")
@@ -234,7 +223,7 @@ def _completion(
         raise EngineError(f"{server} ended the request with {finish_reason!r}; try again.")
     if not token_ids and finish_reason != "abort":
         raise EngineError(f"{server} ended with {finish_reason!r} and no token; what was sampled is not all there.")
-    if type(log_probs) is list:  # JSON may write a whole number without a point
+    if type(log_probs) is list:  # JSON may write a whole number without a decimal point
         log_probs = [float(value) if type(value) is int and abs(value) < 2**53 else value for value in log_probs]
     stop_string = stop_reason if isinstance(stop_reason, str) else None
     experts = _routed_experts(choice, server)
@@ -251,7 +240,7 @@ def _is_kept(log_prob: object) -> bool:
 
 
 def _routed_experts(choice: JsonObject, server: str) -> np.ndarray | None:
-    """Return the experts that vLLM tells where it was started with `--enable-return-routed-experts`."""
+    """Return the routed experts, which vLLM reports with `--enable-return-routed-experts`."""
     told = choice.get("routed_experts")
     if told is None:
         return None
@@ -262,10 +251,7 @@ def _routed_experts(choice: JsonObject, server: str) -> np.ndarray | None:
 
 
 def _sampling_mask(kept_ids: list[list[int]], top_k: int, server: str) -> list[array[int]]:
-    """Return the ids that are reported with a log-prob, of `top_k` and one that were asked for.
-
-    Raises EngineError if all were kept, so that others may have been, too.
-    """
+    """Return the reported ids of each token. Raises EngineError if more than `top_k` were kept."""
     for ids in kept_ids:
         if len(ids) > top_k:
             raise EngineError(f"{server} kept {len(ids)} tokens, and others may tie with the last: take another top_k.")
@@ -273,7 +259,6 @@ def _sampling_mask(kept_ids: list[list[int]], top_k: int, server: str) -> list[a
 
 
 def _ids_of(tokens: object, server: str) -> list[int]:
-    """Return the ids of tokens that are written as `token_id:7`."""
     written = [_TOKEN_ID.fullmatch(token) if isinstance(token, str) else None for token in _list(tokens)]
     found = [match[1] for match in written if match is not None]
     if not found or len(found) < len(written):
@@ -289,7 +274,7 @@ def _list(value: object) -> list[Any]:
 
 
 def read_models(response: object, server: str) -> dict[str, Mapping[str, object]]:
-    """Return the models that a server says it serves, by id. Raises EngineError if that is no list of models."""
+    """Return the server's models by id. Raises EngineError if the answer is not a list of models."""
     entries = _list(response.get("data") if isinstance(response, dict) else None)
     models: dict[str, Mapping[str, object]] = {
         entry["id"]: entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)

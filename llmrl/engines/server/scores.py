@@ -34,8 +34,8 @@ class ServerScores(ABC):
 
         Log-probs are at temperature 1. Every `vllm serve` returns them, for up to 20 ids or its `--max-logprobs`.
 
-        Raises ValueError if there are fewer than two tokens, no room for one more, or the server refuses, and EngineError
-        if the server cannot be reached, does not answer in time, or returns an incomplete answer.
+        Raises ValueError if there are fewer than two tokens, no room for one more, or the server refuses, and
+        EngineError if the server cannot be reached, does not answer in time, or returns an incomplete answer.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         body = {"model": self.model, "prompt": list(token_ids), "prompt_logprobs": top_k, "max_tokens": 1}
@@ -46,8 +46,7 @@ class ServerScores(ABC):
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text by the server's tokenizer; special tokens in the text are parsed.
 
-        Raises ValueError if the server refuses (if it has no tokenizer, say), and EngineError if it cannot be reached or
-        returns no ids.
+        Raises ValueError if the server refuses, and EngineError if it cannot be reached or returns no ids.
         """
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         asked = self._request("POST", "/tokenize", body, budget=len(text))
@@ -59,9 +58,7 @@ class ServerScores(ABC):
 
 
 def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, server: str) -> TokenScores:
-    """Read the scores of a prompt's tokens from a server's answer.
-
-    Raises EngineError if they are missing, incomplete, of other tokens, or invalid.
+    """Read the scores of a prompt's tokens from a server's answer. Raises EngineError if they are incomplete or invalid.
 
     Example:
         >>> place = {"7": {"logprob": -2.0, "rank": 4}, "5": {"logprob": -0.5, "rank": 1}}

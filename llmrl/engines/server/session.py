@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 async def open_session(api_key: str | None) -> aiohttp.ClientSession:
-    """Open a session without a connection limit.
-
-    Raises MissingExtraError if aiohttp is not installed; names the extra.
-    """
+    """Open a session without a connection limit. Raises MissingExtraError if aiohttp is not installed."""
     aiohttp = require("aiohttp", extra="server")
     return aiohttp.ClientSession(
         headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},

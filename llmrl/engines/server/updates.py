@@ -1,4 +1,4 @@
-"""What `ServerEngine` does beside requests: it takes new weights, over the routes that vLLM has for RL."""
+"""The part of `ServerEngine` that updates weights, over vLLM's routes for RL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 FILES_BACKEND = "files"
-"""Of a server that was started without a weight-transfer backend: vLLM itself reads a folder."""
+"""Backend of a server started without one: vLLM itself reads a folder."""
 WAYS = {
     LLMRL_BACKEND: "taken through shared memory, gloo or files",
     NCCL_BACKEND: "taken by NCCL",
@@ -24,40 +24,38 @@ WAYS = {
     "ipc": "taken by CUDA IPC",
     FILES_BACKEND: "taken from files",
 }
-"""What new weights come through, by the server's weight-transfer backend."""
+"""Descriptions of the server's weight-transfer backends."""
 HOW_TO_SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs, and "
     f'--weight-transfer-config \'{{"backend": "{LLMRL_BACKEND}"}}\' where llmrl is installed beside it'
 )
-"""The command of a server that takes weights."""
+"""Command that starts a server that takes weights."""
 GENERATE_PATH = "/inference/v1/generate"
-"""Token ids in, token ids and their versions out."""
+"""Route for requests of token ids, which returns token ids and their versions."""
 ABORT_PATH = "/inference/v1/abort_requests"
 ABORT_PREFIX = "generate-tokens-"
-"""Of a request's id, as the server knows it."""
+"""Prefix of request ids on the server."""
 _PROGRESS = "vllm:generation_tokens_total"
 _UNFINISHED = "already active"
-"""What vLLM says of an update that another trainer began."""
+"""Part of vLLM's error if another trainer's update is unfinished."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself that an update has to know."""
+    """Properties of a server that weight updates depend on."""
 
     dtype: str
-    """Of its weights, by torch's name."""
+    """dtype of its weights, as a name of torch."""
     quantization: str | None
     backend: str
-    """How it takes weights."""
+    """Its weight-transfer backend."""
     is_cpu: bool
     has_processed_log_probs: bool
-    """Whether its log-probs are those of the distribution that was sampled from, whatever that is."""
+    """Whether its log-probs are of the sampled distribution."""
 
     @classmethod
     def read(cls, info: object) -> ServerInfo:
-        """Read vLLM's `/server_info`.
-
-        Raises ValueError if it is none.
+        """Read vLLM's `/server_info`. Raises ValueError if it is malformed.
 
         Example:
             >>> model, device = {"dtype": "torch.float32"}, {"device": "cpu", "device_type": "cpu"}
@@ -82,30 +80,30 @@ class ServerInfo:
 
 
 class ServerUpdates(ABC):
-    """The routes of one server for pausing it and changing its weights.
+    """Pauses one server and updates its weights.
 
-    A server outlives its updater and may be started again by its owner. So its weights carry their version as a
-    label in the server itself: a label that is not the expected one says that the server lost the weights, and then it
-    serves nothing until an update has succeeded. What another trainer left unfinished is ended first.
+    The server stores the version of its weights as a label, because it outlives its trainer and may be restarted. If
+    the label differs from the expected version, the weights are lost, and the server is not used until the next update.
+    An unfinished update of another trainer is ended first.
     """
 
     quantization: str | None = None
-    """How the weights in the engine are quantised, `None` when they are not."""
+    """Quantization of the engine's weights, or None."""
     num_workers: int = 1
-    """Worker processes that take weights."""
+    """Number of worker processes that receive weights."""
     lacks_weights: bool = False
-    """Whether the server lost the weights that it was sent, or was left in the midst of an update."""
+    """Whether the server lost its weights, or an update was left unfinished."""
     num_restarts: int = 0
-    """How often it was found started again, without the weights that it was sent, or left while it loaded others."""
+    """Number of times that the server was found without its weights."""
     info: ServerInfo | None = None
-    """What the server says of itself; None where it is not to be updated."""
+    """Properties of the server; None without `weight_sync`."""
     _version: int = 0
     _first_version: int = 0
     _is_paused: bool = False
     _is_left: bool = False
-    """Whether a call of an update failed since it was last reached, so that who made it goes on without the server."""
+    """Whether a call of an update has failed since the server was last reached."""
     _is_loading: bool = False
-    """Whether its weights may be neither those of its version nor others of one version."""
+    """Whether the weights may be in the middle of a change."""
     _folder: str | None = None
     _base_url: str
 
@@ -113,7 +111,7 @@ class ServerUpdates(ABC):
     def _call(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, takes_time: bool = False
     ) -> object:
-        """Ask the server from any thread; its JSON. What `takes_time` may take as long as a request.
+        """Call the server from any thread and return its JSON; `takes_time` allows as long as for a request.
 
         Raises EngineError if it refuses, cannot be reached or does not answer in time.
         """
@@ -125,7 +123,7 @@ class ServerUpdates(ABC):
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Set the version of the server's weights; if the server takes weights, label them, too."""
+        """Set the version of the server's weights, and their label if the server takes weights."""
         if self.info is not None and version != self._version:
             self._call("POST", "/update_weight_version", {"new_version": str(version)})
         self._version = version
@@ -133,7 +131,7 @@ class ServerUpdates(ABC):
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """dtype of the weights in the engine; not there without `weight_sync`, so that it is none to update."""
+        """dtype of the engine's weights. Raises AttributeError without `weight_sync`."""
         if self.info is None:
             raise AttributeError(f"{self._base_url} was opened without weight_sync.")
         import torch
@@ -142,11 +140,11 @@ class ServerUpdates(ABC):
 
     @property
     def weight_transfer_backend(self) -> str | None:
-        """How new weights come, `None` where the server is its owner's affair."""
+        """The server's weight-transfer backend; None without `weight_sync`."""
         return None if self.info is None else self.info.backend.replace(NCCL_BACKEND, "nccl")
 
     def server_version(self) -> str | None:
-        """Return vLLM's version; None where the server is another one."""
+        """Return vLLM's version; None if the server is another program."""
         try:
             answer = self._call("GET", "/version")
         except EngineError:
@@ -154,7 +152,7 @@ class ServerUpdates(ABC):
         return str(answer["version"]) if isinstance(answer, dict) and "version" in answer else None
 
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
-        """Stop stepping; `clear_cache` also drops the key-value blocks, those of kept requests too."""
+        """Stop stepping; `clear_cache` also drops the key-value blocks, including those of kept requests."""
         self._require_info()
         path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
         self._call("POST", path, takes_time=mode == "wait")
@@ -163,27 +161,27 @@ class ServerUpdates(ABC):
             self.reset_prefix_cache()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._call("POST", "/resume")
         self._is_paused = False
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
-        """Drop cached key-value blocks; without `reset_running_requests` those in use stay, and false is returned."""
+        """Drop cached key-value blocks; without `reset_running_requests`, return False if some are in use."""
         query = f"reset_running_requests={str(reset_running_requests).lower()}"
         answer = self._call("POST", f"/reset_prefix_cache?{query}")
         return isinstance(answer, dict) and answer.get("success") is True
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """Open the server's end of a weight transfer."""
+        """Open the server's side of a weight transfer."""
         backend = self._require_info().backend
         if backend == FILES_BACKEND:
             return
-        if backend != NCCL_BACKEND:  # vLLM's own has no deadline
+        if backend != NCCL_BACKEND:  # vLLM's own backends have no deadline
             init_info = {name: value for name, value in init_info.items() if name != "timeout_seconds"}
         self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}, takes_time=True)
 
     def start_weight_update(self) -> None:
-        """Make the server ready to take new weights; pause it first."""
+        """Prepare the paused server for new weights."""
         self._folder = None
         if self._require_info().backend == FILES_BACKEND:
             return
@@ -198,16 +196,16 @@ class ServerUpdates(ABC):
             self._call("POST", "/start_weight_update")
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
-        """Take weights; by files, only note the folder, since vLLM checks and loads in one."""
+        """Receive weights; for files, only store the folder, which vLLM loads at the end."""
         backend = self._require_info().backend
         if backend != FILES_BACKEND:
-            self._is_loading |= backend != LLMRL_BACKEND  # vLLM's own load what they take
+            self._is_loading |= backend != LLMRL_BACKEND  # vLLM's own backends load weights at once
             self._call("POST", "/update_weights", {"update_info": update_info}, takes_time=True)
         elif isinstance(update_info, dict) and isinstance(pointer := update_info.get("pointer"), dict):
             self._folder = str(PurePosixPath(str(update_info["folder"]), str(pointer["slot"])))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Load the taken weights and return their version: the next one, unless given; the current one gives up."""
+        """Activate the received weights and return their version, by default the next; the current one cancels."""
         version = self._version + 1 if weight_version is None else int(weight_version)
         is_to_files = self._require_info().backend == FILES_BACKEND
         if version == self._version:  # the update is given up: a server that lost its weights gets no label for them
@@ -232,9 +230,9 @@ class ServerUpdates(ABC):
         return self.info
 
     def _open_updates(self) -> ServerInfo:
-        """Read what the server is, and agree with it on the version of its weights.
+        """Read the server's properties and synchronize the version of its weights.
 
-        Raises EngineError if it has not the routes, naming the options that it lacks.
+        Raises EngineError if routes are missing; names the missing options.
         """
         try:
             self.info = ServerInfo.read(self._call("GET", "/server_info?config_format=json"))
@@ -258,11 +256,11 @@ class ServerUpdates(ABC):
         return self.info
 
     def _take_back(self) -> None:
-        """Agree with a server that answers again on the version of its weights, and let it go on.
+        """Synchronize versions with a server that answers again, and resume it.
 
-        One that was started again, or was left while it loaded, lacks weights until the next update.
+        It lacks weights until the next update if it was restarted or left while it loaded.
 
-        Raises EngineError if it does not answer after all.
+        Raises EngineError if it does not answer.
         """
         is_left = self._is_left
         try:
@@ -272,24 +270,24 @@ class ServerUpdates(ABC):
             elif label != self._version or (is_left and self._is_loading):
                 self._lose_weights()
             if is_left and not self.lacks_weights:
-                self.start_weight_update()  # ends the one that was left
+                self.start_weight_update()  # ends the unfinished update
                 if self._require_info().backend != FILES_BACKEND:
                     self._call("POST", "/finish_weight_update", {})
                 self.resume()
         except EngineError:
-            self._is_left = is_left  # by an update: an engine that is in one goes on with it
+            self._is_left = is_left  # failed calls here do not count: an update in progress may continue
             raise
         self._is_left = self._is_loading = False
 
     def _lose_weights(self) -> None:
-        """Note that the server has its first weights, or those of no known version."""
+        """Record that the server has its first weights, or those of no known version."""
         self.num_restarts += 1
         self._version = self._first_version
         self.lacks_weights = True
         self._is_paused = False
 
     def _require_generate(self) -> None:
-        """Refuse a server without an open token-in-token-out route: only that route reports versions."""
+        """Refuse a server without the route for token ids, the only one that reports versions."""
         try:
             self._call("POST", GENERATE_PATH, {})
         except EngineError as error:
@@ -297,7 +295,7 @@ class ServerUpdates(ABC):
                 raise
 
     def _require_loadable(self) -> None:
-        """Refuse what vLLM by itself would load in part: on a CPU it keeps the packed copy of a tied head."""
+        """Refuse a tied head on a CPU without a backend: vLLM would keep its packed copy of the old head."""
         info = self._require_info()
         if info.backend != FILES_BACKEND or not info.is_cpu:
             return
@@ -322,7 +320,7 @@ def label_of(weight_info: object) -> int | None:
 
 
 def tokens_so_far(metrics: str) -> int | None:
-    """Return how many tokens a server has sampled since it started, of its `/metrics`; None where it does not tell.
+    """Return the number of tokens sampled since the server started, from its `/metrics`; None if not reported.
 
     Example:
         >>> tokens_so_far('vllm:generation_tokens_total{engine="0"} 12.0')

@@ -1,1 +1,1 @@
-"""Sampling from a transformers model in this process."""
+"""Inference with a transformers model in this process."""

@@ -1,4 +1,4 @@
-"""Sampling from a transformers model, several sequences at once, with the exact log-prob of each token."""
+"""Batched sampling from a transformers model, with the exact log-prob of each token."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessor, PreTrainedModel
 
 DISTRIBUTION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What must be equal for sequences to be sampled together."""
+"""Fields that must be equal for sequences to be sampled together."""
 
 
 @dataclass(eq=False)
 class DecodedSequence:
-    """One prompt and what was sampled for it so far."""
+    """A prompt and the tokens sampled for it so far."""
 
     prompt_ids: list[int]
     """[num_prompt_tokens]"""
     sampling: SamplingConfig
     budget: int
-    """Tokens that may be sampled."""
+    """Maximum number of sampled tokens."""
     stop_token_ids: frozenset[int]
     decode: Callable[[list[int]], str] | None
-    """Token ids to text; needed for stop strings."""
+    """Function from token ids to text; needed for stop strings."""
     generator: torch.Generator | None
-    """Its own, where the request has a seed."""
+    """The request's own generator, if it has a seed."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     sampling_mask: list[array[int]] = field(default_factory=list)
-    """Of every token, where its request wants to know what truncation kept; empty elsewhere."""
+    """Mask entry of each token, if requested; otherwise empty."""
     routed_experts: list[np.ndarray] = field(default_factory=list)
-    """`[num_tokens, num_layers, top_k]` of each forward pass; empty for a model without routers that are known."""
+    """`[num_tokens, num_layers, top_k]` per forward pass; empty if the model has no known routers."""
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
 
     def append(self, token_id: int, log_prob: float, version: int, kept_ids: array[int] | None = None) -> None:
-        """Take a sampled token, and see whether it is the last."""
+        """Append a sampled token, and set the finish reason if it is the last."""
         if kept_ids is not None:
             self.sampling_mask.append(kept_ids)
         self.token_ids.append(token_id)
@@ -64,7 +64,7 @@ class DecodedSequence:
             self.finish_reason = "length"
 
     def completion(self) -> Completion:
-        """Return what was sampled; aborted, when it has not ended by itself."""
+        """Return the sampled tokens, with finish reason `abort` if the sequence has not ended."""
         return Completion(
             self.token_ids,
             self.log_probs,
@@ -77,7 +77,7 @@ class DecodedSequence:
 
 
 class DecodingBatch:
-    """Sequences that share a distribution and are decoded in step, left-padded, each until its own end."""
+    """Left-padded sequences of one distribution that are decoded together."""
 
     def __init__(
         self, model: PreTrainedModel, sequences: list[DecodedSequence], *, version: int, generator: torch.Generator
@@ -99,7 +99,7 @@ class DecodingBatch:
 
     @torch.no_grad()
     def sample(self) -> None:
-        """Give every sequence its next token."""
+        """Sample the next token of every sequence."""
         logits = _shaped_logits(self._logits, self.sequences)
         log_probs = logits.log_softmax(-1)
         if self.sequences[0].sampling.temperature == 0:
@@ -121,7 +121,7 @@ class DecodingBatch:
             one.append(token_id, log_prob, self._version, kept_ids)
 
     def advance(self, keep: Callable[[DecodedSequence], bool], *, version: int) -> None:
-        """Drop the sequences that are not to go on, and compute the logits of the next token of the others."""
+        """Drop the sequences that `keep` rejects, and compute the next logits of the others."""
         kept = [row for row, one in enumerate(self.sequences) if keep(one)]
         if len(kept) < len(self.sequences):
             self.sequences = [self.sequences[row] for row in kept]
@@ -152,12 +152,12 @@ class DecodingBatch:
                 num_new = len(one.prompt_ids) if not one.routed_experts else 1
                 one.routed_experts.append(experts[len(experts) - num_new :])
         self._logits = output.logits[:, -1].float()
-        # The next token is sampled from these logits, whatever weights are loaded until then.
+        # The next token is sampled from these logits even if other weights are loaded meanwhile.
         self._version = version
 
 
 def _shaped_logits(logits: torch.Tensor, sequences: list[DecodedSequence]) -> torch.Tensor:
-    """Return [num_sequences, vocab_size] logits of the distribution that is sampled from."""
+    """Return [num_sequences, vocab_size] logits of the sampled distribution."""
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     sampling = sequences[0].sampling

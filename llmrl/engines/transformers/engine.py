@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 GATHERING_S = 0.002
-"""How long a batch waits for requests that come in the same burst."""
+"""Seconds that a batch waits for concurrent requests."""
 
 
 class TransformersEngine:
-    """Token ids in, exact completions out, sampled in a thread by a loop over the model's forward pass.
+    """Engine that samples from a transformers model, in a thread of this process.
 
-    Requests that wait are decoded together, each until its own end; one that comes later waits for the next batch.
-    So it is far slower than vLLM under load, and otherwise the same.
+    Waiting requests are decoded in one batch until each has ended; later ones wait for the next batch, so under load it
+    is far slower than vLLM.
 
     Args:
-        model: a causal language model, or the name or folder of one (loaded in float32, with its tokenizer).
-        tokenizer: needed for stop strings where `model` is not a name.
-        max_model_len: prompt and completion together; the model's own limit when not given.
-        max_num_seqs: requests decoded together.
+        model: causal language model, or its name or folder (loaded in float32, with its tokenizer).
+        tokenizer: tokenizer for stop strings, if `model` is not a name.
+        max_model_len: maximum number of tokens of prompt and completion together; by default the model's.
+        max_num_seqs: maximum number of requests decoded together.
         seed: seed of the sampler, for requests without their own.
 
-    Raises ValueError for a `max_num_seqs` below 1, a `max_model_len` that is not a whole number from 2 to the model's
-    own limit, or where the model does not say its limit.
+    Raises ValueError if `max_num_seqs` is below 1, `max_model_len` is below 2 or above the model's limit, or neither
+    gives a limit.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,7 +76,7 @@ class TransformersEngine:
             most = "" if own_limit is None else f" to the model's {own_limit} positions"
             raise ValueError(f"max_model_len must be a whole number from 2{most}, got {limit!r}.")
         self.max_model_len: int = limit
-        """Prompt and completion together, in tokens."""
+        """Maximum number of tokens of prompt and completion together."""
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self._model = model.eval()
         self._tokenizer = tokenizer
@@ -88,7 +88,7 @@ class TransformersEngine:
         self._in_flight: dict[str, _Request] = {}
         self._waiting: list[_Request] = []
         self._ids = itertools.count()
-        # Held while the model computes, so that no token is sampled from weights that are half old and half new.
+        # Held while the model computes, so that no token is sampled from partly loaded weights.
         self._weights_lock = threading.Lock()
         self._lock = threading.Lock()
         self._worker: threading.Thread | None = None
@@ -96,42 +96,40 @@ class TransformersEngine:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that a request started now would use."""
+        """Version of the weights that a new request would use."""
         return self._policy_version
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Say that the model's weights, which the engine does not copy, are of `version` from now on."""
+        """Set the version of the model's weights, after a change by the caller."""
         with self._weights_lock:
             self._policy_version = version
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are served."""
+        """Whether the engine serves requests."""
         return not self._is_shut_down
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not returned yet."""
+        """Number of requests in flight."""
         return len(self._in_flight)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the model's tokenizer, `None` when it was given none."""
+        """Return the model's tokenizer, or None."""
         return self._tokenizer
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None) -> int:
-        """Copy weights into the model, by the names of its `state_dict`, between two tokens; return their version.
+        """Copy weights into the model between two tokens, by the names of its `state_dict`, and return their version.
 
-        Of tied weights one name is enough.
+        One name is enough for tied weights. Requests in flight continue with the old key-value cache; each token has
+        the version that sampled it.
 
-        Requests in flight go on with the new weights over the key-value cache of the old ones, as vLLM's do when it
-        keeps them; each token carries the version that it was sampled from.
-
-        Raises RuntimeError if names or shapes are not the model's, which keeps its weights then.
+        Raises RuntimeError if names or shapes do not match; the model then keeps its weights.
         """
         with self._weights_lock:
             own = self._model.state_dict()
-            # What has no name of its own in `named_parameters` is tied to what has.
+            # Weights that are missing in `named_parameters` are tied to one that is there.
             missing = {name for name, _ in self._model.named_parameters()} - weights.keys()
             unknown = weights.keys() - own.keys()
             misshapen = {
@@ -140,7 +138,7 @@ class TransformersEngine:
                 if not isinstance(weight, torch.Tensor) or (name in own and weight.shape != own[name].shape)
             }
             faults = {"missing": missing, "unknown": unknown, "not tensors of its shape": misshapen}
-            if any(faults.values()):  # `load_state_dict` would copy the others before it says so
+            if any(faults.values()):  # `load_state_dict` would copy the other weights before it raises
                 named = [
                     f"{len(names)} {fault}, such as {sorted(names)[:3]}" for fault, names in faults.items() if names
                 ]
@@ -159,9 +157,8 @@ class TransformersEngine:
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
 
-        Raises ValueError for an empty prompt, one without room for a token, a token id outside the vocabulary, a
-        `request_id` that is in flight, or stop strings without a tokenizer, and EngineError if the engine was shut
-        down, or the model failed.
+        Raises ValueError if the prompt is empty, leaves no room for a token or has an unknown token id, `request_id` is
+        in flight, or stop strings lack a tokenizer, and EngineError if the engine was shut down, or the model failed.
         """
         request_id = f"transformers-{next(self._ids)}" if request_id is None else request_id
         prompt = list(prompt_ids)
@@ -192,12 +189,10 @@ class TransformersEngine:
             del self._in_flight[request_id]
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids in its place.
+        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids at each position.
 
-        They are the model's own, at temperature 1; sequences are computed one by one.
-
-        Raises ValueError for fewer than two tokens, more than fit with one besides, or ids outside the vocabulary, and
-        EngineError if the engine was shut down, or the model failed.
+        Raises ValueError if there are fewer than two tokens, no room for one more, or unknown ids, and EngineError if
+        the engine was shut down, or the model failed.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
@@ -223,7 +218,7 @@ class TransformersEngine:
         )
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
+        """Abort a request; its `generate` returns the tokens so far. Unknown ids are ignored."""
         request = self._in_flight.get(request_id)
         if request is None:
             return
@@ -236,7 +231,7 @@ class TransformersEngine:
             request.finish()
 
     def shutdown(self) -> None:
-        """End; requests in flight and later ones raise `EngineError`; the model stays. May be called twice."""
+        """Shut down; requests raise EngineError, and the model remains usable. May be called twice."""
         with self._lock:
             self._is_shut_down = True
             worker = self._worker
@@ -250,7 +245,7 @@ class TransformersEngine:
         self.shutdown()
 
     def _work(self) -> None:
-        """Decode batch after batch; the thread ends when nothing waits, so that an idle engine holds none."""
+        """Decode batches until no request waits; then the thread ends."""
         while True:
             time.sleep(GATHERING_S)
             with self._lock:
@@ -268,7 +263,7 @@ class TransformersEngine:
                 request.fail(error)
 
     def _next_batch(self) -> list[_Request]:
-        """Return the request that waits longest, and those that are sampled as it is."""
+        """Return the oldest waiting request, and others with the same distribution."""
         batch: list[_Request] = []
         for request in self._waiting:
             if len(batch) < self._max_num_seqs and (not batch or request.distribution == batch[0].distribution):
@@ -291,7 +286,7 @@ class TransformersEngine:
             return
         with self._weights_lock:
             version = self._policy_version
-            self._model.eval()  # again: a trainer of the same model puts layers that checkpoint into training mode
+            self._model.eval()  # again: gradient checkpointing in a trainer of the same model sets training mode
             batch = DecodingBatch(self._model, sequences, version=version, generator=self._generator)
         while batch.sequences:
             batch.sample()
@@ -300,7 +295,7 @@ class TransformersEngine:
                 batch.advance(goes_on, version=self._policy_version)
 
 
-# A thread within torch at the interpreter's end would abort the process, whatever its exit status was to be.
+# A thread inside torch would abort the process at interpreter exit, whatever its exit status.
 _COMPUTING: weakref.WeakSet[TransformersEngine] = weakref.WeakSet()
 
 
@@ -311,7 +306,7 @@ def _shut_down_all() -> None:
 
 
 class _Request:
-    """A sequence and the future of its caller; a wait that is cancelled cancels the future."""
+    """A sequence and its caller's future, which is cancelled with the caller."""
 
     def __init__(self, sequence: DecodedSequence) -> None:
         self.sequence = sequence
@@ -320,11 +315,11 @@ class _Request:
         self.is_aborted = False
 
     def finish(self) -> None:
-        """Hand over what there is."""
+        """Return the tokens so far to the caller."""
         if not self.future.done() and self.future.set_running_or_notify_cancel():
             self.future.set_result(self.sequence.completion())
 
     def fail(self, error: EngineError) -> None:
-        """Raise the error in the caller if it still waits."""
+        """Raise the error in the caller, if it still waits."""
         if not self.future.done() and self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)

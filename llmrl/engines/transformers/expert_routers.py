@@ -1,11 +1,8 @@
-"""Routing replay: a mixture's forward pass with the experts that the engine chose, weighted by the trainer's router.
+"""Routing replay: forward passes of a mixture of experts with the experts that the engine chose.
 
-Rounding sends some tokens to other experts in the engine than in the trainer, and log-probs differ by far more than
-rounding then. "Rollout Routing Replay" (R3, arXiv:2510.11370) takes the choice from the engine and the weights of what
-was chosen from the trained router, so its gradients stay the same.
-
-A router of transformers chooses by one `topk` of its scores, and makes weights of the chosen scores as its model does
-(renormalised, or scaled, or not). So nothing of that is written again here: its own code runs with another choice.
+Rounding lets engine and trainer choose different experts for some tokens, which changes log-probs. "Rollout Routing
+Replay" (R3, arXiv:2510.11370) takes the choice from the engine and the experts' weights from the trained router, so
+gradients are unchanged. The router's own code runs with a replaced `topk`, so its scaling needs no copy here.
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROUTED_EXPERTS = "routed_experts"
-"""What rows and decoder layers call them; written here too, since `llmrl.data` needs more than a worker's end has."""
+"""Name of the entry in rows and decoder layers; repeated here because a worker cannot import `llmrl.data`."""
 
 Choices = list[tuple[torch.Tensor, torch.Tensor]]
-"""Of each router, `[num_tokens, top_k]` each: what it would choose, and what was computed with."""
+"""Per router, two `[num_tokens, top_k]` tensors: its own choice, and the experts used."""
 
 
 class _Router(Protocol):
@@ -39,7 +36,7 @@ class _Router(Protocol):
 
 
 class _Pass(threading.local):
-    """Input and output of this thread's forward pass; an engine may use the same model in another one."""
+    """Input and output of this thread's forward pass; other threads may use the same model."""
 
     forced: torch.Tensor | None = None
     choices: Choices | None = None
@@ -49,13 +46,13 @@ _PASS = _Pass()
 
 
 class Routers:
-    """The routers of a transformers model, which tell their choices and take others instead.
+    """The expert routers of a transformers model, which report their choices or use given ones.
 
-    Recognised is the module of a decoder's layer that has `top_k`, `num_experts` and a weight, and returns logits,
-    weights and ids: those of Qwen3-MoE, Mixtral, OLMoE, gpt-oss, DeepSeek-V3 and their kin.
+    A router is a module of a decoder layer that has `top_k`, `num_experts` and a weight, and returns logits, weights
+    and ids, as in Qwen3-MoE, Mixtral, OLMoE, gpt-oss and DeepSeek-V3.
 
     Args:
-        model: a causal language model; one without experts has no router.
+        model: causal language model, with or without experts.
 
     Example:
         >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -92,13 +89,11 @@ class Routers:
             _hook_once(layer.register_forward_pre_hook, layer._forward_pre_hooks, _before_layer, index)
 
     def checked(self, routed_experts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        """Return what rows were routed to, `[num_tokens, num_layers, top_k]` each; None for a model without experts.
+        """Return the `[num_tokens, num_layers, top_k]` experts per row for this model; None if it has no experts.
 
-        Such a model, a teacher of another kind, say, computes as ever. vLLM tells of every layer of the decoder; of
-        those without experts nothing is read.
+        Entries of decoder layers without experts are dropped.
 
-        Raises TypeError if the model has experts with routers that are not recognised, and ValueError if rows were
-        routed by a model of another shape.
+        Raises TypeError if the model's routers are not recognised, and ValueError if the shapes do not match.
         """
         if not self.num_layers and not self._has_experts:
             return None
@@ -122,7 +117,7 @@ class Routers:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[Choices]:
-        """Forward passes of this thread append what each router chose, layer after layer."""
+        """Collect each router's choices in this thread's forward passes, in the order of layers."""
         outer = _PASS.choices
         _PASS.choices = []
         try:
@@ -131,10 +126,7 @@ class Routers:
             _PASS.choices = outer
 
     def check_told(self, choices: Choices) -> None:
-        """Refuse a model if a layer did not compute by its router exactly once.
-
-        Raises TypeError, which names the model.
-        """
+        """Check that each router ran exactly once. Raises TypeError that names the model."""
         if len(choices) != self.num_layers:
             raise TypeError(
                 f"{len(choices)} of the {self.num_layers} routers of {self._name} return logits, weights and ids, each "
@@ -153,7 +145,7 @@ def _is_router(module: torch.nn.Module) -> bool:
 def _hook_once(
     register: Callable[..., object], hooks: Mapping[int, object], hook: Callable[..., object], *bound: object
 ) -> None:
-    """Add a hook that is there once, however many engines and trainers a model has; copies of a model have it, too."""
+    """Add a hook unless the module, or the module it was copied from, has it already."""
     if not any(isinstance(one, functools.partial) and one.func is hook for one in hooks.values()):
         register(functools.partial(hook, *bound), with_kwargs=True)
 
@@ -161,9 +153,9 @@ def _hook_once(
 def _before_layer(
     index: int | None, layer: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]
 ) -> tuple[tuple[object, ...], dict[str, torch.Tensor]] | None:
-    """Take the argument that the layer does not know, `[num_tokens, num_layers, top_k]`, -1 where a router chooses.
+    """Take the layer's extra argument `[num_tokens, num_layers, top_k]`, in which -1 lets the router choose.
 
-    As an argument it is there again when gradient checkpointing computes the layer anew.
+    It is an argument, so gradient checkpointing passes it again when it recomputes the layer.
     """
     if torch.compiler.is_compiling():
         return None
@@ -175,18 +167,18 @@ def _before_layer(
 def _after_router(
     router: _Router, args: tuple[object, ...], kwargs: dict[str, object], output: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...] | None:
-    """Compute once more with the given experts, where there are any, and tell."""
+    """Recompute with the given experts, if any, and report the choice."""
     if torch.compiler.is_compiling():
         return None
     forced = _PASS.forced
     _PASS.forced = None
     if not isinstance(output, tuple) or len(output) != 3 or output[2].shape[-1:] != (router.top_k,):
-        return None  # of another kind: it reports nothing, and giving it experts is an error
+        return None  # another kind of module: it reports nothing, and giving it experts is an error
     own = output[2]
     if forced is not None:
         with _Chosen(forced, router.num_experts) as chosen:
             output = router.forward(*args, **kwargs)
-        # The comparison waits for a device, and is needed only where ids were made anew.
+        # `equal` synchronizes with the device; it is needed only if ids were copied.
         is_taken = output[2] is chosen.token_experts or torch.equal(output[2], chosen.token_experts)
         if chosen.num_choices != 1 or not is_taken:
             raise TypeError(f"{type(router).__name__} does not choose experts by one topk: its choice cannot be given.")
@@ -196,7 +188,7 @@ def _after_router(
 
 
 class _Chosen(TorchFunctionMode):
-    """The `topk` that chooses among experts, with other ids and their scores."""
+    """Replaces the ids of the `topk` that chooses among experts, and their scores."""
 
     def __init__(self, forced: torch.Tensor, num_experts: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""vLLM in a process of its own."""
+"""vLLM engines, each in its own process."""

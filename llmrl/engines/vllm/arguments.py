@@ -1,4 +1,4 @@
-"""From our arguments to vLLM's: every name is known or refused."""
+"""Translation of llmrl's options to vLLM's arguments; unknown names are refused."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from llmrl.engines.vllm.private import AsyncEngineArgs
 
 LLMRL_BACKEND = "llmrl"
-"""The weight-transfer backend that llmrl registers in vLLM's workers: shared memory, gloo and files."""
+"""llmrl's weight-transfer backend in vLLM's workers: shared memory, gloo and files."""
 NCCL_BACKEND = "llmrl-nccl"
-"""As vLLM knows `nccl` where llmrl starts it: its own, with a deadline."""
+"""Name in vLLM of its `nccl` backend with llmrl's deadline."""
 ADAPTER_BACKEND = "adapters"
-"""LoRA adapters take the place of weights: vLLM's own way to load them, and no weight-transfer backend of its."""
+"""Updates as LoRA adapters, which need no weight-transfer backend of vLLM."""
 PLUGIN_NAME = "llmrl_weight_transfer"
-"""Of the entry point by which vLLM's processes find it."""
+"""Name of the entry point with which vLLM's processes find llmrl's backends."""
 
 _GIB = 1 << 30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""That vLLM makes room for."""
-# They decide what a completion is, so a second way to set them could only contradict the first.
+"""Ranks that vLLM supports."""
+# They are set by llmrl or by its own options, so `engine_args` may not contain them.
 _OWNED = {
     "model": "model",
     "logprobs_mode": None,
@@ -42,10 +42,10 @@ _OWNED = {
 
 
 def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str | None:
-    """Return the vLLM weight-transfer backend to start with, `None` for none.
+    """Return the vLLM weight-transfer backend to start with, or None.
 
-    Raises EngineError if llmrl's backend is wanted and vLLM's processes could not find it, or one that moves weights
-    between GPUs where vLLM runs on CPU, and ImportError if vLLM is of another version than the tests ran with.
+    Raises EngineError if vLLM's processes cannot find llmrl's backend, or the backend needs GPUs and vLLM runs on CPU,
+    and ImportError if vLLM's version is not the tested one.
     """
     if weight_transfer is False:
         return None
@@ -67,7 +67,7 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
 
 
 def require_vllm_version() -> None:
-    """Raises ImportError for a vLLM that may have another weight-update API, with the version that is needed."""
+    """Raise ImportError if vLLM's version may have another weight-update API; names the needed one."""
     import vllm
 
     if not vllm.__version__.startswith(f"{VLLM_VERSION}."):
@@ -78,59 +78,56 @@ def require_vllm_version() -> None:
 
 
 def default_kv_cache_memory() -> int:
-    """Return the bytes of key-value cache for an engine on CPU: 2 GiB, or a quarter of the free memory if less."""
+    """Return the bytes of key-value cache on CPU: 2 GiB, or a quarter of the free memory if less."""
     import psutil
 
     return min(2 * _GIB, psutil.virtual_memory().available // 4)
 
 
 class EngineOptions(TypedDict, total=False):
-    """How an engine of vLLM starts: options of `AsyncVLLM.from_pretrained` and `EngineReplicas.from_pretrained`."""
+    """Options of `AsyncVLLM.from_pretrained` and `EngineReplicas.from_pretrained`."""
 
     max_model_len: int | None
-    """Prompt and completion together; the model's own limit when not given."""
+    """Maximum number of tokens of prompt and completion together; by default the model's."""
     dtype: str | None
-    """dtype of the engine's weights; float32 on CPU and bfloat16 on GPU when not given, as the trainer's."""
+    """dtype of the engine's weights; by default the trainer's: float32 on CPU, bfloat16 on GPU."""
     max_num_seqs: int | None
-    """Requests decoded together; 128 on CPU when not given."""
+    """Maximum number of requests decoded together; by default 128 on CPU."""
     kv_cache_memory: int | None
-    """Bytes of key-value cache; on CPU 2 GiB, or a quarter of the free memory if that is less."""
+    """Bytes of key-value cache; by default on CPU 2 GiB, or a quarter of the free memory if less."""
     gpu_memory_utilization: float | None
-    """Share of the device's memory, where `kv_cache_memory` is not given."""
+    """Share of the device's memory to use, if `kv_cache_memory` is not given."""
     enforce_eager: bool | None
-    """No compilation and no graphs; true on CPU when not given, where it saves 17 s or more at the start for some 15 %
-    of speed."""
+    """Whether to disable compilation and graphs; by default true on CPU, where it saves 17 s or more at the start for
+    some 15 % of speed."""
     seed: int
-    """Seed of the engine's sampler, for requests without their own; of several engines, the first one's. 0 by default.
-    """
+    """Seed of the sampler, for requests without their own; by default 0. The first of several engines has it."""
     enable_prefix_caching: bool
-    """Reuse the key-value blocks of shared prefixes, by default; emptied at each weight update."""
+    """Whether to reuse key-value blocks of shared prefixes until the next update; by default true."""
     weight_transfer: bool | str
-    """A vLLM weight-transfer backend; true, the default, picks llmrl's on CPU and NCCL on GPU. `adapters` takes LoRA
-    adapters in place of weights, of up to `max_lora_rank` (16) and `max_loras` (4) versions at a time (`engine_args`).
-    """
+    """vLLM's weight-transfer backend; true, the default, selects llmrl's on CPU and NCCL on GPU. `adapters` uses LoRA
+    adapters instead, with `max_lora_rank` (16) and `max_loras` (4 versions at a time) from `engine_args`."""
     quantization: Literal["int8"] | None
-    """`int8` rounds the linear layers of a folder's model, on a CPU, and those of each update."""
+    """`int8` quantizes the linear layers of the model and of each update; only on a CPU."""
     enable_sleep: bool
-    """Allow `sleep`, on a GPU that a trainer shares."""
+    """Whether to allow `sleep`, on a GPU shared with a trainer."""
     cpu_threads: int | None
-    """Threads of a CPU engine; all cores when not given, right for a loop that never generates and trains at once. Give
-    fewer where a trainer runs beside it."""
+    """Number of threads of a CPU engine; by default all cores. Use fewer if a trainer runs concurrently."""
     hang_timeout_seconds: float | None
-    """An engine that has requests and in this time (300 s by default) no token for any of them hangs: it is ended, and
-    its requests raise an `EngineError`. The time that it is paused does not count. None waits for ever."""
+    """An engine with requests but no new token for this long (by default 300 s) is ended, and its requests raise
+    EngineError. Pauses do not count. None disables the check."""
     log_level: str
-    """Level of vLLM's logger, here and in its processes; `"ERROR"` by default."""
+    """Level of vLLM's logger, here and in its processes; by default `"ERROR"`."""
     engine_args: Mapping[str, object] | None
-    """Anything else that `vllm.AsyncEngineArgs` takes."""
+    """Other arguments of `vllm.AsyncEngineArgs`."""
     num_devices: int
-    """TorchRL's word for `tensor_parallel_size` of `engine_args`."""
+    """TorchRL's name of `tensor_parallel_size` in `engine_args`."""
     verbose: bool
-    """TorchRL's: whether `log_level` is `"INFO"`."""
+    """TorchRL's switch for `log_level="INFO"`."""
     compile: bool
-    """TorchRL's: the reverse of `enforce_eager`."""
+    """TorchRL's inverse of `enforce_eager`."""
     enable_fp32_output: bool
-    """TorchRL's: only false, since `dtype="float32"` computes all of the model so."""
+    """TorchRL's option; must be false, since `dtype="float32"` computes the whole model so."""
 
 
 _NAMED_AS_VLLM = (
@@ -140,7 +137,7 @@ _NAMED_AS_VLLM = (
 
 
 def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
-    """Return options with TorchRL's words replaced; raises ValueError for `enable_fp32_output=True`.
+    """Replace TorchRL's option names. Raises ValueError for `enable_fp32_output=True`.
 
     Example:
         >>> translate_torchrl_options({"seed": 0, "num_devices": 2, "compile": False})
@@ -162,9 +159,8 @@ def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
 def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> AsyncEngineArgs:
     """Return vLLM's arguments for the model in a folder.
 
-    Raises:
-        TypeError: for a name in `engine_args` that vLLM has not, or that has its own argument here.
-        EngineError: see `weight_transfer_backend`; and for `enable_sleep` on CPU, or without a way for new weights.
+    Raises TypeError if a name in `engine_args` is unknown to vLLM or has its own option, and EngineError as
+    `weight_transfer_backend`, or if `enable_sleep` is used on CPU or without a backend that can restore weights.
     """
     from llmrl.engines.vllm.private import AsyncEngineArgs, WeightTransferConfig
 
@@ -181,7 +177,7 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     if is_cpu:
         arguments.setdefault("max_num_seqs", 128)
     arguments.setdefault("enforce_eager", is_cpu)
-    # As `TransformersWrapper` by default. On CPU bfloat16 is no faster as a rule, and small updates are lost in it.
+    # As in `TransformersWrapper`. On CPU bfloat16 is rarely faster, and loses small updates.
     arguments.setdefault("dtype", "float32" if is_cpu else "bfloat16")
     weight_transfer = options.get("weight_transfer", True)
     backend = weight_transfer_backend(weight_transfer, is_cpu=is_cpu)
@@ -203,7 +199,7 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
         kv_cache_memory = default_kv_cache_memory()
     if kv_cache_memory is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_memory
-    if is_cpu:  # vLLM's 128 shares no prefix that is shorter, which those of small tasks are; its CPU kernels want 32s
+    if is_cpu:  # vLLM's 128 would not share the short prefixes of small tasks; its CPU kernels need multiples of 32
         arguments["block_size"] = 32
     num_workers = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
     if is_cpu and num_workers == 1:
@@ -212,18 +208,18 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
         arguments["distributed_executor_backend"] = EXECUTOR
     return AsyncEngineArgs(
         model=folder,
-        # Of the distribution that is sampled from, so that on-policy importance ratios are 1.
+        # Log-probs of the sampled distribution, so that on-policy importance ratios are 1.
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         enable_log_requests=False,
-        max_logprobs=-1,  # what truncation kept is read from them
+        max_logprobs=-1,  # sampling masks are read from them
         use_tqdm_on_load=False,
         **{**arguments, **engine_args},
     )
 
 
 def _adapter_args(engine_args: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many adapters vLLM holds, of what rank: the next that it can.
+    """Return vLLM's number of adapters, and their rank, rounded up to a supported one.
 
     Raises EngineError for a rank above 512, or fewer than two adapters at a time.
     """
@@ -240,6 +236,6 @@ def _adapter_args(engine_args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _is_in_placement_group() -> bool:
-    """Return whether Ray has a place for each worker, so that vLLM leaves them to Ray."""
+    """Return whether Ray has placed the workers, so that vLLM must leave them to Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized() and ray.util.get_current_placement_group() is not None

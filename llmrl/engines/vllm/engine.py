@@ -1,4 +1,4 @@
-"""`AsyncVLLM`: vLLM in its own process, awaited from any event loop, with its weights updated in place."""
+"""`AsyncVLLM`: a vLLM engine in its own process."""
 
 from __future__ import annotations
 
@@ -43,15 +43,14 @@ T = TypeVar("T")
 
 
 class AsyncVLLM(KnownArguments, VLLMScores):
-    """A vLLM engine: token ids in, exact completions out, weights replaced while requests are in flight.
+    """A vLLM engine whose weights can be replaced while requests are in flight; made by `AsyncVLLM.from_pretrained`.
 
-    The engine core runs in a child process; a thread of this process talks to it, so `generate` may be awaited from
-    any event loop, many at once. Build one with `AsyncVLLM.from_pretrained`. It is also the client that vLLM's
-    trainer-side weight-transfer engines drive (`init_weight_transfer_engine` … `finish_weight_update`).
+    The engine core runs in a child process. `generate` may be awaited from any event loop, concurrently. vLLM's
+    trainer-side weight-transfer engines can use this class as their client.
     """
 
     start_several: ClassVar[Callable[..., Any]]
-    """`EngineReplicas.from_pretrained`, set where that class is defined, which knows this one."""
+    """`EngineReplicas.from_pretrained`, set in its module, which imports this one."""
 
     def __init__(
         self,
@@ -68,17 +67,17 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._load = load
         self._weight_transfer_backend = weight_transfer
         self.start_s = start_s
-        """Seconds from the call to an engine that takes requests."""
+        """Seconds from the call until the engine accepted requests."""
         self.max_model_len: int = llm.vllm_config.model_config.max_model_len
-        """Prompt and completion together, in tokens."""
+        """Maximum number of tokens of prompt and completion together."""
         self.vocab_size: int = llm.vllm_config.model_config.get_vocab_size()
         self.model_dtype = llm.vllm_config.model_config.dtype
-        """dtype of the weights in the engine."""
+        """dtype of the engine's weights."""
         self.quantization: str | None = quantization_of(llm.vllm_config)
-        """How the weights in the engine are quantised, `None` when they are not."""
+        """Quantization of the engine's weights, or None."""
         self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
         self.host = socket.gethostname()
-        """Name of the machine that the engine runs on."""
+        """Name of the engine's machine."""
         self._updates = AdapterUpdates(llm) if weight_transfer == ADAPTER_BACKEND else WholeWeights(llm)
         self._id_prefix = uuid.uuid4().hex[:8]
         self._id_counter = itertools.count()
@@ -88,7 +87,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._can_sleep: bool = llm.vllm_config.model_config.enable_sleep_mode
         self._is_asleep = False
         self.lacks_weights = False
-        """Whether it gave its weights back to sleep, and no update has brought others."""
+        """Whether the engine dropped its weights in `sleep` and has not received others."""
         self._watch = HangWatch(hang_timeout_seconds)
         self._finalizer = weakref.finalize(self, close_llm, llm, background)
 
@@ -100,25 +99,24 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         num_replicas: int | None = None,
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """Start an engine; `EngineReplicas.from_pretrained` starts several, or in Ray actors, with the same options.
+        """Start an engine; `EngineReplicas.from_pretrained` starts several, also in Ray actors, with the same options.
 
         Args:
             model_name: folder or hub name.
-            num_replicas: start so many, as `EngineReplicas`.
+            num_replicas: number of engines; if given, `EngineReplicas` are returned.
             options: see `llmrl.engines.vllm.arguments.EngineOptions`.
 
         Raises:
-            ImportError: when vLLM is not installed, naming the extra.
-            TypeError: for an option that is not known, or a name in `engine_args` that vLLM has not, with the nearest
-                one or what to do instead.
-            EngineError: when the engine does not start; its own log says why.
+            ImportError: if vLLM is not installed; names the extra.
+            TypeError: if an option, or a name in `engine_args`, is unknown; names the nearest one or an alternative.
+            EngineError: if the engine does not start; its own log says why.
         """
         refuse_unknown("AsyncVLLM.from_pretrained", options, keywords_of(cls.from_pretrained) or ())
         options = translate_torchrl_options(options)
         if num_replicas is not None:
             return cls.start_several(model_name, num_replicas, **options)
         hang_timeout_seconds = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
-        HangWatch(hang_timeout_seconds)  # refuses a wrong one before the engine starts
+        HangWatch(hang_timeout_seconds)  # checks the value before the engine starts
         start = time.perf_counter()
         llm, background, load = start_vllm(os.fspath(model_name), options)
         config = llm.vllm_config.weight_transfer_config
@@ -133,12 +131,12 @@ class AsyncVLLM(KnownArguments, VLLMScores):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that a request started now would use; 0 for the weights it started with."""
+        """Version of the weights that a new request would use; initially 0."""
         return self._updates.version
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Count on from `version`: for a resumed run, before its weights are sent."""
+        """Set the version from which updates are counted, when a run is resumed."""
         self._updates.version = version
 
     @property
@@ -149,7 +147,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that have not returned yet."""
+        """Number of requests in flight."""
         return len(self._in_flight)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -166,9 +164,9 @@ class AsyncVLLM(KnownArguments, VLLMScores):
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
 
-        Raises ValueError for an empty prompt, one without room for a token, a token id outside the vocabulary, or a
-        `request_id` that is in flight, or truncation of which vLLM cannot say what it kept, and EngineError if the
-        engine died, was shut down, sleeps, or returned tokens without their log-probs.
+        Raises ValueError if the prompt is empty, leaves no room for a token or has an unknown token id, `request_id` is
+        in flight, or vLLM cannot report the kept ids, and EngineError if the engine died, was shut down, sleeps, or
+        returned tokens without their log-probs.
         """
         if request_id is None:
             request_id = f"{self._id_prefix}-{next(self._id_counter)}"
@@ -183,11 +181,11 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         return completion
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raises ValueError for top-p or min-p without top-k: vLLM cannot say what these kept."""
+        """Raise ValueError for top-p or min-p without top-k, for which vLLM cannot report the kept ids."""
         num_reported(sampling, self._llm.vllm_config.model_config)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Completion]:
-        """Sample one completion for each prompt, all in flight at once; blocks, so not for use in an event loop."""
+        """Sample one completion for each prompt concurrently; blocks, so do not call it in an event loop."""
 
         async def generate_all() -> list[Completion]:
             return list(await asyncio.gather(*(self.generate(prompt, sampling) for prompt in prompts)))
@@ -195,18 +193,18 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         return self._background.run(generate_all())
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
+        """Abort a request; its `generate` returns the tokens so far. Unknown ids are ignored."""
         if self.is_alive and request_id in self._in_flight:
             await self._background.wait(self._llm.abort(request_id))
 
     async def progress(self) -> int | None:
-        """Return a number that changes with every token that comes; None while none is due: idle, or paused."""
+        """Return a number that changes with every new token; None if the engine is idle or paused."""
         if self._is_paused or not self._in_flight:
             return None
         return self._num_tokens + num_unfinished_tokens(self._llm)
 
     def take_load(self, reader: str = METRICS) -> EngineLoad:
-        """Return how hard it worked since this reader's last call."""
+        """Return the load since this reader's last call."""
         return self._load.take(reader)
 
     def _check_alive(self, *, and_awake: bool = False) -> None:
@@ -219,13 +217,13 @@ class AsyncVLLM(KnownArguments, VLLMScores):
 
     @property
     def weight_transfer_backend(self) -> str | None:
-        """The vLLM backend that new weights come through, `None` when started without."""
+        """vLLM's weight-transfer backend, or None."""
         return self._weight_transfer_backend
 
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
-        """Stop stepping: requests in flight stay (`keep`), are finished first (`wait`) or end now (`abort`).
+        """Stop stepping; requests in flight are kept, finished first (`wait`) or aborted.
 
-        `clear_cache` also drops the key-value blocks, those of kept requests too: they are computed anew.
+        `clear_cache` also drops the key-value blocks, including those of kept requests, which are recomputed.
         """
         if clear_cache:
             self._control(self._llm.pause_generation(mode=mode, clear_cache=True))
@@ -234,7 +232,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._is_paused = True
 
     def resume(self) -> None:
-        """Go on after `pause`, or after `sleep` and an update. Raises EngineError if it sleeps and has no weights."""
+        """Continue after `pause`, or after `sleep` and an update. Raises EngineError if weights are missing."""
         self._check_alive(and_awake=True)
         if self._is_asleep:
             self._control(self._llm.wake_up(["kv_cache"]))
@@ -242,10 +240,9 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._is_paused = self._is_asleep = False
 
     def sleep(self) -> None:
-        """Give the GPU's memory back, weights and key-value blocks (vLLM's level 2), until an update wakes it.
+        """Free the GPU memory of weights and key-value blocks (vLLM's level 2) until the next update.
 
-        Requests in flight wait, and read their prefixes again afterwards. The update takes room for the weights before
-        they come, and for the blocks when the engine goes on. May be called twice.
+        Requests in flight wait, and their prefixes are recomputed. May be called twice.
 
         Raises EngineError if the engine was started without `enable_sleep`.
         """
@@ -256,37 +253,37 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._is_paused = self._is_asleep = self.lacks_weights = True
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
-        """Drop cached key-value blocks; without `reset_running_requests` those in use stay, and false is returned."""
+        """Drop cached key-value blocks; without `reset_running_requests`, return False if some are in use."""
         return self._control(self._llm.reset_prefix_cache(reset_running_requests=reset_running_requests))
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """Open the engine's end of a transfer. Raises EngineError if it was started without, or its backend refuses."""
+        """Open the engine's side of a transfer. Raises EngineError if there is no backend or it refuses."""
         self._require_weight_transfer()
         self._control(self._updates.open_transfer(init_info))
 
     def start_weight_update(self) -> None:
-        """Make the engine ready to take new weights; pause it first."""
+        """Prepare the paused engine for new weights."""
         self._require_weight_transfer()
         if self.lacks_weights:
             self._control(self._llm.wake_up(["weights"]))
         self._control(self._updates.start())
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
-        """Take weights as the backend describes them. Raises EngineError if it refuses; the version does not change."""
+        """Receive weights; the policy version does not change. Raises EngineError if the backend refuses."""
         self._control(self._updates.take(update_info))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Put the taken weights to use and return their version: the next one, unless given."""
+        """Activate the received weights and return their version, by default the next one."""
         before = self.policy_version
         version = before + 1 if weight_version is None else int(weight_version)
         self._control(self._updates.finish(version))
-        self.lacks_weights &= version == before  # an update that was given up
+        self.lacks_weights &= version == before  # the same version means that the update was cancelled
         return version
 
     # -- lifecycle -----------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End the engine's process and thread; requests in flight raise `EngineError`. May be called twice."""
+        """End the engine's process and thread; requests in flight raise EngineError. May be called twice."""
         self._finalizer()
 
     def __enter__(self) -> AsyncVLLM:

@@ -1,7 +1,6 @@
-"""All that llmrl knows of vLLM beyond its top-level names: what an upgrade of vLLM has to be compared with.
+"""All uses of vLLM beyond its top-level names, which an upgrade of vLLM must check.
 
-Names are imported from here and found when they are asked for, so that this module costs nothing and a process loads
-only what it uses. Code that reads or patches vLLM's objects is a function or class here.
+Names are imported lazily from here, so a process loads only what it uses.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
     from llmrl._utils.background_loop import BackgroundLoop
 
 VLLM_VERSION = "0.32"
-"""Version that the tests ran with; its weight-update API has no promise of stability."""
+"""Tested version; vLLM's weight-update API is not stable."""
 PLUGIN_GROUP = "vllm.general_plugins"
-"""Entry points that vLLM calls in each of its processes."""
+"""Group of the entry points that vLLM calls in each of its processes."""
 EXECUTOR = f"{__name__}.InStepExecutor"
-"""Name of the executor, as vLLM's arguments take it."""
+"""Name of the executor for vLLM's arguments."""
 _SHARED_MEMORY = "/dev/shm/"
 _SEGMENTS = "llmrl_segments"
 RELOAD_METHOD = "reload_weights"
-"""Of vLLM's workers: reads the weights of a folder."""
+"""Method of vLLM's workers that reads weights from a folder."""
 
 # Module of vLLM -> its names that llmrl uses.
 _NAMES = {
@@ -109,30 +108,30 @@ def __getattr__(name: str) -> Any:
 
 
 def pause_at_once(llm: AsyncLLM, mode: PauseMode) -> Coroutine[object, object, None]:
-    """Do what `pause_generation` does, without its nap of 20 ms, for callers who want outputs in a nicer order."""
+    """Pause the scheduler without the delay of 20 ms in `pause_generation`."""
     return llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
 
 def num_unfinished_tokens(llm: AsyncLLM) -> int:
-    """Return the number of tokens that have come so far for requests in flight."""
+    """Return the number of tokens so far of requests in flight."""
     states = list(llm.output_processor.request_states.values())
     return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
 
 async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM:
-    """Start the engine; `stat_logger` receives its steps."""
+    """Start the engine; `stat_logger` receives statistics of each step."""
     llm = _find("AsyncLLM").from_engine_args(arguments, stat_loggers=[lambda config, index: stat_logger])
     vars(llm)[_SEGMENTS] = _segments_of(llm)
     return llm
 
 
 def _segments_of(llm: AsyncLLM) -> set[str]:
-    """Return the names of the shared memory through which the engine's processes talk; none of one process."""
+    """Return the names of the shared memory between the engine's processes."""
     import psutil
 
     names: set[str] = set()
     for process in processes_of(llm):
-        with contextlib.suppress(psutil.Error, OSError):  # it ended, or this is no Linux
+        with contextlib.suppress(psutil.Error, OSError):  # the process ended, or this is not Linux
             engine = psutil.Process(process.pid)
             for one in (engine, *engine.children(recursive=True)):
                 lines = Path(f"/proc/{one.pid}/maps").read_text(errors="replace").splitlines()
@@ -141,20 +140,20 @@ def _segments_of(llm: AsyncLLM) -> set[str]:
 
 
 def _remove_segments(names: set[str]) -> None:
-    """Remove the shared memory of an engine that was killed; one that ended by itself has removed its own."""
+    """Remove the shared memory of an engine that was killed."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             Path(_SHARED_MEMORY, name).unlink()
-            resource_tracker.unregister(f"/{name}", "shared_memory")  # else it warns of a leak at this process's end
+            resource_tracker.unregister(f"/{name}", "shared_memory")  # else it warns of a leak at exit
 
 
 def processes_of(llm: AsyncLLM) -> list[BaseProcess]:
-    """Return the engine's processes; none where there is no such engine yet."""
+    """Return the engine's processes; empty before it starts."""
     return list(getattr(llm.engine_core.resources.engine_manager, "processes", ()))
 
 
 def close_llm(llm: AsyncLLM, background: BackgroundLoop) -> None:
-    """End the engine and the loop that it runs on, if they have not ended yet."""
+    """End the engine and its event loop, unless they have ended."""
     if background.is_closed:
         return
     processes = processes_of(llm)
@@ -162,15 +161,15 @@ def close_llm(llm: AsyncLLM, background: BackgroundLoop) -> None:
         background.run(_shut_down(llm), timeout=30)
     finally:
         background.close()
-        for process in processes:  # vLLM kills one that does not end by itself, and leaves a zombie
+        for process in processes:  # vLLM kills a process that does not end, and leaves a zombie
             process.join(10)
         _remove_segments(vars(llm).get(_SEGMENTS, set()))
-        # Its finalizer would shut it down once more, perhaps when the interpreter has lost half its modules.
+        # Its finalizer would shut it down again, perhaps during interpreter exit.
         llm.shutdown = lambda timeout=None: None
 
 
 async def _shut_down(llm: AsyncLLM) -> None:
-    # Requests in flight fail first, for the sockets that they wait on are closed next.
+    # Requests in flight must fail before the sockets they wait on are closed.
     llm.output_processor.propagate_error(_find("EngineDeadError")())
     await asyncio.sleep(0)
     llm.shutdown()
@@ -180,17 +179,14 @@ async def _shut_down(llm: AsyncLLM) -> None:
 
 
 def put_files_into(folder: str) -> None:
-    """Make vLLM put the file at which an engine's workers meet into a folder, for a killed engine cannot remove it.
-
-    Only that file: others that vLLM keeps among temporary files, such as locks of downloads, are for all engines.
-    """
+    """Make vLLM put the rendezvous file of an engine's workers into a folder, but not its shared files."""
     if "vllm" in sys.modules:
         network_utils = importlib.import_module("vllm.utils.network_utils")
         vars(network_utils)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
 
 
 def register_weight_transfer(backend: str, module: str, class_name: str) -> None:
-    """Let vLLM's workers know a weight-transfer engine; may be called again."""
+    """Register a weight-transfer engine with vLLM's workers; may be called again."""
     factory = _find("WeightTransferEngineFactory")
     if backend not in factory._registry:
         factory.register_engine(backend, module, class_name)
@@ -199,8 +195,7 @@ def register_weight_transfer(backend: str, module: str, class_name: str) -> None
 def forget_packing_of_experts(model: torch.nn.Module) -> None:
     """Make vLLM pack a model's experts for its CPU kernel again.
 
-    It packs them only when it first makes their kernel, and would read the next ones as if packed. Without a kernel it
-    makes one, and packs.
+    It packs them only when it creates their kernel; with an old kernel it would treat new weights as packed.
     """
     methods = (getattr(layer, "quant_method", None) for layer in model.modules())
     for method in methods:
@@ -210,10 +205,9 @@ def forget_packing_of_experts(model: torch.nn.Module) -> None:
 
 @functools.cache
 def keep_scales_of_int8_layers() -> None:
-    """Let vLLM's CPU kernel of int8 layers hold the scales that its oneDNN handle reads.
+    """Make vLLM's CPU kernel of int8 layers hold a reference to the scales that its oneDNN handle reads.
 
-    The handle knows their address only. A layerwise reload makes new scales and a handle for them, copies them into the
-    old ones and frees them: the handle would multiply by whatever is there next.
+    The handle has only their address, and a layerwise reload frees them.
     """
     kernel = _find("CPUInt8ScaledMMLinearKernel")
     process = kernel.process_weights_for_onednn
@@ -226,7 +220,7 @@ def keep_scales_of_int8_layers() -> None:
 
 
 def forget_loaded(model: torch.nn.Module) -> None:
-    """Let a layerwise reload forget what waits to be loaded."""
+    """Discard the weights that wait in a layerwise reload."""
     get_layerwise_info = _find("get_layerwise_info")
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -238,10 +232,9 @@ def forget_loaded(model: torch.nn.Module) -> None:
 @functools.cache
 def _make_executor() -> type:
     class InStepExecutor(_find("MultiprocExecutor")):  # type: ignore[misc]
-        """vLLM's executor of several worker processes, which waits for every worker before it raises an error of one.
+        """vLLM's multiprocess executor, changed to wait for every worker before it raises an error.
 
-        vLLM 0.32 stops at the first error and takes what the other workers answered for their answers to the next
-        call: once an update was refused, each later call fails or succeeds for what the one before it did.
+        vLLM 0.32 stops at the first error and takes the other workers' answers for those to the next call.
         """
 
         response_mqs: list[MessageQueue]
@@ -250,13 +243,13 @@ def _make_executor() -> type:
             super()._init_executor()
             self.response_mqs = _AllAnswers(self.response_mqs)
 
-    # It travels to the engine's process by name.
+    # It is pickled by name.
     InStepExecutor.__qualname__ = "InStepExecutor"
     return InStepExecutor
 
 
 class _AllAnswers(list["MessageQueue"]):
-    """Queues that are read together as soon as the first of them is, when they are gone through."""
+    """Queues that are all read when the first of them is read."""
 
     def __iter__(self) -> Iterator[MessageQueue]:
         queues = list(super().__iter__())
@@ -266,7 +259,7 @@ class _AllAnswers(list["MessageQueue"]):
 
 
 class _Together:
-    """One queue of several; whatever else is asked of it goes to the queue itself."""
+    """One of several queues that are read together."""
 
     def __init__(self, queue: MessageQueue, index: int, queues: list[MessageQueue], answers: list[object]) -> None:
         self._queue = queue
@@ -275,7 +268,7 @@ class _Together:
         self._answers = answers
 
     def dequeue(self, timeout: float | None = None) -> object:
-        """Return this queue's answer, once all of them are there."""
+        """Return this queue's answer once all queues have one."""
         if not self._answers:
             self._answers += [queue.dequeue(timeout=timeout) for queue in self._queues]
         return self._answers[self._index]

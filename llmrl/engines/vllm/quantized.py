@@ -1,4 +1,4 @@
-"""Engines with linear layers in int8: how to recognise one, and a checkpoint for one."""
+"""Engines with int8 linear layers: their detection and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmrl.engines.vllm.private import VllmConfig
 
 INT8 = "int8"
-"""Linear layers but the head in int8, symmetric by channel, activations in int8 by token."""
+"""All linear layers except the head in int8: weights symmetric per channel, activations per token."""
 
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -31,7 +31,7 @@ _CONFIG = {
 
 
 def quantization_of(config: VllmConfig) -> str | None:
-    """Return `INT8` for a checkpoint that is exactly that, on a CPU, else vLLM's name of how weights are quantised."""
+    """Return `INT8` for such a checkpoint on a CPU, otherwise vLLM's name of the quantization, or None."""
     model = config.model_config
     given = getattr(model.hf_config, "quantization_config", None)
     is_known = model.quantization == "compressed-tensors" and isinstance(given, Mapping) and is_int8(given)
@@ -39,7 +39,7 @@ def quantization_of(config: VllmConfig) -> str | None:
 
 
 def is_int8(config: Mapping[str, object]) -> bool:
-    """Return whether this is the `quantization_config` of such a checkpoint ("W8A8" of compressed-tensors).
+    """Return whether a `quantization_config` is that of an int8 checkpoint ("W8A8" of compressed-tensors).
 
     Example:
         >>> is_int8({"quant_method": "compressed-tensors", "format": "pack-quantized"})
@@ -53,7 +53,7 @@ def is_int8(config: Mapping[str, object]) -> bool:
 
 
 def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a weight ([num_outputs, num_inputs]) to int8; it, and the scale of each output ([num_outputs, 1] float32).
+    """Round a weight ([num_outputs, num_inputs]) to int8; return it and its scales ([num_outputs, 1] float32).
 
     Example:
         >>> rounded, scale = to_int8(torch.tensor([[0.5, -1.0, 0.0]]))
@@ -66,9 +66,9 @@ def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def int8_layers(model: torch.nn.Module) -> set[str]:
-    """Return the names of the layers that an engine in int8 has so: all linear ones but the head.
+    """Return the names of the layers that an int8 engine quantizes: all linear layers except the head.
 
-    Raises ValueError for a model with matrices beside linear layers and embeddings, such as experts or convolutions.
+    Raises ValueError if the model has matrices outside linear layers and embeddings, such as experts or convolutions.
 
     Example:
         >>> int8_layers(torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 3)))
@@ -92,10 +92,10 @@ def int8_layers(model: torch.nn.Module) -> set[str]:
 
 @contextmanager
 def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_adapters: bool) -> Iterator[str]:
-    """Give the folder that an engine is to be started from: `model`, or a copy in int8 for as long as it starts.
+    """Yield the folder to start an engine from: `model`, or a temporary int8 copy.
 
-    Raises ValueError for a quantization that there is not, one on a GPU or below adapters, or a checkpoint that cannot
-    be rounded.
+    Raises ValueError if the quantization is unknown, or is used on a GPU or with adapters, or the checkpoint cannot be
+    quantized.
     """
     if quantization is None:
         yield model
@@ -115,13 +115,13 @@ def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_
 
 
 def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
-    """Write a checkpoint as an engine in int8 reads it into a folder that exists; one file at a time is in memory.
+    """Write an int8 checkpoint into an existing folder, with one file in memory at a time.
 
     Args:
         source: folder of a checkpoint in safetensors files.
-        target: is given a copy of all its other files, too.
+        target: folder to write; it also receives a copy of all other files.
 
-    Raises ValueError if there is no such folder, it is quantised already, or its model is not one of linear layers.
+    Raises ValueError if there is no such folder, it is quantized already, or its model has other layers.
     """
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM

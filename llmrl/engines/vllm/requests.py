@@ -1,4 +1,4 @@
-"""One request to vLLM and its answer, exact or refused."""
+"""Requests to vLLM and checks of its answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
-    """Return of how many of the likeliest ids vLLM is asked for the log-prob, to see which of them truncation kept.
+    """Return the number of likeliest ids to request from vLLM, from which the kept ids are derived.
 
-    None are needed where vLLM says by itself what it kept (`return_sampling_mask`). What top-k keeps are its ids and
-    those that tie with the last, as many do in bfloat16.
+    It is 0 if vLLM reports them itself (`return_sampling_mask`). Top-k keeps all ids that tie with the last, which are
+    many in bfloat16.
 
-    Raises ValueError for top-p or min-p without top-k, where what they keep is not bounded.
+    Raises ValueError for top-p or min-p without top-k, since the number of kept ids is then unbounded.
     """
     if not sampling.needs_sampling_mask or config.return_sampling_mask:
         return 0
@@ -41,19 +41,16 @@ def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
 def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0) -> SamplingParams:
     """Return vLLM's parameters for one completion of at most `budget` tokens.
 
-    Args:
-        sampling: what is asked for.
-        budget: tokens.
-        num_log_probs: number of likeliest ids to return at each token, besides the sampled one.
+    `num_log_probs` is the number of likeliest ids to return per token, in addition to the sampled one.
 
-    Raises ValueError for a value that vLLM does not take, such as a temperature above 2, or a seed on CPU.
+    Raises ValueError if vLLM does not support a value, such as a temperature above 2, or a seed on CPU.
     """
     from vllm import SamplingParams
 
     from llmrl.engines.vllm.private import RequestOutputKind, VLLMClientError, current_platform
 
     if sampling.seed is not None and sampling.temperature > 0 and current_platform.is_cpu():
-        # Its engine takes back what a generator gave, which a CPU's cannot, where a prompt is computed in parts.
+        # vLLM rewinds the generator if a prompt is computed in parts, which fails on CPU.
         raise ValueError(
             f"seed={sampling.seed}: vLLM's engine on CPU ends at a request with its own seed if the prompt is not "
             "computed in one step; give the engine a seed, AsyncVLLM.from_pretrained(seed=...)."
@@ -72,7 +69,7 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
             ignore_eos=sampling.ignore_eos,
             logprobs=num_log_probs,
             flat_logprobs=True,
-            # Text is needed only to find stop strings.
+            # Text is needed only for stop strings.
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -81,9 +78,9 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
 
 
 def scoring_params(top_k: int) -> SamplingParams:
-    """Return vLLM's parameters for the log-probs of a prompt's tokens, and of `top_k` likeliest in the place of each.
+    """Return vLLM's parameters for the log-probs of a prompt's tokens and of the `top_k` likeliest ones.
 
-    vLLM samples at least one token, and reads no cached blocks for such a request.
+    vLLM samples at least one token, and does not use cached blocks for such a request.
     """
     from vllm import SamplingParams
 
@@ -102,10 +99,9 @@ def scoring_params(top_k: int) -> SamplingParams:
 async def generate_one(
     llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str, weights: WholeWeights
 ) -> Completion:
-    """Await one completion; runs on the engine's own loop.
+    """Await one completion on the engine's own loop.
 
-    Raises ValueError if vLLM refuses the request, and EngineError if the engine died or answered with less than a
-    completion.
+    Raises ValueError if vLLM refuses the request, and EngineError if the engine died or its answer is incomplete.
     """
     final, version = await answer_of(llm, prompt_ids, params, request_id, weights)
     return read_completion(final, llm.vllm_config.model_config.get_vocab_size(), version=version)
@@ -114,9 +110,7 @@ async def generate_one(
 async def answer_of(
     llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str, weights: WholeWeights
 ) -> tuple[RequestOutput, int | None]:
-    """Await one request to its end, with the version of its weights where vLLM does not tell it.
-
-    Runs on the engine's own loop.
+    """Await one request on the engine's own loop; return also the version of its weights, if vLLM does not report it.
 
     Raises ValueError if vLLM refuses the request, and EngineError if the engine died or did not finish it.
     """
@@ -140,21 +134,21 @@ async def answer_of(
 
 
 def read_completion(output: RequestOutput, vocab_size: int, *, version: int | None = None) -> Completion:
-    """Read vLLM's answer, refusing one without a log-prob and a version for each token.
+    """Read vLLM's answer.
 
     Args:
-        output: the answer.
-        vocab_size: vocabulary size of the model.
-        version: version of all its tokens, if vLLM's own count of updates does not say it.
+        output: answer.
+        vocab_size: number of token ids.
+        version: version of all its tokens; None if vLLM reports versions.
 
-    Raises EngineError if log-probs or versions are missing or short, or vLLM reports an error.
+    Raises EngineError if a token lacks its log-prob or version, or vLLM reports an error.
     """
     sample = output.outputs[0]
     token_ids = list(sample.token_ids)
     if sample.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"vLLM ended the request with {sample.finish_reason!r}; try again.")
     reported, starts = (list(getattr(sample.logprobs, name, ())) for name in ("logprobs", "start_indices"))
-    log_probs = [reported[start] for start in starts]  # the sampled token's comes first
+    log_probs = [reported[start] for start in starts]  # the sampled token's log-prob comes first
     if len(log_probs) != len(token_ids):
         raise EngineError(
             f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one per token is needed."
@@ -173,16 +167,16 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
         finish_reason=cast(FinishReason, sample.finish_reason),
         stop_string=sample.stop_reason if isinstance(sample.stop_reason, str) else None,
         sampling_mask=_sampling_mask(sample, vocab_size),
-        # Where the engine was started with `enable_return_routed_experts`, as uint8 or uint16.
+        # If the engine was started with `enable_return_routed_experts`, as uint8 or uint16.
         routed_experts=None if sample.routed_experts is None else sample.routed_experts.astype("int16"),
         metrics={"num_cached_tokens": float(output.num_cached_tokens or 0)},
     )
 
 
 def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]] | None:
-    """Return what truncation kept, where vLLM was asked: by itself, or as the ids with a finite log-prob.
+    """Return the kept ids, from vLLM's own mask or as the ids with a finite log-prob; None if not requested.
 
-    Raises EngineError if the last of the reported ids was kept, so that others may have been, too.
+    Raises EngineError if all reported ids were kept, since there may be more.
     """
     if sample.sampling_mask is not None:
         return [array("i", ids) for ids in sample.sampling_mask.token_ids]
@@ -203,7 +197,7 @@ def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]
 
 
 async def unless_it_dies(llm: AsyncLLM, coroutine: Coroutine[object, object, T]) -> T:
-    """Await an answer of the engine's process; vLLM would wait for it for ever when that dies meanwhile."""
+    """Await an answer of the engine's process, or raise EngineError if the process dies meanwhile."""
     task = asyncio.ensure_future(coroutine)
     while not (await asyncio.wait({task}, timeout=0.2))[0]:
         if llm.errored:

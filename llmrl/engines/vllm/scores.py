@@ -1,4 +1,4 @@
-"""The part of `AsyncVLLM` that awaits requests, and scores tokens that it did not sample."""
+"""The part of `AsyncVLLM` that scores given tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class VLLMScores:
-    """What awaits requests to a vLLM engine, and those for the scores of given tokens."""
+    """Awaits requests to a vLLM engine, and scores given tokens."""
 
     max_model_len: int
     _llm: AsyncLLM
@@ -37,13 +37,12 @@ class VLLMScores:
         raise NotImplementedError
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids in its place.
+        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids at each position.
 
-        They are the model's own, at temperature 1. vLLM computes all of the tokens for it, since what the prefix cache
-        holds has no log-probs, and samples one besides, for which there has to be room.
+        Log-probs are at temperature 1. vLLM recomputes all tokens, since its prefix cache has no log-probs.
 
-        Raises ValueError for fewer than two tokens, or more than fit with one besides, and EngineError if the engine
-        died, was shut down, sleeps, or returned less.
+        Raises ValueError if there are fewer than two tokens or no room for one more, and EngineError if the engine
+        died, was shut down, sleeps, or returned an incomplete answer.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         self._check_alive(and_awake=True)
@@ -58,7 +57,7 @@ class VLLMScores:
         return read_scores(token_ids, ids, log_probs, engine="vLLM")
 
     async def _serve(self, request_id: str, request: Coroutine[None, None, T]) -> T:
-        """Await a request on the engine's loop, in flight and watched."""
+        """Await a request on the engine's loop, while it counts as in flight and is watched for hangs."""
         self._in_flight.add(request_id)
         self._watch.begin(self, self._background)
         try:

@@ -1,4 +1,4 @@
-"""Starting vLLM: its arguments, its process environment, and the loop on which this process talks to it."""
+"""Start of vLLM: its arguments, process environment and event loop."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
 
 
 async def _hold(stack: contextlib.ExitStack) -> None:
-    """Keep the folder of an engine's sockets until its loop ends; vLLM would leave three behind with each engine."""
+    """Keep the folder of an engine's sockets until its loop ends."""
     with stack:
         while True:
             await asyncio.sleep(3600)

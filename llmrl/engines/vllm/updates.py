@@ -1,4 +1,4 @@
-"""How new weights come into vLLM: all of them into its model, or an adapter beside those that are in use."""
+"""Weight updates of vLLM: of the whole model, or as LoRA adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmrl.engines.base import TransferInfo
 if TYPE_CHECKING:
     from llmrl.engines.vllm.private import AsyncLLM, LoRARequest
 
-# What must be the same in two models of which one is given the other's adapters.
+# Sizes that must match if one model uses the other's adapters.
 _SHAPE_OF_A_MODEL = (
     "hidden_size",
     "intermediate_size",
@@ -29,47 +29,46 @@ _SHAPE_OF_A_MODEL = (
 
 
 class WholeWeights:
-    """Weights that take the place of the model's, for all requests at once; vLLM counts their version."""
+    """Weights that replace the model's for all requests at once."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self.version = 0
-        """Of the weights that a request started now would use."""
+        """Version of the weights that a new request would use."""
 
     @contextmanager
     def in_use(self) -> Iterator[tuple[LoRARequest | None, int | None]]:
-        """Give what a request runs with: no adapter, and a version that vLLM tells with each token."""
+        """Yield the adapter of a request and its version; None if vLLM reports versions per token."""
         yield None, None
 
     async def open_transfer(self, info: TransferInfo) -> None:
-        """Open the workers' end of a transfer."""
+        """Open the workers' side of a transfer."""
         from llmrl.engines.vllm.private import WeightTransferInitRequest
 
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def start(self) -> None:
-        """Make ready."""
+        """Prepare an update."""
         await self._llm.start_weight_update()
 
     async def take(self, info: TransferInfo | list[TransferInfo]) -> None:
-        """Take weights."""
+        """Receive weights."""
         from llmrl.engines.vllm.private import WeightTransferUpdateRequest
 
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     async def finish(self, version: int) -> None:
-        """Put what was taken to use."""
+        """Activate the received weights."""
         await self._llm.finish_weight_update(weight_version=str(version))
         self.version = version
 
 
 class AdapterUpdates(WholeWeights):
-    """LoRA adapters, one a version: a request ends on the one that it began with, while others use the next.
+    """LoRA adapters, one per version; a request keeps its adapter to the end while later ones use the next.
 
-    vLLM holds as many as its `max_loras`. Where all of them have requests in flight, an update waits for the last
-    request of one. From the moment that a trainer is known requests have an adapter, first one that adds nothing: on a
-    CPU vLLM computes those without one by whatever adapter is in its last place (vllm-project/vllm, pull 48421). All
-    methods run on the engine's own loop, so that no request begins between two lines of them.
+    vLLM holds at most `max_loras` adapters; if requests use all of them, an update waits. After `open_transfer` every
+    request has an adapter, initially one that adds nothing, because on a CPU vLLM may apply another one to requests
+    without any (vllm-project/vllm, pull 48421). All methods run on the engine's own loop.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -87,7 +86,7 @@ class AdapterUpdates(WholeWeights):
 
     @contextmanager
     def in_use(self) -> Iterator[tuple[LoRARequest | None, int | None]]:
-        """Give the current adapter and its version, and keep it until the request has ended."""
+        """Yield the current adapter and its version, and keep the adapter until the request has ended."""
         adapter = self._current
         version = self.version
         key = 0 if adapter is None else adapter.lora_int_id
@@ -99,10 +98,10 @@ class AdapterUpdates(WholeWeights):
             self._one_has_ended.set()
 
     async def open_transfer(self, info: TransferInfo) -> None:
-        """Compare the trainer's model and adapters with the engine's, and begin with an adapter that adds nothing.
+        """Compare the trainer's model and adapters with the engine's, and load an initial adapter that adds nothing.
 
-        Raises ValueError if the model is another one, a rank is above the engine's, vLLM does not adapt a layer, or
-        the model has experts and runs on a CPU, where vLLM would die of the first request.
+        Raises ValueError if the model differs, the rank exceeds the engine's, vLLM does not adapt a layer, or the model
+        has experts and runs on a CPU.
         """
         from llmrl.engines.vllm.private import current_platform
 
@@ -126,13 +125,13 @@ class AdapterUpdates(WholeWeights):
             self._current = await self._load(cast("bytes", info["zeros"]), 1)
 
     async def start(self) -> None:
-        """Forget what was taken before and not put to use."""
+        """Forget an adapter that was received and not activated."""
         self._taken = None
 
     async def take(self, info: TransferInfo | list[TransferInfo]) -> None:
-        """Load an adapter beside the others; requests go on meanwhile, and none uses it yet.
+        """Load an adapter that no request uses yet.
 
-        Raises ValueError if vLLM refuses it: for a layer that it does not adapt, or of another shape.
+        Raises ValueError if vLLM refuses its layers or shapes.
         """
         self._taken = None
         assert isinstance(info, dict), "adapters are the same for all workers"
@@ -142,7 +141,7 @@ class AdapterUpdates(WholeWeights):
         self._taken = await self._load(cast("bytes", info["weights"]), cast("int", info["rank"]))
 
     async def finish(self, version: int) -> None:
-        """Let requests begin with the adapter that was taken; an update that ends with the old version is given up."""
+        """Activate the received adapter for new requests; the old version cancels the update."""
         taken = self._taken
         self._taken = None
         if taken is not None and version != self.version:
@@ -153,19 +152,19 @@ class AdapterUpdates(WholeWeights):
         from llmrl.engines.vllm.private import LoRARequest
 
         number = next(self._ids)
-        # What B is multiplied by is in B, so alpha / r is to be 1.
+        # The scale is already in B, so alpha / r must be 1.
         config = {"r": rank, "lora_alpha": rank, "target_modules": [], "peft_type": "LORA"}
         with tempfile.TemporaryDirectory(prefix="llmrl-adapter-") as folder:
             Path(folder, "adapter_model.safetensors").write_bytes(weights)
             Path(folder, "adapter_config.json").write_text(json.dumps(config))
-            # The prefix cache tells adapters by their names, so no two have the same.
+            # The prefix cache distinguishes adapters by name, so names must be unique.
             request = LoRARequest(lora_name=f"llmrl-{number}", lora_int_id=number, lora_path=folder)
             await self._llm.add_lora(request)
         self._loaded.add(number)
         return request
 
     async def _make_room(self) -> None:
-        """Remove the adapters that no request uses or will use; wait for one where all are in use."""
+        """Remove unused adapters; wait if all are in use."""
         while True:
             used = {number for number, count in self._num_requests.items() if number and count}
             if self._current is not None:
@@ -181,7 +180,7 @@ class AdapterUpdates(WholeWeights):
 
 
 def shape_of_model(config: object) -> dict[str, int]:
-    """Return what tells two models apart, of a transformers configuration of their text.
+    """Return the sizes that distinguish two models, from a transformers text configuration.
 
     Example:
         >>> from transformers import LlamaConfig
