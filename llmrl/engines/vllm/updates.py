@@ -129,10 +129,7 @@ class AdapterUpdates(WholeWeights):
         self._taken = None
 
     async def take(self, info: TransferInfo | list[TransferInfo]) -> None:
-        """Load an adapter that no request uses yet.
-
-        Raises ValueError if vLLM refuses its layers or shapes.
-        """
+        """Load an adapter that no request uses yet. Raises ValueError if vLLM refuses its layers or shapes."""
         self._taken = None
         assert isinstance(info, dict), "adapters are the same for all workers"
         if info.get("is_discarded"):
