@@ -13,13 +13,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class RefusedRequest(Exception):
-    """Raised if a request is refused; each dialect formats the error in its own way.
-
-    Args:
-        message: error message.
-        status: HTTP status.
-        code: error code.
-    """
+    """Raised with a message, an HTTP status and an error code if a request is refused; each dialect formats it."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error"):
         super().__init__(message)

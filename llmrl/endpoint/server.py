@@ -57,10 +57,7 @@ class Sessions(Protocol):
         ...
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a request; `session_id` is from its path or `X-Session-ID`.
-
-        Raises RefusedRequest if the client has no access.
-        """
+        """Return the session of a request, by its path or `X-Session-ID`. Raises RefusedRequest without access."""
         ...
 
 
@@ -84,11 +81,8 @@ ANTHROPIC = Dialect(anthropic.read, anthropic.write, anthropic.events, anthropic
 class EndpointServer:
     """Answers requests over HTTP, on the event loop that starts it.
 
-    Args:
-        sessions: sessions to answer.
-        model_name: name of the model in requests; with the suffix `:aside` an answer is not recorded.
-
-    Raises MissingExtraError if aiohttp is not installed; names the extra.
+    `sessions` are those to answer. `model_name` is the model's name in requests; answers of `NAME:aside` are not recorded.
+    Raises MissingExtraError if aiohttp is not installed.
     """
 
     def __init__(self, sessions: Sessions, *, model_name: str = "policy") -> None:
@@ -233,7 +227,6 @@ class EndpointServer:
         return response
 
     async def _read(self, dialect: Dialect, request: web.Request) -> tuple[ModelRequest, bytes]:
-        """Return a request and its hash."""
         text = await self._body(request)
 
         def read() -> tuple[ModelRequest, bytes]:

@@ -127,12 +127,7 @@ class Session:
     # Requests
 
     def begin(self, request: ModelRequest, digest: bytes, *, is_repeated: bool = False) -> Exchange:
-        """Begin a request, or join an earlier one that it repeats.
-
-        Args:
-            request: request to answer.
-            digest: hash of the request.
-            is_repeated: whether the client marks it as a retry.
+        """Begin a request, or join an earlier one with the same `digest` whose client hung up or marks this one as repeated.
 
         Raises RefusedRequest if the session has ended, a budget is used up, or the request cannot be answered.
         """
@@ -156,16 +151,13 @@ class Session:
         else:
             self._num_begun += request.num_answers
         task = asyncio.create_task(self._sample(request, prompt, sampling))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its error is raised where it is awaited
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read the error; others raise it
         exchange = Exchange(request, task)
         self._exchanges[digest] = [*same, exchange]
         return exchange
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Return the number of tokens of a prompt, which is not recorded.
-
-        Raises RefusedRequest if the chat template refuses it, or it is too long to render.
-        """
+        """Return the number of tokens of a prompt. Raises RefusedRequest if it cannot be rendered."""
         self.check_open()
         if self._check_length(request):
             return await self._measured(request)
@@ -308,10 +300,7 @@ class Session:
     # Answers
 
     def deliver(self, exchange: Exchange) -> ModelReply:
-        """Record a finished exchange and return its reply; a repeated request gets the same reply.
-
-        Raises RefusedRequest if the session has ended, or sampling failed.
-        """
+        """Record a finished exchange and return its reply. Raises RefusedRequest if it has failed."""
         self.last_used_s = time.monotonic()
         if exchange.reply is not None:
             return exchange.reply

@@ -46,10 +46,6 @@ class TurnTree:
     Args:
         renderer: renderer from messages to tokens and back.
         mode: mode of `Conversation.start`.
-
-    Example:
-        >>> TurnTree(None).reconcile().rows
-        []
     """
 
     def __init__(self, renderer: Renderer | None, *, mode: Mode = "auto") -> None:
@@ -102,12 +98,7 @@ class TurnTree:
         return RecordedTurn(answered(prompted, completion), completion, prompt_key)
 
     def add(self, turn: RecordedTurn, visible: Message) -> None:
-        """Add a turn.
-
-        Args:
-            turn: answered turn.
-            visible: the answer as the client sees it, without a stop string and with the ids of its calls.
-        """
+        """Add a turn; `visible` is the answer as its client sees it: no stop string, and its own call ids."""
         self.turns.append(turn)
         self._by_chain[hash((turn.prompt_key, _message_key(visible)))] = turn
         own = turn.conversation.messages[-1].get("tool_calls") or ()
@@ -213,7 +204,6 @@ def chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:
-    """Return the indices of the assistant's messages."""
     return [place for place, message in enumerate(messages) if message["role"] == "assistant"]
 
 

@@ -25,8 +25,8 @@ TransferInfo = dict[str, object]
 class SamplingConfig:
     """Sampling parameters; an engine honours or refuses each of them.
 
-    Log-probs are those of the distribution after temperature, top-k, top-p and min-p, so on-policy importance ratios are
-    1. Raises TypeError if a field has the wrong type, and ValueError if it is out of range.
+    Log-probs are those of the distribution after temperature, top-k, top-p and min-p, so on-policy importance ratios
+    are 1. Raises TypeError if a field has the wrong type, and ValueError if it is out of range.
 
     Example:
         >>> SamplingConfig(max_new_tokens=8, temperature=0.7).temperature

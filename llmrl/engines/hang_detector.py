@@ -31,8 +31,9 @@ class _Observation:
 class HangDetector:
     """Polls the progress of engines and finds those that make none for `timeout_seconds`.
 
-    An engine that does not answer makes no progress; one without `progress()`, or a dead one, is ignored. Time is counted
-    in checks, so a period in which this process was stopped does not count. Raises ValueError if the time is not positive.
+    An engine that does not answer makes no progress; one without `progress()`, or a dead one, is ignored. Time is
+    counted in checks, so a period in which this process was stopped does not count. Raises ValueError if the time is
+    not positive.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -83,9 +84,9 @@ class WatchedEngine(Engine, ReportsProgress, Protocol):
 
 
 class HangWatch:
-    """Watches an engine while it has requests; shuts it down if it hangs for `timeout_seconds` (None disables the watch).
+    """Watches an engine while it has requests, and shuts it down if it hangs.
 
-    Raises ValueError if the time is not positive.
+    None as `timeout_seconds` disables the watch. Raises ValueError if it is not positive.
     """
 
     def __init__(self, timeout_seconds: float | None) -> None:

@@ -61,7 +61,7 @@ class ReplicaRequests(Generic[EngineT]):
     ) -> Completion:
         """Sample one completion on one of the replicas; waits while all are being restarted.
 
-        Raises ValueError as the replica's own `generate`, and EngineError if it failed on `num_retries` + 1 replicas, or no
+        Raises ValueError as the replica's own `generate`, and EngineError if it failed `num_retries` + 1 times, or no
         replica serves or is being restarted.
         """
 

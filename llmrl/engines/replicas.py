@@ -122,7 +122,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
             num_replicas: number of engines; local ones share this process's devices and cores.
             use_ray: whether to start each engine in a Ray actor.
             ray_options: options of each actor, such as `{"num_gpus": 1}`; by default one CPU core.
-            ray_init_config: arguments of `ray.init`, such as `{"address": "auto"}`, if this process is not connected yet.
+            ray_init_config: arguments of `ray.init`, such as `{"address": "auto"}`, if this process is not connected.
             options: see `llmrl.engines.vllm.arguments.EngineOptions`.
 
         Raises:
@@ -147,7 +147,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
     @property
     def policy_version(self) -> int:
         """Version of the weights that all living replicas have reached."""
-        if self._are_all_open or time.monotonic() - self._looked_s > LOOK_AGAIN_S:  # limits the rate: of hundreds, one is always dead
+        if self._are_all_open or time.monotonic() - self._looked_s > LOOK_AGAIN_S:  # limits the rate
             self.refresh()
         return min((engine.policy_version for engine in self._living()), default=self._version)
 

@@ -42,7 +42,7 @@ class ScoresTokens(Protocol):
 
 
 def check_scored(token_ids: Sequence[int], top_k: int, max_model_len: int) -> None:
-    """Check the arguments of `score`. Raises ValueError if there are too few or too many tokens, or `top_k` is negative."""
+    """Check the arguments of `score`. Raises ValueError for too few or too many tokens, or a negative `top_k`."""
     if len(token_ids) < 2:
         raise ValueError(f"token_ids must be two or more, for nothing predicts the first; got {len(token_ids)}.")
     if top_k < 0:

@@ -276,13 +276,10 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     def write_turn(
         self, element: TensorDictBase, conversation: Conversation, completion: Completion, *, is_read: bool = True
     ) -> TensorDictBase:
-        """Write an answered conversation into `element`.
+        """Write an answered conversation into `element` (batch shape `[]`).
 
-        Args:
-            element: one conversation, batch shape `[]`.
-            conversation: conversation whose last turn is `completion`.
-            completion: the engine's completion.
-            is_read: whether to write the turn's tensors, response and finish reason. Training rows do not need them.
+        `completion` is its last turn. `is_read` writes that turn's tensors, response and finish reason, which training
+        rows do not need.
         """
         element.set("conversation", non_tensor(conversation))
         if is_read or self.input_mode == "tokens":

@@ -65,10 +65,7 @@ def entry_of(body: Body, name: str, kind: type, *, where: str = "", default: Jso
 
 
 def text_parts(content: Json, *, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a message's content: a string, or a list of text parts.
-
-    Raises RefusedRequest for other parts: images and audio are not supported.
-    """
+    """Return the text of a content: a string, or a list of text parts. Raises RefusedRequest for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -116,10 +113,7 @@ def tools_of(body: Body, kind: str) -> list[Body]:
 
 
 def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
-    """Return a tool as templates read it; `parameters` names the entry with its schema.
-
-    Raises RefusedRequest if the tool has no name.
-    """
+    """Return a tool with the schema in its entry `parameters`. Raises RefusedRequest if it has no name."""
     name = entry_of(body, "name", str, where=where)
     if not name:
         raise RefusedRequest(f"{where}name is missing.")
@@ -145,10 +139,7 @@ def positive(value: int | None, name: str) -> int | None:
 
 
 def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Return messages that can be rendered.
-
-    Raises RefusedRequest if there is no message, or one has no content or an unknown role.
-    """
+    """Return messages that can be rendered. Raises RefusedRequest if there are none, or one is invalid."""
     try:
         found = check_messages(list(messages))
     except (TypeError, ValueError) as error:

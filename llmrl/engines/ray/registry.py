@@ -69,9 +69,9 @@ class EngineRegistry:
         require("ray", extra="ray").get(self.actor.publish.remote(notices))
 
     def publish(self, replicas: EngineReplicas) -> None:
-        """Register the serving engines now and at each change, until the replicas are shut down; raises as `publish_once`.
+        """Register the serving engines now and at each change, until the replicas are shut down.
 
-        Hanging engines are replaced meanwhile, even if the trainer makes no requests.
+        Hanging engines are replaced meanwhile, even if the trainer makes no requests. Raises as `publish_once`.
         """
         self.publish_once(replicas)
         threading.Thread(

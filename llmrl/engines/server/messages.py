@@ -130,7 +130,7 @@ def read_response(
 
 
 def likeliest_distance(response: object, server: str) -> float:
-    """Return how far apart the log-probs of the first token's two likeliest ids are. Raises EngineError if there are fewer.
+    """Return the gap between the log-probs of the first token's two likeliest ids. Raises EngineError if there is none.
 
     Example:
         >>> logprobs = {"top_logprobs": [{"a": -3.0, "b": -1.0, "c": -9999.0}]}
@@ -155,8 +155,8 @@ def read_generated(
 ) -> Completion:
     """Read the answer of vLLM's `/inference/v1/generate`, which contains the version of each token.
 
-    Arguments are those of `read_response`. Raises LostWeightsError if tokens were sampled from weights without a version,
-    and EngineError if ids, log-probs or versions are missing or invalid.
+    Arguments are those of `read_response`. Raises LostWeightsError if tokens were sampled from weights without a
+    version, and EngineError if ids, log-probs or versions are missing or invalid.
 
     Example:
         >>> choice = {"finish_reason": "length", "token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}}

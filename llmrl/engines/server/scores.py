@@ -58,7 +58,7 @@ class ServerScores(ABC):
 
 
 def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, server: str) -> TokenScores:
-    """Read the scores of a prompt's tokens from a server's answer. Raises EngineError if they are incomplete or invalid.
+    """Read the scores of a prompt's tokens from a server's answer. Raises EngineError if they are invalid.
 
     Example:
         >>> place = {"7": {"logprob": -2.0, "rank": 4}, "5": {"logprob": -0.5, "rank": 1}}

@@ -111,10 +111,7 @@ class ServerUpdates(ABC):
     def _call(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, takes_time: bool = False
     ) -> object:
-        """Call the server from any thread and return its JSON; `takes_time` allows as long as for a request.
-
-        Raises EngineError if it refuses, cannot be reached or does not answer in time.
-        """
+        """Call the server from any thread and return its JSON; `takes_time` allows as long as for a request."""
 
     @property
     def policy_version(self) -> int:
@@ -230,10 +227,7 @@ class ServerUpdates(ABC):
         return self.info
 
     def _open_updates(self) -> ServerInfo:
-        """Read the server's properties and synchronize the version of its weights.
-
-        Raises EngineError if routes are missing; names the missing options.
-        """
+        """Read the server's properties and version. Raises EngineError that names missing options."""
         try:
             self.info = ServerInfo.read(self._call("GET", "/server_info?config_format=json"))
             world = self._call("GET", "/get_world_size")
@@ -256,11 +250,9 @@ class ServerUpdates(ABC):
         return self.info
 
     def _take_back(self) -> None:
-        """Synchronize versions with a server that answers again, and resume it.
+        """Synchronize versions with a server that answers again, and resume it. Raises EngineError if it fails again.
 
-        It lacks weights until the next update if it was restarted or left while it loaded.
-
-        Raises EngineError if it does not answer.
+        The server lacks weights until the next update if it was restarted or left while it loaded.
         """
         is_left = self._is_left
         try:

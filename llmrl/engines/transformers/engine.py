@@ -123,9 +123,7 @@ class TransformersEngine:
         """Copy weights into the model between two tokens, by the names of its `state_dict`, and return their version.
 
         One name is enough for tied weights. Requests in flight continue with the old key-value cache; each token has
-        the version that sampled it.
-
-        Raises RuntimeError if names or shapes do not match; the model then keeps its weights.
+        the version that sampled it. Raises RuntimeError, and keeps the weights, if names or shapes do not match.
         """
         with self._weights_lock:
             own = self._model.state_dict()
@@ -272,7 +270,6 @@ class TransformersEngine:
         return batch
 
     def _decode(self, requests: list[_Request]) -> None:
-        """Serve requests until each has ended or the engine is shut down."""
         by_sequence = {id(request.sequence): request for request in requests}
 
         def goes_on(sequence: DecodedSequence) -> bool:

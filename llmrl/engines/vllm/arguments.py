@@ -219,10 +219,7 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
 
 
 def _adapter_args(engine_args: Mapping[str, Any]) -> dict[str, int]:
-    """Return vLLM's number of adapters, and their rank, rounded up to a supported one.
-
-    Raises EngineError for a rank above 512, or fewer than two adapters at a time.
-    """
+    """Return vLLM's number of adapters, and their rank, rounded up. Raises EngineError if it is above 512."""
     max_loras = engine_args.get("max_loras", 4)
     rank = engine_args.get("max_lora_rank", 16)
     if max_loras < 2:

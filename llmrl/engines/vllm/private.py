@@ -126,7 +126,7 @@ async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM
 
 
 def _segments_of(llm: AsyncLLM) -> set[str]:
-    """Return the names of the shared memory between the engine's processes."""
+    """Return the names of the engine's shared memory."""
     import psutil
 
     names: set[str] = set()
@@ -140,7 +140,6 @@ def _segments_of(llm: AsyncLLM) -> set[str]:
 
 
 def _remove_segments(names: set[str]) -> None:
-    """Remove the shared memory of an engine that was killed."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             Path(_SHARED_MEMORY, name).unlink()
@@ -193,10 +192,7 @@ def register_weight_transfer(backend: str, module: str, class_name: str) -> None
 
 
 def forget_packing_of_experts(model: torch.nn.Module) -> None:
-    """Make vLLM pack a model's experts for its CPU kernel again.
-
-    It packs them only when it creates their kernel; with an old kernel it would treat new weights as packed.
-    """
+    """Make vLLM pack new weights of experts for its CPU kernel; it packs only when it creates the kernel."""
     methods = (getattr(layer, "quant_method", None) for layer in model.modules())
     for method in methods:
         if isinstance(method, _find("FusedMoEMethodBase")):
@@ -205,10 +201,7 @@ def forget_packing_of_experts(model: torch.nn.Module) -> None:
 
 @functools.cache
 def keep_scales_of_int8_layers() -> None:
-    """Make vLLM's CPU kernel of int8 layers hold a reference to the scales that its oneDNN handle reads.
-
-    The handle has only their address, and a layerwise reload frees them.
-    """
+    """Keep the scales of int8 layers on CPU alive: oneDNN has only their address, and a reload frees them."""
     kernel = _find("CPUInt8ScaledMMLinearKernel")
     process = kernel.process_weights_for_onednn
 

@@ -94,8 +94,7 @@ def int8_layers(model: torch.nn.Module) -> set[str]:
 def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_adapters: bool) -> Iterator[str]:
     """Yield the folder to start an engine from: `model`, or a temporary int8 copy.
 
-    Raises ValueError if the quantization is unknown, or is used on a GPU or with adapters, or the checkpoint cannot be
-    quantized.
+    Raises ValueError if the quantization is unknown, is used on a GPU or with adapters, or cannot be applied.
     """
     if quantization is None:
         yield model
@@ -115,13 +114,10 @@ def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_
 
 
 def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
-    """Write an int8 checkpoint into an existing folder, with one file in memory at a time.
+    """Write an int8 checkpoint of the folder `source`, and copies of its other files, into an existing folder.
 
-    Args:
-        source: folder of a checkpoint in safetensors files.
-        target: folder to write; it also receives a copy of all other files.
-
-    Raises ValueError if there is no such folder, it is quantized already, or its model has other layers.
+    One file is in memory at a time. Raises ValueError if `source` is no checkpoint in safetensors files, is already
+    quantized, or its model has other layers.
     """
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM

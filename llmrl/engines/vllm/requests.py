@@ -23,9 +23,7 @@ def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
     """Return the number of likeliest ids to request from vLLM, from which the kept ids are derived.
 
     It is 0 if vLLM reports them itself (`return_sampling_mask`). Top-k keeps all ids that tie with the last, which are
-    many in bfloat16.
-
-    Raises ValueError for top-p or min-p without top-k, since the number of kept ids is then unbounded.
+    many in bfloat16. Raises ValueError for top-p or min-p without top-k, which keep any number of ids.
     """
     if not sampling.needs_sampling_mask or config.return_sampling_mask:
         return 0
@@ -39,9 +37,7 @@ def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
 
 
 def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0) -> SamplingParams:
-    """Return vLLM's parameters for one completion of at most `budget` tokens.
-
-    `num_log_probs` is the number of likeliest ids to return per token, in addition to the sampled one.
+    """Return vLLM's parameters for one completion of `budget` tokens, with `num_log_probs` likeliest ids per token.
 
     Raises ValueError if vLLM does not support a value, such as a temperature above 2, or a seed on CPU.
     """
@@ -78,10 +74,7 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
 
 
 def scoring_params(top_k: int) -> SamplingParams:
-    """Return vLLM's parameters for the log-probs of a prompt's tokens and of the `top_k` likeliest ones.
-
-    vLLM samples at least one token, and does not use cached blocks for such a request.
-    """
+    """Return vLLM's parameters for the scores of a prompt's tokens; vLLM samples at least one token."""
     from vllm import SamplingParams
 
     from llmrl.engines.vllm.private import RequestOutputKind
@@ -134,14 +127,9 @@ async def answer_of(
 
 
 def read_completion(output: RequestOutput, vocab_size: int, *, version: int | None = None) -> Completion:
-    """Read vLLM's answer.
+    """Read vLLM's answer. Raises EngineError if a token lacks its log-prob or version, or vLLM reports an error.
 
-    Args:
-        output: answer.
-        vocab_size: number of token ids.
-        version: version of all its tokens; None if vLLM reports versions.
-
-    Raises EngineError if a token lacks its log-prob or version, or vLLM reports an error.
+    `version` is that of all its tokens; None if vLLM reports versions.
     """
     sample = output.outputs[0]
     token_ids = list(sample.token_ids)

@@ -39,10 +39,8 @@ class VLLMScores:
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
         """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids at each position.
 
-        Log-probs are at temperature 1. vLLM recomputes all tokens, since its prefix cache has no log-probs.
-
-        Raises ValueError if there are fewer than two tokens or no room for one more, and EngineError if the engine
-        died, was shut down, sleeps, or returned an incomplete answer.
+        Log-probs are at temperature 1. vLLM recomputes all tokens, since its prefix cache has no log-probs. Raises
+        ValueError and EngineError as `ScoresTokens.score`.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         self._check_alive(and_awake=True)

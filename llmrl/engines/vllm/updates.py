@@ -100,8 +100,7 @@ class AdapterUpdates(WholeWeights):
     async def open_transfer(self, info: TransferInfo) -> None:
         """Compare the trainer's model and adapters with the engine's, and load an initial adapter that adds nothing.
 
-        Raises ValueError if the model differs, the rank exceeds the engine's, vLLM does not adapt a layer, or the model
-        has experts and runs on a CPU.
+        Raises ValueError if the model or its layers do not match, the rank is too high, or it has experts on a CPU.
         """
         from llmrl.engines.vllm.private import current_platform
 
