@@ -79,10 +79,11 @@ ANTHROPIC = Dialect(anthropic.read, anthropic.write, anthropic.events, anthropic
 
 
 class EndpointServer:
-    """Answers requests over HTTP, on the event loop that starts it.
+    """Answers requests over HTTP, on the event loop that starts it. Raises MissingExtraError without aiohttp.
 
-    `sessions` are those to answer. `model_name` is the model's name in requests; answers of `NAME:aside` are not recorded.
-    Raises MissingExtraError if aiohttp is not installed.
+    Args:
+        sessions: sessions to answer.
+        model_name: name of the model in requests; answers of `NAME:aside` are not recorded.
     """
 
     def __init__(self, sessions: Sessions, *, model_name: str = "policy") -> None:

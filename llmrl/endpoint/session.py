@@ -127,7 +127,7 @@ class Session:
     # Requests
 
     def begin(self, request: ModelRequest, digest: bytes, *, is_repeated: bool = False) -> Exchange:
-        """Begin a request, or join an earlier one with the same `digest` whose client hung up or marks this one as repeated.
+        """Begin a request, or join an earlier one with the same `digest` if its client hung up or `is_repeated` is true.
 
         Raises RefusedRequest if the session has ended, a budget is used up, or the request cannot be answered.
         """
@@ -151,7 +151,7 @@ class Session:
         else:
             self._num_begun += request.num_answers
         task = asyncio.create_task(self._sample(request, prompt, sampling))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # read the error; others raise it
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks the error as retrieved
         exchange = Exchange(request, task)
         self._exchanges[digest] = [*same, exchange]
         return exchange

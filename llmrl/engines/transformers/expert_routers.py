@@ -89,7 +89,7 @@ class Routers:
             _hook_once(layer.register_forward_pre_hook, layer._forward_pre_hooks, _before_layer, index)
 
     def checked(self, routed_experts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        """Return the `[num_tokens, num_layers, top_k]` experts of each row for this model's routers; None if it has no experts.
+        """Return each row's experts, `[num_tokens, num_layers, top_k]`, for this model's routers; None if it has none.
 
         Raises TypeError if the model's routers are not recognised, and ValueError if the shapes do not match.
         """

@@ -242,7 +242,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
     def sleep(self) -> None:
         """Free the GPU memory of weights and key-value blocks (vLLM's level 2) until the next update.
 
-        Requests in flight wait. May be called twice. Raises EngineError if the engine was started without `enable_sleep`.
+        Requests in flight wait. May be called twice. Raises EngineError if `enable_sleep` was not set.
         """
         if not self._can_sleep:
             raise EngineError("This engine cannot sleep; start it on a GPU with enable_sleep=True.")
