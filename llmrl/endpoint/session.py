@@ -127,7 +127,7 @@ class Session:
     # Requests
 
     def begin(self, request: ModelRequest, digest: bytes, *, is_repeated: bool = False) -> Exchange:
-        """Begin a request, or join an earlier one with the same `digest` if its client hung up or `is_repeated` is true.
+        """Begin a request, or join an earlier one with the same `digest` whose client hung up, or if `is_repeated`.
 
         Raises RefusedRequest if the session has ended, a budget is used up, or the request cannot be answered.
         """
