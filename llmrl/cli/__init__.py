@@ -1,1 +1,1 @@
-"""The command line: `llmrl doctor`, `eval`, `view`, `chat`, `demo`."""
+"""Command line of llmrl: `doctor`, `eval`, `view`, `chat`, `push`, `serve`, `demo`."""

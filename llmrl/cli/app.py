@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in the modules beside this one."""
+"""Commands and their options; the other modules of this package implement them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ChatTemplate = Annotated[
 
 
 def _fail(message: object, *, exit_code: int = 2) -> typer.Exit:
-    """Print an error for a person and return the exit; the default exit code is that of wrong usage."""
+    """Print an error and return the exit; the default exit code is that of wrong usage."""
     Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {escape(str(message))}", highlight=False, soft_wrap=True)
     return typer.Exit(exit_code)
 

@@ -1,4 +1,4 @@
-"""`llmrl chat`: talk to a model through an environment, tools live, and look at its tokens."""
+"""`llmrl chat`: a conversation with a model through an environment, with its tools and token probabilities."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _STYLES = ((0.9, "green"), (0.5, "yellow"), (0.0, "red"))
 
 
 class ChatSession:
-    """One conversation with a policy, in an environment that may answer with tools.
+    """A conversation with a policy in an environment that may answer with tools.
 
     Args:
-        policy: an `LLMWrapperBase` in history mode.
+        policy: policy in history mode.
         env: a `ChatEnv`, with transforms that answer.
     """
 
@@ -42,7 +42,7 @@ class ChatSession:
         """Reward of the last step."""
 
     def problem(self) -> Iterator[Message]:
-        """Start over with the environment's next problem; yields its messages, and those that follow as they come.
+        """Start over with the environment's next problem; yield its messages and the following ones as they arrive.
 
         Raises:
             ValueError: if the environment has no problems.
@@ -54,11 +54,11 @@ class ChatSession:
         yield from self._go_on(state)
 
     def ask(self, text: str) -> Iterator[Message]:
-        """Send a user message; yields the messages of the assistant and the tools as they come."""
+        """Send a user message; yield the messages of the assistant and the tools as they arrive."""
         if self._state is None:
             state = self.env.reset(TensorDict({"query": text}))
             chat = state.get(("history", "prompt")).chats
-            if text_of(chat[-1]["content"]) != text:  # a data set has drawn a problem of its own
+            if text_of(chat[-1]["content"]) != text:  # a dataset environment drew its own problem: replace it
                 state.set(("history", "prompt"), History.from_chats((*chat[:-1], {"role": "user", "content": text})))
         else:
             state = self._state
@@ -80,7 +80,7 @@ class ChatSession:
                 return
 
     def tokens(self) -> list[tuple[int, float]]:
-        """Return the last answer's token ids and their log-probs."""
+        """Return the token ids of the last answer and their log-probs."""
         conversation = None if self._state is None else plain(self._state.get("conversation", None))
         if conversation is None or conversation.node is None:
             return []
@@ -93,10 +93,10 @@ class ChatSession:
 
 
 def make_env(name: str | None = None, *, system_prompt: str | None, tools: list[str]) -> EnvBase:
-    """Make a task environment by its name, or a `ChatEnv`, with the named tools.
+    """Build a task environment by its name, or a `ChatEnv`, with the named tools.
 
     Raises:
-        ValueError: if a tool is unknown, or if the environment has its own system prompt; see `make_task_env`.
+        ValueError: if a tool is unknown, if the environment has its own system prompt, or as in `make_task_env`.
     """
     if name is not None and system_prompt is not None:
         raise ValueError(f"--system is given, and the environment {name!r} has its own.")
@@ -109,7 +109,7 @@ def make_env(name: str | None = None, *, system_prompt: str | None, tools: list[
 
 
 def talk(session: ChatSession, console: Console, read: Callable[[], str], decode: Callable[[list[int]], str]) -> None:
-    """Converse until `read` raises `EOFError`, or `/quit`."""
+    """Run the conversation until `/quit`, or until `read` raises `EOFError`."""
     console.print(f"[dim]{HELP}[/dim]")
     while True:
         try:
@@ -142,13 +142,13 @@ def _line(message: Message) -> Text:
 
 
 def said(message: Message) -> str:
-    """Return the text of a message, with its tool calls."""
+    """Return the text of a message with its tool calls."""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
     return printable("\n".join(part for part in (text_of(message.get("content")).strip(), *calls) if part))
 
 
 def coloured(tokens: list[tuple[int, float]], decode: Callable[[list[int]], str]) -> Group:
-    """Return each token with its probability, coloured by probability, and the answer's log-prob."""
+    """Return each token with its probability, coloured by it, and the answer's log-prob."""
     cells = []
     for token_id, log_prob in tokens:
         probability = math.exp(log_prob)

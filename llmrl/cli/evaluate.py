@@ -1,4 +1,4 @@
-"""`llmrl eval`: measure pass@k of a model in an environment, with confidence intervals."""
+"""`llmrl eval`: pass@k of a model in an environment, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from llmrl.runs.run_folder import RunFolder, holds_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
-    """What to measure.
-
-    Raises:
-        FileExistsError: if `out` holds a run.
-    """
+    """Settings of an evaluation; FileExistsError if `out` contains a run."""
 
     env: str
     """Name of the environment."""
@@ -44,7 +40,7 @@ class EvaluationSettings:
 
 
 class _Progress:
-    """The number of answers so far, as `Live` draws it from time to time."""
+    """Progress line with the number of answers, for `Live`."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
@@ -80,7 +76,7 @@ def run(settings: EvaluationSettings, env: EnvBase, console: Console) -> Evaluat
 
 
 def table_of(report: EvaluationReport) -> Table:
-    """Return the results as a table for people."""
+    """Return the results as a table."""
     title = f"{report.num_problems} problems, {report.num_samples} answers each"
     table = Table("", "mean", "95 % interval", title=title)
     for k, estimate in report.pass_at.items():

@@ -1,4 +1,4 @@
-"""Find and render the model that a command names."""
+"""Lookup of the model that a command names, and its renderer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from llmrl.testing.embedded_model import ensure_embedded_model
 
 
 def model_path(name: str) -> str:
-    """Return the path or name that vLLM loads: of the embedded model, of a run's trained model, else the name itself.
+    """Return the path or name that vLLM loads for a command's `--model`.
 
-    If a run is in progress, or was killed, this is its last export.
+    For `embedded` it is the embedded model, for a run its trained model, or its last export if it has not ended.
 
     Raises:
-        FileNotFoundError: if the path does not exist, if the folder has no model, such as that of a run that has
-            not ended yet, or if a name on the hub cannot be downloaded.
+        FileNotFoundError: if the path does not exist, if the folder has no model, or if a name on the hub cannot be
+            downloaded.
 
     Example:
         >>> model_path("./no-such-folder")
@@ -42,7 +42,7 @@ def model_path(name: str) -> str:
         raise FileNotFoundError(f"--model is {name!r}, a run that has not written its model: it does when it ends.")
     if path.is_dir() and not (path / "config.json").exists():
         raise FileNotFoundError(f"--model is {name!r}, a folder without a model: there is no config.json in it.")
-    # organisation/model is a name on the hub, unless `organisation` is a folder here.
+    # organisation/model is a name on the hub, unless there is a local folder `organisation`.
     is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if not path.exists() and (is_path or ("/" in name and path.parent.is_dir())):
         raise FileNotFoundError(f"--model is {name!r}, which is no folder here and no name on the hub.")
@@ -74,17 +74,17 @@ def _check_hub(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """The model that a command generates with, found before an engine is started."""
+    """Model of a command, resolved before an engine is started."""
 
     path: str
-    """What vLLM loads."""
+    """Path or name that vLLM loads."""
     max_model_len: int
-    """Tokens of prompt and answer together, at most those of the model's context."""
+    """Maximum number of tokens of prompt and answer together, within the model's context."""
     renderer: Renderer
 
     @classmethod
     def find(cls, name: str, max_model_len: int, chat_template: Path | None, console: Console) -> ChatModel:
-        """Find a model by its name, see `model_path` and `make_chat_renderer`; say so if its context is shorter."""
+        """Resolve a model by its name; print a note if its context is shorter than `max_model_len`."""
         from transformers import AutoConfig
 
         path = model_path(name)
@@ -99,7 +99,7 @@ class ChatModel:
 
 
 def make_chat_renderer(path: str, chat_template: Path | None) -> Renderer:
-    """Return the renderer of a model's conversations, by its own template or that of a file.
+    """Return the renderer of a model's conversations, with its own template or that of a file.
 
     Raises:
         ValueError: if the model has no template, or if its template cannot be rendered exactly.

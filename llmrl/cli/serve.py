@@ -1,4 +1,4 @@
-"""`llmrl serve`: a model behind a URL, in the API dialects of agents; conversations are saved if a folder is given."""
+"""`llmrl serve`: a model behind a URL with the APIs that agents use; conversations are saved if a folder is given."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _LOOK_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """Where to serve.
+    """Settings of a server.
 
     Raises:
-        ValueError: if other machines reach the address and there is no key.
-        FileExistsError: if `out` holds a run.
+        ValueError: if other machines can reach the address and there is no key.
+        FileExistsError: if `out` contains a run.
     """
 
     name: str
-    """The model name that clients send."""
+    """Model name for clients."""
     host: str
     port: int
-    """The port; 0 takes a free one."""
+    """Port; 0 selects a free one."""
     api_key: str | None
     out: Path | None
 
@@ -57,7 +57,7 @@ class Recorder:
         self._steps = itertools.count(1)
 
     def add(self, session: Session) -> None:
-        """Write a session, if it has any answer."""
+        """Write a session if it has any answers."""
         tree = session.tree
         if not tree.turns:
             return
@@ -87,11 +87,7 @@ class Recorder:
 
 
 async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Console, *, until: asyncio.Event) -> None:
-    """Serve a policy until an event is set, by default on this machine alone.
-
-    Raises:
-        OSError: if the port is taken.
-    """
+    """Serve a policy until `until` is set; raise OSError if the port is taken."""
     completer = Completer(policy, num_retries=2)
     numbers = itertools.count()
     limits = SessionLimits(max_prompt_tokens=policy.engine.max_model_len - 1)
@@ -126,7 +122,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
 
 
 def run(settings: ServeSettings, policy: LLMWrapperBase, console: Console) -> None:
-    """Serve until Ctrl-C, or SIGTERM."""
+    """Serve until Ctrl-C or SIGTERM."""
 
     async def main() -> None:
         until = asyncio.Event()

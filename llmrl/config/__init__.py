@@ -1,1 +1,1 @@
-"""The configuration of a run: its sections, their ranges, and how a command starts from it."""
+"""Configuration of a run: its sections, the ranges of its entries, and the start of a script."""

@@ -1,4 +1,4 @@
-"""A dry run: a configuration's own task and algorithm, with nothing that costs time or a network."""
+"""Dry run: a configuration's task and algorithm with a tiny model on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Config = TypeVar("Config", bound=ScriptConfig)
 
 NUM_STEPS = 2
 
-# A problem for each task with problems from a hub.
+# Problems for each task whose data is on a hub.
 _ROWS: dict[str, list[Row]] = {
     "gsm8k": [{"question": f"Tom has {n} boxes of 6 eggs. How many?", "answer": f"#### {6 * n}"} for n in (2, 3)],
     "math": [{"problem": f"Half of {n}?", "solution": f"It is $\\boxed{{{n // 2}}}$."} for n in (4, 6)],
@@ -37,9 +37,9 @@ _ROWS: dict[str, list[Row]] = {
 
 
 def as_dry_run(cfg: Config) -> Config:
-    """Return the configuration for two steps on CPU: a tiny model, two groups, built-in problems, a temporary folder.
+    """Return the configuration of a dry run: two CPU steps with a tiny model, two groups and a temporary folder.
 
-    What was asked of hardware is replaced, of the task and the algorithm nothing but how much of it there is.
+    Hardware settings are replaced; the task and the algorithm stay the same, but smaller.
     """
     cfg = copy.deepcopy(cfg)
     cfg.resume = False
@@ -63,7 +63,7 @@ def as_dry_run(cfg: Config) -> Config:
 
 
 def plan_of(cfg: ScriptConfig) -> list[str]:
-    """Return what a configuration asks for, as its dry run prints it: engines, trainer, memory, batch."""
+    """Return the lines that a dry run prints about its configuration: engines, trainer, memory, batch."""
     engine = cfg.engine
     train = cfg.train
     collect = cfg.collect
@@ -87,7 +87,7 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
 
 
 def _memory(cfg: ScriptConfig) -> str:
-    """Return what the trainer and an engine hold."""
+    """Return a summary of the memory of the trainer and of an engine."""
     model = shape_of(cfg)
     if model is None:
         return "of the trainer is known when the model is here, and a dense transformer"
@@ -115,14 +115,14 @@ def _tiny_model() -> str:
 
 
 def _temporary_folder() -> Path:
-    """Return a new folder that is gone when this process has ended, however it ends."""
+    """Return a new folder that is deleted when this process exits."""
     folder = Path(tempfile.mkdtemp(prefix="llmrl-dry-run-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def with_differing_rewards(batch: TensorDictBase) -> TensorDictBase:
-    """Give a batch something to learn: a random model's answers are all wrong, so their number is added."""
+    """Add the sample index to each reward, since a random model's rewards are all equal and give no gradient."""
     for row in batch.unbind(0) if batch.shape[0] else ():
         row["next", "reward"] = row["next", "reward"] + row["rollout", "sample_index"]
     return batch

@@ -1,4 +1,4 @@
-"""What an entry of a configuration may be: declared beside it, checked in one place, before anything is started."""
+"""Validation of configuration entries; their allowed values are declared with the fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound="DataclassInstance")
 Metadata = Mapping[str, object]
-"""Metadata of a dataclass's field: `field(default=1, metadata=at_least(1))`."""
+"""Metadata of a dataclass field: `field(default=1, metadata=at_least(1))`."""
 
 _ALLOWED = "allowed"
 _KINDS: dict[object, str] = {
@@ -32,11 +32,11 @@ _KINDS: dict[object, str] = {
 
 
 class EntryError(ValueError):
-    """An entry of a configuration has a value that it cannot have.
+    """Raised if a configuration entry has an invalid value.
 
     Args:
-        entry: its dotted name.
-        problem: what it must be, and what was given.
+        entry: dotted name of the entry.
+        problem: the expected value, and the value that was given.
     """
 
     def __init__(self, entry: str, problem: str) -> None:
@@ -47,17 +47,17 @@ class EntryError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Allowed:
-    """Which values of its type an entry may have."""
+    """Allowed values of an entry, in addition to its type."""
 
     says: str
-    """After "must be"."""
+    """Description of the values, after "must be"."""
     includes: Callable[..., bool]
     choices: tuple[str, ...] = ()
-    """All of them, where they are few."""
+    """All values, if they are few."""
 
 
 def at_least(low: float) -> Metadata:
-    """Declare the lowest value.
+    """Declare the minimum.
 
     Example:
         >>> @dataclasses.dataclass
@@ -73,62 +73,60 @@ def at_least(low: float) -> Metadata:
 
 
 def above(low: float, *, at_most: float = math.inf) -> Metadata:
-    """Declare a bound that is no value itself, and the highest value."""
+    """Declare an exclusive lower bound, and optionally the maximum."""
     says = f"above {low:g}" if at_most == math.inf else f"above {low:g} and at most {at_most:g}"
     return {_ALLOWED: Allowed(says, lambda value: low < value <= at_most)}
 
 
 def within(low: float, high: float) -> Metadata:
-    """Declare the lowest and the highest value."""
+    """Declare the minimum and the maximum."""
     return {_ALLOWED: Allowed(f"from {low:g} to {high:g}", lambda value: low <= value <= high)}
 
 
 def one_of(*choices: str) -> Metadata:
-    """Declare all values."""
+    """Declare all allowed values."""
     return {_ALLOWED: Allowed(f"one of {', '.join(choices)}", lambda value: value in choices, choices)}
 
 
 def matching(pattern: str, says: str) -> Metadata:
-    """Declare how a text is written: the regular expression, and what to say of it after "must be"."""
+    """Declare the regular expression of a text, and its description after "must be"."""
     return {_ALLOWED: Allowed(says, lambda value: re.fullmatch(pattern, value) is not None)}
 
 
 def any_value(reason: str) -> Metadata:
-    """Declare that every value of the type is one, and why."""
+    """Declare that every value of the type is allowed, with the reason."""
     return {_ALLOWED: Allowed("", lambda value: True), "reason": reason}
 
 
 NAMED: Metadata = matching(r"[^\0]*[^\s\0][^\0]*", "some text")
-"""For names and paths."""
+"""Metadata of names and paths."""
 
 
 class Section:
-    """A part of a configuration: its entries are checked when it is made, and numbers become Python's own."""
+    """Section of a configuration. Its entries are checked on construction, and numbers become Python's own types."""
 
     __slots__ = ()
     section: ClassVar[str] = ""
-    """Before the entries' names."""
+    """Prefix of the entries' names."""
 
     def __post_init__(self) -> None:
         assert dataclasses.is_dataclass(self)
         check_entries(self, self.section)
 
     def arguments_of(self, function: Callable[..., object]) -> dict[str, Any]:
-        """Return the entries that a function or a class has keywords of the same names for."""
+        """Return the entries whose names are keywords of a function or a class."""
         assert dataclasses.is_dataclass(self)
         known = keywords_of(function) or ()
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in known}
 
 
 def check_entries(section: DataclassInstance, name: str) -> None:
-    """Check all entries of a dataclass by their types and by what is declared of them.
+    """Check all entries of a dataclass against their types and declarations; `name` is the prefix of their names.
 
-    Args:
-        section: is given Python's own numbers and lists in place of numpy's and of tuples.
-        name: before the entries' names.
+    numpy numbers and tuples are replaced by Python's numbers and lists.
 
     Raises:
-        EntryError: naming the entry, what it may be and what was given.
+        EntryError: if a value is invalid.
     """
     kinds = _hints(type(section))
     for field in dataclasses.fields(section):
@@ -140,7 +138,7 @@ def check_entries(section: DataclassInstance, name: str) -> None:
 
 
 def from_entries(config_type: type[Config], entries: Mapping[str, object]) -> Config:
-    """Return a configuration from its entries, given by dotted names.
+    """Build a configuration from entries with dotted names.
 
     Example:
         >>> from llmrl.config.sections import RunConfig
@@ -162,7 +160,7 @@ def from_entries(config_type: type[Config], entries: Mapping[str, object]) -> Co
 def all_entries(
     config_type: type[DataclassInstance], prefix: str = ""
 ) -> Iterator[tuple[str, dataclasses.Field[object]]]:
-    """Yield a configuration's entries, those of its sections included, by their dotted names."""
+    """Yield the dotted names and fields of all entries, including those of sections."""
     kinds = _hints(config_type)
     for field in dataclasses.fields(config_type):
         if dataclasses.is_dataclass(kinds[field.name]):
@@ -172,7 +170,7 @@ def all_entries(
 
 
 def entries_by_name(config_type: type[DataclassInstance]) -> dict[str, str]:
-    """Return the dotted names of a configuration's entries by their last parts; of several the first section's.
+    """Return the dotted names of entries by their last parts; the first section wins if there are several.
 
     Example:
         >>> from llmrl.config.sections import GRPOConfig
@@ -184,7 +182,7 @@ def entries_by_name(config_type: type[DataclassInstance]) -> dict[str, str]:
 
 
 def choices_of(config_type: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
-    """Return the values of all entries that have few, by their dotted names."""
+    """Return the allowed values of all entries with few values, by their dotted names."""
     allowed = {name: field.metadata.get(_ALLOWED) for name, field in all_entries(config_type)}
     return {name: one.choices for name, one in allowed.items() if isinstance(one, Allowed) and one.choices}
 
@@ -195,7 +193,7 @@ def _hints(owner: type) -> dict[str, Any]:
 
 
 def _checked(entry: str, value: object, hint: object, allowed: Allowed | None) -> object:
-    """Return a value as its entry keeps it."""
+    """Return a value in the form in which its entry stores it."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kind = next(option for option in options if option is not type(None))
     null = " or null" if type(None) in options else ""
@@ -203,7 +201,7 @@ def _checked(entry: str, value: object, hint: object, allowed: Allowed | None) -
         return None
     item_kinds = get_args(kind)
     kind = get_origin(kind) or kind
-    if kind not in _KINDS:  # a section, or what is checked where it is read
+    if kind not in _KINDS:  # a section, or a value that is checked where it is used
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and not isinstance(value, kind):
             raise EntryError(entry, f"must be a {kind.__name__}, got {value!r}.")
         return value
@@ -232,7 +230,7 @@ def _checked(entry: str, value: object, hint: object, allowed: Allowed | None) -
 
 
 def _as_kind(value: object, kind: object) -> object:
-    """Return a value as Python's own of a type; None where it is of another."""
+    """Convert a value to Python's own type; return None if it has another type."""
     if kind is int:
         return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
     if kind is float:

@@ -1,4 +1,4 @@
-"""Whether a configuration fits into the memory of this machine, asked before anything starts."""
+"""Check that a configuration fits into this machine's memory, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,33 +14,31 @@ from llmrl.trainer.memory_plan import MemoryPlan, ModelShape, TrainingShape, pla
 
 GIB = 2**30
 _USABLE = 0.92
-"""Share of a device that can be used: the rest is the context's, and what allocators cannot use."""
+"""Usable share of a device's memory, without the CUDA context and fragmentation."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PlannedTrainConfig(TrainerConfig):
-    """What decides the trainer's memory."""
+    """Entries of `train` that determine the trainer's memory."""
 
     kl_to_ref_coeff: float | None = field(default=None, metadata=at_least(0))
-    """Whether there is a reference model, see `GRPOTrainConfig`."""
+    """The KL coefficient of `GRPOTrainConfig`; if it is set, there is a reference model."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PlanConfig(Section):
-    """The entries of a run's configuration that decide the trainer's memory."""
+    """Entries of a run's configuration that determine the trainer's memory."""
 
     model: ModelConfig
-    """What is trained."""
+    """The trained model."""
     train: PlannedTrainConfig
-    """How it is computed."""
+    """The trainer."""
 
 
 def training_shape(model: ModelConfig, train: TrainerConfig, *, budget: int = 0) -> TrainingShape:
-    """Return what a configuration says of the trainer.
+    """Return the trainer's memory-relevant settings.
 
-    Args:
-        model, train: its sections.
-        budget: tokens that the answers of one conversation may have.
+    `budget` is the maximum number of tokens in the answers of one conversation.
     """
     longest = model.max_model_len or train.token_budget
     return TrainingShape(
@@ -58,7 +56,7 @@ def training_shape(model: ModelConfig, train: TrainerConfig, *, budget: int = 0)
 
 
 def shape_of(cfg: ScriptConfig) -> ModelShape | None:
-    """Return the shape of the model, where it is here and of a kind that can be planned."""
+    """Return the shape of the model; None if it is not on this machine or its kind cannot be planned."""
     folder = cfg.model.folder
     try:
         return ModelShape.read(folder)
@@ -67,11 +65,9 @@ def shape_of(cfg: ScriptConfig) -> ModelShape | None:
 
 
 def check_fit(cfg: ScriptConfig) -> None:
-    """Refuse a run if its trainer has no room.
+    """Raise ValueError if the trainer needs more GPU memory than there is; the message says what would fit.
 
-    Raises:
-        ValueError: when it needs more than there is, with its parts and what would fit. What is not known (a model on a
-            hub, another architecture, no GPU here), and a CPU, is not refused.
+    A CPU run is not checked, nor one of a model on a hub, of another architecture, or without a GPU here.
     """
     model = shape_of(cfg)
     training = training_shape(cfg.model, cfg.train, budget=cfg.collect.budget)
@@ -80,7 +76,7 @@ def check_fit(cfg: ScriptConfig) -> None:
         return
     plan = plan_memory(model, training)
     usable = int(num_bytes * _USABLE)
-    if not cfg.engine.use_ray:  # an engine has its share of the same GPU
+    if not cfg.engine.use_ray:  # the engine shares this GPU
         beside = int(num_bytes * (1 - (cfg.engine.gpu_memory_utilization or 0.9)) * _USABLE)
         if not cfg.engine_sleeps:
             usable = beside
@@ -101,7 +97,7 @@ def check_fit(cfg: ScriptConfig) -> None:
 
 
 def lines_of(plan: MemoryPlan) -> Iterator[str]:
-    """Return the parts of a plan, the largest first."""
+    """Yield the parts of a plan, the largest first."""
     parts = plan.lasting | plan.passing
     if plan.total == plan.loading:
         yield f"loading {plan.loading / GIB:.1f}"
@@ -110,7 +106,7 @@ def lines_of(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _gpu_memory() -> int | None:
-    """Return the bytes of the smallest GPU; CUDA is not touched, since engines have yet to be started."""
+    """Return the memory of the smallest GPU in bytes, without initializing CUDA, which must not precede the engines."""
     if shutil.which("nvidia-smi") is None:
         return None
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

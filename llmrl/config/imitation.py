@@ -1,4 +1,4 @@
-"""The configuration of runs that imitate conversations, a teacher, or their own best answers."""
+"""Configuration of runs that learn from conversations, a teacher, or their own best answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from llmrl.config.sections import ClippedTrainConfig, CollectConfig, ScriptConfi
 
 @dataclass(slots=True, kw_only=True)
 class ConversationsConfig(Section):
-    """Conversations to learn from: rows with `messages`, and `tools` where there are some (`Demonstrations`)."""
+    """Conversations to learn from: rows with `messages` and optionally `tools` (`Demonstrations`)."""
 
     section: ClassVar[str] = "conversations"
     path: str = field(metadata=NAMED)
-    """A file, folder or hub name; `collect.groups_per_batch` of them make a batch."""
+    """A file, folder or hub name; a batch has `collect.groups_per_batch` conversations."""
     held_out: str | None = field(default=None, metadata=NAMED)
-    """Other demonstrations, for `eval/loss`; null: none."""
+    """Held-out conversations for `eval/loss`; null: none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,28 +26,28 @@ class SFTConfig(ScriptConfig):
     """Configuration of `sota-implementations/sft/sft.py`."""
 
     conversations: ConversationsConfig
-    """What is learned."""
+    """Training data."""
     algorithm: str = "sft"
 
 
 @dataclass(slots=True, kw_only=True)
 class TeacherConfig(Section):
-    """Teacher: its log-probs judge the student's tokens."""
+    """The teacher, which scores the student's tokens with its log-probs."""
 
     section: ClassVar[str] = "teacher"
     path: str | None = field(default=None, metadata=NAMED)
-    """A Hugging Face name or folder of a model with the student's tokenizer, loaded beside the student."""
+    """Hugging Face name or folder of a model with the student's tokenizer, loaded in addition to the student."""
     url: str | None = field(default=None, metadata=matching(r"https?://.*\S", "an address, as http://localhost:8000"))
-    """Or the address of a `vllm serve` of such a model, which asks for `collect.temperature=1`; neither: the student
-    itself, with a hint."""
+    """Address of a `vllm serve` with such a model, which needs `collect.temperature=1`. Without `path` and `url`, the
+    student is its own teacher, with a hint."""
     hint: str | None = field(default=None, metadata=NAMED)
-    """What the teacher's prompt says besides, with columns of the problem: `The answer is {answer}.`; null: nothing."""
+    """Addition to the teacher's prompt, with the problem's columns: `The answer is {answer}.`; null: nothing."""
     coeff: float = field(default=1.0, metadata=above(0))
-    """Weight of the teacher's part of each token's advantage; 1 is the gradient of the KL itself."""
+    """Weight of the teacher's part of each token's advantage; 1 gives the gradient of the KL."""
     top_k: int | None = field(default=None, metadata=at_least(1))
-    """Compare whole distributions instead, over so many of the teacher's likeliest ids, all others as one."""
+    """Number of the teacher's likeliest ids over which whole distributions are compared, with all other ids as one."""
     use_reward: bool = False
-    """Add it to the advantage of the rewards, as GRPO has it; without, nothing is rewarded."""
+    """Whether to add the teacher's part to GRPO's advantage; otherwise rewards are not used."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -74,10 +74,10 @@ class TeacherConfig(Section):
                 )
 
     def hint_for(self, problem: Row) -> str:
-        """Return what the teacher reads about a problem.
+        """Return the hint for a problem.
 
         Raises:
-            ValueError: when the hint names a column that the problem lacks.
+            ValueError: if the hint names a column that the problem lacks.
 
         Example:
             >>> TeacherConfig(hint="It is {answer}.").hint_for({"query": "1 + 1 =", "answer": "2"})
@@ -102,7 +102,7 @@ class DistillationConfig(ScriptConfig):
     algorithm: str = "distillation"
 
     def __post_init__(self) -> None:
-        # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
+        # A slotted dataclass is a new class, so `super()` without arguments fails.
         ScriptConfig.__post_init__(self)
         for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             value = getattr(self.collect, name)
@@ -118,12 +118,12 @@ class BestOfGroupConfig(CollectConfig):
     """Collection of the best answers of each group."""
 
     num_best: int = field(default=2, metadata=at_least(1))
-    """Answers kept of each group: more would be the same answer again."""
+    """Number of answers kept per group; more answers would be near-duplicates."""
     in_background: bool = False
-    """Draw batches in the background, and train on what was kept where none is ready."""
+    """Whether to collect batches in the background, and train on the buffer if none is ready."""
 
     def __post_init__(self) -> None:
-        # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
+        # A slotted dataclass is a new class, so `super()` without arguments fails.
         CollectConfig.__post_init__(self)
         if self.num_best > self.group_size:
             raise ValueError(
@@ -131,7 +131,7 @@ class BestOfGroupConfig(CollectConfig):
                 "group."
             )
         if self.in_background and self.max_staleness is not None:
-            # Versions that no batch was trained on would make every group too old.
+            # Each update is a new version, even without a new batch, so every group would become too old.
             raise ValueError("collect.in_background has no bound of staleness: leave collect.max_staleness=null.")
 
 
@@ -140,13 +140,13 @@ class ExpertIterationTrainConfig(TrainConfig):
     """Supervised training on a buffer of the best answers."""
 
     num_updates: int = field(default=4, metadata=at_least(1))
-    """Updates of a step: supervised updates are safe to repeat, answers are expensive to come by."""
+    """Updates per step; supervised updates are safe to repeat, and answers are expensive to generate."""
     rows_per_update: int = field(default=16, metadata=at_least(1))
-    """Rows of an update: with four updates per step, about what is kept of one."""
+    """Rows per update; with four updates per step, about as many as one step keeps."""
     max_reuse: int = field(default=8, metadata=at_least(1))
-    """Times that a row is learned, on average, before new ones are waited for in the background."""
+    """Average number of uses of a row before training waits for new rows in the background."""
     buffer_size: int = field(default=512, metadata=at_least(1))
-    """Rows of the buffer: those of the last 16 steps and more, older ones are of a worse policy."""
+    """Number of rows in the buffer, about those of the last 16 steps; older rows are of a worse policy."""
 
 
 @dataclass(slots=True, kw_only=True)

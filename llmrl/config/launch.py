@@ -1,4 +1,4 @@
-"""From files and a command line to a typed configuration: what a training script is started by."""
+"""Start of a training script: from files and a command line to a typed configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound=ScriptConfig)
 AnyConfig = TypeVar("AnyConfig")
 
-# What a file's defaults list names to have the entries of an algorithm, with their types.
+# Schemas that a file's defaults list can name, to declare the entries of an algorithm and their types.
 _SCHEMAS: dict[str, type[ScriptConfig]] = {
     "grpo-schema": GRPOConfig,
     "expert-iteration-schema": ExpertIterationConfig,
@@ -35,17 +35,17 @@ _SCHEMAS: dict[str, type[ScriptConfig]] = {
 
 
 def launch(main: Callable[[Config], None], config_type: type[Config], config_path: str) -> None:
-    """Call `main` with the configuration that the command line asks for.
+    """Call `main` with the configuration that the command line describes.
 
-    hydra composes the file, the groups that it names (`task=gsm8k`) and single entries (`train.learning_rate=1e-6`).
-    An entry that does not exist, or a value of another type, ends the program with a message and the nearest name,
-    before anything is started. With `resume=true` the run's own configuration is what the command line changes. With
-    `train.num_ranks` above 1 so many processes of this command are started, unless `torchrun` has done so.
+    hydra composes the file, the groups that the command line names (`task=gsm8k`) and single entries
+    (`train.learning_rate=1e-6`). Invalid entries end the program with a message before anything starts. With
+    `resume=true`, the command line changes the run's saved configuration. With `train.num_ranks` above 1, this
+    number of processes is started, unless `torchrun` has started them.
 
     Args:
-        main: the script.
+        main: main function of the script.
         config_type: type of its configuration.
-        config_path: the file, as seen from the file that defines `main`.
+        config_path: path of the file, relative to the file that defines `main`.
     """
     require("hydra", extra="scripts")
     import hydra
@@ -81,7 +81,7 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
 
 
 def register_schemas() -> None:
-    """Make the configuration classes known to hydra, for files that name them in their defaults."""
+    """Register the configuration classes with hydra, for files that name them in their defaults."""
     from hydra.core.config_store import ConfigStore
 
     for name, config_type in _SCHEMAS.items():
@@ -89,12 +89,11 @@ def register_schemas() -> None:
 
 
 def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
-    """Return the typed configuration of a composed one: of a resumed run its own, and of a dry run what that replaces.
+    """Return the typed form of a composed configuration, as changed by `resume` and `dry_run`.
 
     Raises:
-        ValueError: for an entry that does not exist, naming the nearest; for a value that is none of an entry's; and
-            see `llmrl.config.resumed`.
-        FileNotFoundError: when there is no run to resume.
+        ValueError: if an entry does not exist or has an invalid value, or as in `llmrl.config.resumed`.
+        FileNotFoundError: if there is no run to resume.
     """
     config = typed(own_config(cfg), config_type)
     if not config.dry_run:
@@ -105,10 +104,10 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
 
 
 def typed(cfg: DictConfig, config_type: type[AnyConfig]) -> AnyConfig:
-    """Return nested dicts, or hydra's, as a configuration class.
+    """Convert nested dicts or a hydra configuration to a configuration class.
 
     Raises:
-        ValueError: for an entry that does not exist, naming the nearest; for a value that is none of an entry's.
+        ValueError: if an entry does not exist, with the nearest name, or has an invalid value.
 
     Example:
         >>> from llmrl.config.sections import TrainConfig
@@ -137,7 +136,7 @@ def typed(cfg: DictConfig, config_type: type[AnyConfig]) -> AnyConfig:
 
 
 def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """Return a sentence on an entry that does not exist; `elsewhere` has all sections' entries, by their last names."""
+    """Return a message about an unknown entry; `elsewhere` has the entries of all sections by their last names."""
     group, _, last = name.rpartition(".")
     near = nearest(last, known)
     other = nearest(last, elsewhere or ())
@@ -151,7 +150,7 @@ def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None =
 
 
 def hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
-    """Return, for each entry of a command line that does not exist, what it may have been meant to be."""
+    """Return a suggestion for each unknown entry of a command line."""
     found = []
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")

@@ -1,4 +1,4 @@
-"""The losses that the entry `loss` of a GRPO configuration names, and which entries of `train` each of them takes."""
+"""Losses that the entry `loss` of a GRPO configuration can name, and the entries of `train` that each accepts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _CLIP = ("clip_epsilon", "clip_epsilon_high")
 
 @dataclass(frozen=True, slots=True)
 class LossChoice:
-    """A loss as a configuration knows it."""
+    """A loss in a configuration."""
 
     kind: Callable[..., GRPOLoss]
     entries: tuple[str, ...] = (*_CLIP, "dual_clip", "aggregation")
-    """Entries of `train` that it takes, besides those that all losses take."""
+    """Entries of `train` that it accepts, in addition to `COMMON`."""
     normalization: Normalization = "std"
-    """The advantage that belongs to it, see `group_advantages`."""
+    """Its normalization of advantages (`group_advantages`)."""
 
 
 LOSSES: Mapping[str, LossChoice] = {
@@ -35,23 +35,19 @@ LOSSES: Mapping[str, LossChoice] = {
     "dppo": LossChoice(DPPOLoss, ("max_divergence", "divergence", "aggregation")),
 }
 COMMON = ("importance_cap", "kl_to_ref_coeff")
-"""Entries of `train` that every loss takes."""
+"""Entries of `train` that every loss accepts."""
 OWN = tuple(dict.fromkeys(entry for choice in LOSSES.values() for entry in choice.entries))
-"""Entries of `train` that only some losses take; None is the loss's own default."""
+"""Entries of `train` that only some losses accept; None is the loss's default."""
 
 
 def own_entries(train: object) -> dict[str, object]:
-    """Return the entries of a `train` section that only some losses take and that are not None."""
+    """Return the entries of a `train` section that only some losses accept and that are not None."""
     given = {entry: getattr(train, entry, None) for entry in OWN}
     return {entry: value for entry, value in given.items() if value is not None}
 
 
 def check_loss_entries(loss: str, train: object) -> None:
-    """Refuse an entry of a `train` section that a loss does not take.
-
-    Raises:
-        EntryError: naming the losses that take it, and the entry that was probably meant.
-    """
+    """Raise EntryError, which suggests a suitable entry, if a `train` section has one that a loss does not accept."""
     taken = (*LOSSES[loss].entries, *COMMON)
     for entry, value in own_entries(train).items():
         if entry in taken:
@@ -65,13 +61,13 @@ def check_loss_entries(loss: str, train: object) -> None:
 
 
 def build_loss(loss: str, train: object, actor: TransformersWrapper, *, budget: int | None = None) -> GRPOLoss:
-    """Return a loss with what a `train` section says of it.
+    """Build a loss from the entries of a `train` section.
 
     Args:
-        loss: its name.
-        train: section with the entries that it takes; what is None or missing is the loss's own default.
+        loss: name of the loss.
+        train: section with the entries; None or a missing entry is the loss's default.
         actor: policy that is trained.
-        budget: tokens that a conversation may have, the default of `fixed_length`.
+        budget: maximum number of tokens of a conversation, the default of `fixed_length`.
     """
     choice = LOSSES[loss]
     options = own_entries(train) | {entry: getattr(train, entry) for entry in COMMON if hasattr(train, entry)}
@@ -79,7 +75,7 @@ def build_loss(loss: str, train: object, actor: TransformersWrapper, *, budget: 
         options.setdefault("fixed_length", budget)
     built = choice.kind(actor, **{entry: value for entry, value in options.items() if entry not in _CLIP})
     low, high = (getattr(train, entry) for entry in _CLIP)
-    if high is None and built.clip_epsilon_low == built.clip_epsilon_high:  # one bound for both
+    if high is None and built.clip_epsilon_low == built.clip_epsilon_high:  # the loss has one bound for both sides
         high = low
     if low is not None:
         built.clip_epsilon_low = low

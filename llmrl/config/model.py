@@ -1,4 +1,4 @@
-"""The configuration of the model that a run trains, and of its adapters."""
+"""Configuration of the trained model and its adapters."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     ComputeDtype = Literal["float32", "bfloat16"]
-else:  # OmegaConf does not support Literal: it checks that they are strings, and `one_of` which ones
+else:  # OmegaConf does not support Literal: it checks for strings, and `one_of` checks their values
     ComputeDtype = str
 
 
 @dataclass(slots=True, kw_only=True)
 class LoRAEntries(Section):
-    """Low-rank adapters, trained in place of the model's weights."""
+    """Low-rank adapters, trained instead of the model's weights."""
 
     section: ClassVar[str] = "model.lora"
     rank: int | None = field(default=None, metadata=at_least(1))
     """Rank of the update of each weight; null trains all weights."""
     alpha: int = field(default=32, metadata=at_least(1))
-    """The update is multiplied by `alpha / rank`."""
+    """Scale of the update: it is multiplied by `alpha / rank`."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata=NAMED)
-    """Names of the layers that are adapted; `all-linear` is all but the output head."""
+    """Names of the adapted layers; `all-linear` is all but the output head."""
 
     def build(self) -> LoRAConfig | None:
         """Return the adapters; None if all weights are trained."""
@@ -51,22 +51,22 @@ class ModelConfig(Section):
     path: str = field(metadata=NAMED)
     """A Hugging Face name or folder; `embedded` is SmolLM2-135M-Instruct from the package."""
     max_model_len: int | None = field(default=None, metadata=at_least(2))
-    """Tokens of a whole conversation; null is the model's own limit."""
+    """Maximum number of tokens of a whole conversation; null is the model's limit."""
     chat_template: str | None = field(default=None, metadata=NAMED)
-    """Chat template in place of the model's own, as base models have none: a file, or Jinja text."""
+    """Chat template instead of the model's, for example for base models: a file, or Jinja text."""
     dtype: ComputeDtype = field(default="float32", metadata=one_of("float32", "bfloat16"))
-    """Dtype of engine and trainer, both, since an update below the engine's rounding never reaches it."""
+    """Dtype of engine and trainer; one for both, since updates below the engine's precision have no effect on it."""
     lora: LoRAEntries = field(default_factory=LoRAEntries)
-    """Adapters; `sync.lora` says how the engine gets them."""
+    """LoRA adapters; `sync.lora` sets how the engine receives them."""
 
     @property
     def folder(self) -> str:
-        """What transformers and vLLM load: `path`, or the folder of the embedded model."""
+        """Name or folder that transformers and vLLM load: `path`, or the folder of the embedded model."""
         return str(ensure_embedded_model() if self.path == "embedded" else self.path)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """What the trainer computes in over its float32 weights; None if that is float32, too."""
+        """Dtype of the trainer's computation over its float32 weights; None for float32."""
         return None if self.dtype == "float32" else torch.bfloat16
 
     def template_text(self) -> str | None:
@@ -93,14 +93,9 @@ class ModelConfig(Section):
         return tokenizer
 
     def check_template(self, engine: HasTokenizer | None = None) -> None:
-        """Refuse a model without a chat template, before an engine is started.
+        """Raise ValueError if the model has no chat template, before an engine is started.
 
-        Args:
-            engine: an engine that runs already. Otherwise a model that is not on this machine passes; the engine that
-                loads it checks.
-
-        Raises:
-            ValueError: naming the entry that gives one.
+        Without `engine`, a model that is not on this machine passes; the engine that loads it checks later.
         """
         if self.template_text() is not None:
             return

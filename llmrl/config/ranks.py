@@ -1,4 +1,4 @@
-"""The processes that a trainer is sharded over: how they start and meet, and what the first hands on to the others."""
+"""Processes that a trainer is sharded over: their start, and communication between them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 def start_ranks(cfg: ScriptConfig) -> None:
-    """Become `torchrun` with `train.num_ranks` processes of this command, unless this is one of them, or one is all."""
+    """Replace this process by `torchrun` with `train.num_ranks` processes, unless it is one of them or one suffices."""
     num_ranks = cfg.train.num_ranks
     if num_ranks == 1 or "RANK" in os.environ:
         return
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    # Ctrl-C reaches every process of the terminal. The first rank's run decides what it means; torchrun would end all.
+    # The terminal sends Ctrl-C to every process. Rank 0's run handles it; torchrun would end all.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout.flush()
@@ -33,7 +33,7 @@ def start_ranks(cfg: ScriptConfig) -> None:
 
 
 def join_ranks(cfg: ScriptConfig) -> int:
-    """Meet the others that torchrun started, tell `cfg` how many and the first one's folder, and return the rank."""
+    """Join the process group of torchrun, set the number of ranks and rank 0's folder in `cfg`, and return the rank."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo" if cfg.train.device == "cpu" else "cpu:gloo,cuda:nccl")
     rank, cfg.train.num_ranks = rank_and_size(_everybody())
@@ -42,18 +42,18 @@ def join_ranks(cfg: ScriptConfig) -> int:
 
 
 def leave_ranks() -> None:
-    """End a program that went well."""
+    """Leave the process group after success."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def this_rank() -> int:
-    """Return this process's rank; 0 has engines, collector and folder, and is alone where one process trains."""
+    """Return this process's rank; rank 0 has the engines, the collector and the run's folder."""
     return rank_and_size(_everybody())[0]
 
 
 def broadcast_from_rank0(value: T) -> T:
-    """Return on every rank what the first calls this with; they wait for it, however long it collects or evaluates."""
+    """Return rank 0's value on every rank; the other ranks wait for it without a time limit."""
     group = _everybody()
     if group is None:
         return value
@@ -63,7 +63,7 @@ def broadcast_from_rank0(value: T) -> T:
 
 
 def _everybody() -> dist.ProcessGroup | None:
-    """Return all ranks, on the CPU; None where there is one."""
+    """Return the group of all ranks on the CPU; None if there is one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return _patient_group(dist.group.WORLD)
@@ -71,5 +71,5 @@ def _everybody() -> dist.ProcessGroup | None:
 
 @functools.cache
 def _patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    # A rank that dies is noticed by its connection; one that collects is not dead.
+    # The connection shows if a rank dies, so a long timeout only affects ranks that wait for collection.
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))

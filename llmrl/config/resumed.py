@@ -1,4 +1,4 @@
-"""The configuration of a resumed run: what it was begun with, and what the command line changes of it."""
+"""Configuration of a resumed run: the saved one, and the changes of the command line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.yaml"
 
 Entries: TypeAlias = dict[str, object]
-"""Entries of a configuration, those of groups nested."""
+"""Entries of a configuration, with nested groups."""
 
-# A run is of one algorithm, one model and one order of prompts: to others its checkpoint and its place in the data mean
-# nothing.
+# A run has one algorithm, one model and one order of prompts; its checkpoint and its position in the data are invalid
+# for others.
 _FIXED = (
     "algorithm",
     "seed",
@@ -37,14 +37,14 @@ _FIXED = (
 
 
 def save_config(cfg: ScriptConfig, folder: Path) -> None:
-    """Write a run's configuration as its `config.yaml`."""
+    """Write a run's configuration to its `config.yaml`."""
     from omegaconf import OmegaConf
 
     write_atomically(folder / CONFIG_NAME, lambda path: OmegaConf.save(OmegaConf.create(asdict(cfg)), path))
 
 
 def own_config(cfg: DictConfig) -> DictConfig:
-    """Return the configuration of a script's run: `cfg` as hydra composed it, or, where it resumes, the run's own."""
+    """Return the configuration of a script: `cfg` as hydra composed it, or the saved one if it resumes a run."""
     if not cfg.resume or cfg.dry_run:
         return cfg
     overrides, config_folders = _command_line()
@@ -54,24 +54,24 @@ def own_config(cfg: DictConfig) -> DictConfig:
 def resumed_config(
     cfg: DictConfig | ScriptConfig, *, overrides: Sequence[str] | None = None, config_folders: Sequence[Path] = ()
 ) -> tuple[DictConfig, dict[str, tuple[object, object]]]:
-    """Return the configuration that a run in `run.path` goes on with, and what of it differs from before.
+    """Return the configuration with which the run in `run.path` continues, and its changes.
 
-    It is the saved one. What `overrides` name is changed: an entry (`train.learning_rate=1e-5`), or all entries that a
-    file of `config_folders` gives (`hardware=gpu1`); `task=` only has to be the run's own. Entries that the saved
-    configuration lacks are as in `cfg`.
+    It is the saved one, changed by `overrides`: single entries (`train.learning_rate=1e-5`), or the entries of a
+    file in `config_folders` (`hardware=gpu1`). `task=` must be the run's own. Entries that the saved configuration
+    lacks are taken from `cfg`.
 
     Args:
-        cfg: the configuration as composed, with `run.path`; hydra's or typed.
-        overrides: entries of the command line, as hydra has them; None takes every entry of `cfg` as asked for.
-        config_folders: where hydra found the files that it composed.
+        cfg: the composed configuration with `run.path`, hydra's or typed.
+        overrides: overrides of the command line, in hydra's form; None requests every entry of `cfg`.
+        config_folders: folders of the files that hydra composed.
 
     Returns:
-        The configuration; and for each entry that changes, by its dotted name, the value before and after.
+        The configuration; and the old and new values of each changed entry, by its dotted name.
 
     Raises:
-        FileNotFoundError: when the folder holds no configuration.
-        DamagedFileError: when it is none.
-        ValueError: when another algorithm, model, task or order of prompts is asked for, or an entry is deleted.
+        FileNotFoundError: if the folder has no configuration.
+        DamagedFileError: if the file is not a valid configuration.
+        ValueError: if another algorithm, model, task or order of prompts is requested, or an entry is deleted.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -94,7 +94,7 @@ def resumed_config(
         raise DamagedFileError(f"{path} is damaged: {error}. Put a copy of it in its place.") from error
     composed = asdict(cfg) if isinstance(cfg, ScriptConfig) else OmegaConf.to_container(cfg, resolve=True)
     parts = [_completed(saved, composed), *_asked(composed, overrides, config_folders)]
-    # What belongs to this call, not to the run.
+    # Entries of this call rather than the run.
     parts.append({"resume": True, "dry_run": composed["dry_run"], "run": {"path": composed["run"]["path"]}})
     resumed = OmegaConf.merge(*map(OmegaConf.create, parts))
     before = _flat(saved)
@@ -112,7 +112,7 @@ def resumed_config(
 
 
 def _command_line() -> tuple[list[str] | None, list[Path]]:
-    """Return the overrides that hydra was given and the folders that it composes from; nothing without hydra."""
+    """Return hydra's overrides and the folders that it composes from; None and no folders without hydra."""
     if "hydra" not in sys.modules:
         return None, []
     from hydra.core.hydra_config import HydraConfig
@@ -125,7 +125,7 @@ def _command_line() -> tuple[list[str] | None, list[Path]]:
 
 
 def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence[Path]) -> list[Entries]:
-    """Return what the command line asks for, in its order, as nested dicts."""
+    """Return the entries that the command line requests, in its order, as nested dicts."""
     if overrides is None:
         return [composed]
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -141,7 +141,7 @@ def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence
             asked.append(_nested(name, value))
             continue
         parts = entries_of(files[0])
-        if name == "task":  # the run's other entries of it may have been changed when it began
+        if name == "task":  # the run may have overridden other entries of the task
             env = parts[-1]["env"]
             assert isinstance(env, dict)
             parts = [{"env": {"name": env["name"]}}]
@@ -150,7 +150,7 @@ def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence
 
 
 def entries_of(path: Path) -> list[Entries]:
-    """Return the entries of a configuration's file, after those of the files that it builds on (`defaults`)."""
+    """Return the entries of a configuration file, after those of its `defaults`."""
     from omegaconf import OmegaConf
 
     own = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -160,7 +160,7 @@ def entries_of(path: Path) -> list[Entries]:
 
 
 def _completed(saved: Entries, composed: Entries) -> Entries:
-    """Return `saved`, with the entries of `composed` that it lacks; what is inside an entry is its own."""
+    """Return `saved` with the missing entries of `composed`; entries are not merged below the second level."""
     completed = dict(composed) | saved
     for group, entries in composed.items():
         own = saved.get(group)

@@ -1,8 +1,8 @@
-"""The configuration of a training run: one dataclass for each section, with the reason of each default.
+"""Configuration of a training run: one dataclass per section, with the reasons of the defaults.
 
-`llmrl.config.launch` composes them from YAML files and the command line with hydra; Python builds them as they are. An
-entry without a default is decided by a task or by the caller. What depends on task, hardware or algorithm stands, with
-its reason, in the YAML files of `sota-implementations/config/`. A section also builds what its entries describe.
+`llmrl.config.launch` builds them from YAML files and the command line with hydra. An entry without a default is set
+by a task or by the caller. Values that depend on task, hardware or algorithm are in the YAML files of
+`sota-implementations/config/`. Sections also build the objects that their entries describe.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
     InFlight = int | Literal["auto"] | None
     LossName = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "dppo"]
     Schedule = Literal["constant", "linear", "cosine"]
-else:  # OmegaConf supports neither Literal nor unions: it checks that they are strings, and `one_of` which ones
+else:  # OmegaConf supports neither Literal nor unions: it checks for strings, and `one_of` checks their values
     Aggregation = Divergence = HeadKernel = LossName = Schedule = str
     InFlight = Any
 
 
 @dataclass(slots=True, kw_only=True)
 class RunConfig(Section):
-    """What a run leaves behind, and when."""
+    """Files, metrics and traces that a run writes."""
 
     section: ClassVar[str] = "run"
     path: str = field(metadata=NAMED)
-    """Folder of everything that the run leaves."""
+    """Folder of everything that the run writes."""
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"], metadata=one_of(*TRACKERS))
-    """Where metrics go besides `metrics.csv`: `tensorboard`, `wandb`, `trackio`, `mlflow`."""
+    """Destinations of metrics in addition to `metrics.csv`: `tensorboard`, `wandb`, `trackio`, `mlflow`."""
     traces: int = field(default=0, metadata=at_least(0))
-    """Conversations of each step that trackers show, too; 0, since some trackers are on another's machine."""
+    """Number of conversations per step that trackers show; 0, since some trackers are on other machines."""
     spans: bool = False
-    """Send OpenTelemetry's spans of rollouts to where `OTEL_EXPORTER_OTLP_ENDPOINT` says."""
+    """Whether to send OpenTelemetry spans of rollouts to `OTEL_EXPORTER_OTLP_ENDPOINT`."""
     checkpoint_every: int = field(default=5, metadata=at_least(1))
-    """Steps between checkpoints (12 bytes per parameter, one is kept); the steps since are recovered by replay."""
+    """Steps between checkpoints (12 bytes per parameter, one is kept); later steps are recovered by replay."""
     sample_every: int = field(default=5, metadata=at_least(1))
     """Steps between sample conversations in the live view."""
 
@@ -70,44 +70,44 @@ class EnvConfig(Section):
     name: str = field(metadata=NAMED)
     """Name of the task, such as `addition` or `gsm8k`."""
     data: Any = None
-    """A file, folder or hub name in place of the task's own problems."""
+    """A file, folder or hub name instead of the task's own problems."""
     train_split: str = field(default="train", metadata=NAMED)
-    """Split of the problems that are trained on."""
+    """Split of the problems for training."""
     eval_split: str = field(default="test", metadata=NAMED)
-    """Split of the problems that are held out."""
+    """Split of the held-out problems."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task, such as `num_digits`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CollectConfig(Section):
-    """What a batch is, and how its answers are sampled."""
+    """Size of a batch, and sampling of its answers."""
 
     section: ClassVar[str] = "collect"
     groups_per_batch: int = field(metadata=at_least(1))
-    """Prompts of a batch."""
+    """Number of prompts per batch."""
     group_size: int = field(metadata=at_least(1))
-    """Answers to each prompt."""
+    """Number of answers per prompt."""
     max_new_tokens: int = field(metadata=at_least(1))
-    """Maximum number of tokens of a turn."""
+    """Maximum number of tokens per turn."""
     max_turns: int = field(default=1, metadata=at_least(1))
-    """Answers of one conversation; 1 is a question and its answer."""
+    """Maximum number of answers per conversation; 1 is a question and its answer."""
     temperature: float = field(default=1.0, metadata=at_least(0.01))
-    """Temperature of sampling; 1 samples from the policy itself."""
+    """Sampling temperature; 1 samples from the policy itself."""
     top_p: float = field(default=1.0, metadata=above(0, at_most=1))
-    """Below 1 the least likely tokens are never sampled; vLLM needs `top_k` beside it."""
+    """Nucleus sampling: below 1 the least likely tokens are never sampled; vLLM also needs `top_k`."""
     top_k: int = field(default=0, metadata=at_least(0))
-    """Number of the likeliest tokens that are sampled from; 0 keeps all."""
+    """Number of the likeliest tokens to sample from; 0 keeps all."""
     min_p: float = field(default=0.0, metadata=within(0, 0.999))
-    """Tokens less likely than this share of the likeliest are never sampled; vLLM needs `top_k` beside it."""
+    """Minimum probability of a token relative to the likeliest; vLLM also needs `top_k`."""
     max_staleness: int | None = field(default=None, metadata=at_least(0))
-    """Versions that a group may be old when it is trained on; null generates on demand, and nothing meanwhile."""
+    """Maximum age of a group in versions when it is trained on; null generates on demand, and not while training."""
     max_concurrent_rollouts: InFlight = None
-    """Conversations in flight; null is all of a batch and of those ahead, `auto` what the engine's memory bears."""
+    """Conversations in flight; null is all of a batch and those ahead, `auto` adapts to the engine's memory."""
     num_collectors: int | None = field(default=None, metadata=at_least(1))
-    """Collector actors on Ray; null collects in this process."""
+    """Number of collector actors on Ray; null collects in this process."""
     cpus_per_collector: int | None = field(default=None, metadata=at_least(1))
-    """Cores of each collector actor; null is Ray's default."""
+    """Number of cores per collector actor; null is Ray's default."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -127,43 +127,44 @@ class CollectConfig(Section):
 
     @property
     def budget(self) -> int:
-        """Tokens that the answers of one conversation may have."""
+        """Maximum number of tokens in the answers of one conversation."""
         return self.max_turns * self.max_new_tokens
 
     @property
     def limits(self) -> RolloutLimits:
-        """The limits of a conversation."""
+        """Limits of a conversation."""
         return RolloutLimits(max_turns=self.max_turns)
 
     @property
     def generate_kwargs(self) -> dict[str, float]:
-        """What a policy samples by, and its trainer replays."""
+        """Sampling arguments of the policy, which its trainer replays."""
         return {name: getattr(self, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")}
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainerConfig(Section):
-    """The trainer's model: where it is, and how it is computed."""
+    """Placement and computation of the trainer's model."""
 
     section: ClassVar[str] = "train"
     device: str = field(default="cpu", metadata=matching(r"cpu|cuda(:\d+)?", "cpu, cuda or one GPU of it, as cuda:1"))
     """Device of the trainer: `cpu`, `cuda`, `cuda:1`."""
     num_ranks: int = field(default=1, metadata=at_least(1))
-    """Processes that the trainer is sharded over, one a GPU; under `torchrun` as many as that started."""
+    """Number of processes that the trainer is sharded over, one per GPU; `torchrun` sets it to its own number."""
     cpu_threads: int | None = field(default=None, metadata=at_least(1))
-    """Threads of each process of the trainer; null is all cores, which ranks on a CPU divide."""
+    """Threads per trainer process; null is all cores, which ranks on a CPU divide."""
     token_budget: int = field(default=8192, metadata=at_least(1))
-    """Packed tokens of a micro-batch: bounds memory, changes no gradient."""
+    """Packed tokens per micro-batch; it bounds memory and does not change the gradient."""
     bin_length: int | None = field(default=None, metadata=at_least(1))
-    """Tokens that are packed into one sequence; null weighs attention against shared prompts."""
+    """Tokens packed into one sequence; null balances the cost of attention against shared prompts."""
     head_kernel: HeadKernel = field(default="torch", metadata=one_of("torch", "liger"))
-    """What makes log-probs of hidden states; `liger` is faster on a GPU, and off by 0.01 to 0.02 nats per token."""
+    """Kernel that computes log-probs from hidden states; `liger` is faster on a GPU, but off by 0.01 to 0.02 nats per
+    token."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass, which saves their memory for a third of the speed."""
+    """Whether to recompute activations in the backward pass, which saves memory and costs a third of the speed."""
     offload_activations: bool = False
-    """Keep what checkpointing keeps in the host's memory: long rows of deep models, slower."""
+    """Whether to store checkpointed activations in host memory, for long rows of deep models; slower."""
     compile_layers: bool = False
-    """Compile the model's layers: faster steps after a first one that takes a minute."""
+    """Whether to compile the model's layers: steps are faster, but the first takes a minute."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -175,25 +176,25 @@ class TrainerConfig(Section):
 
 @dataclass(slots=True, kw_only=True)
 class TrainConfig(TrainerConfig):
-    """The trainer: its model, its optimizer, and how long it trains."""
+    """The trainer: its model, its optimizer, and the length of training."""
 
     num_steps: int = field(metadata=at_least(1))
-    """Batches of the whole run."""
+    """Number of batches of the whole run."""
     learning_rate: float = field(metadata=above(0))
     """Highest learning rate of the schedule."""
     schedule: Schedule = field(default="constant", metadata=one_of("constant", "linear", "cosine"))
-    """Schedule after the warm-up; `linear` and `cosine` decay to 0 at `num_steps`, which short runs end before."""
+    """Schedule after the warm-up; `linear` and `cosine` decay to 0 at `num_steps`."""
     warmup_steps: int = field(default=0, metadata=at_least(0))
-    """Steps over which the learning rate rises; AdamW's first steps are small enough for a model that is tuned."""
+    """Warm-up steps of the learning rate; 0, since AdamW's first steps are small enough for fine-tuning."""
     weight_decay: float = field(default=0.0, metadata=at_least(0))
-    """Weight decay of matrices; a few hundred small steps are too few for it."""
+    """Weight decay of matrices; 0, since it has little effect over a few hundred small steps."""
     max_grad_norm: float | None = field(default=1.0, metadata=above(0))
-    """Gradients are scaled down to it: the first steps have norms of 5 and more."""
+    """Maximum norm of the gradient, by scaling; the norms of the first steps are 5 and more."""
     target_reward: float | None = field(default=None, metadata=any_value("rewards are of any size"))
-    """End the training once a batch's mean reward is this high; null: never."""
+    """Mean reward of a batch at which training ends; null: never."""
 
     def __post_init__(self) -> None:
-        # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
+        # A slotted dataclass is a new class, so `super()` without arguments fails.
         TrainerConfig.__post_init__(self)
         if self.schedule != "constant" and self.warmup_steps >= self.num_steps:
             raise ValueError(
@@ -202,18 +203,18 @@ class TrainConfig(TrainerConfig):
             )
 
     def build_optimizer(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
-        """Return AdamW over what of a model is trained, and the schedule of its learning rate."""
+        """Return AdamW over the trainable parameters of a model, and its learning-rate schedule."""
         return make_optimizer(model, **self.arguments_of(make_optimizer))
 
 
 @dataclass(slots=True, kw_only=True)
 class EvalEnvConfig:
-    """A further environment to evaluate in."""
+    """An additional environment for evaluation."""
 
     name: str = field(metadata=NAMED)
     """Name of the task, such as `gsm8k`."""
     data: Any = None
-    """A file, folder or hub name in place of the task's own problems."""
+    """A file, folder or hub name instead of the task's own problems."""
     split: str = field(default="test", metadata=NAMED)
     """Split of its problems."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -222,23 +223,23 @@ class EvalEnvConfig:
 
 @dataclass(slots=True, kw_only=True)
 class EvalConfig(Section):
-    """What is measured on held-out problems, before, during and after training."""
+    """Evaluation on held-out problems before, during and after training."""
 
     section: ClassVar[str] = "eval"
     every: int | None = field(default=None, metadata=at_least(1))
-    """Steps between evaluations; null evaluates before and after training alone."""
+    """Steps between evaluations; null evaluates only before and after training."""
     num_problems: int | None = field(default=None, metadata=at_least(0))
-    """Held-out problems that are used, of each environment; null is all, 0 evaluates in none."""
+    """Number of held-out problems per environment; null is all, 0 disables evaluation."""
     num_samples: int = field(default=1, metadata=at_least(1))
-    """Answers to each of them."""
+    """Number of answers per problem."""
     envs: dict[str, EvalEnvConfig] = field(default_factory=dict)
-    """Environments beside the task's own, by the names that their metrics have."""
+    """Environments in addition to the task's own, by their names in metrics."""
     metric: str | None = field(
         default=None, metadata=matching(r"eval/.*\S", "a metric of the evaluation, as eval/gsm8k/pass@1")
     )
-    """Decides which model is the best, which is kept in `model-best`: such as `eval/gsm8k/pass@1`; null keeps none."""
+    """Metric that selects the model in `model-best`, such as `eval/gsm8k/pass@1`; null keeps none."""
     patience: int | None = field(default=None, metadata=at_least(1))
-    """Evaluations in a row without a better one after which training ends; null: it goes on."""
+    """Number of evaluations in a row without improvement after which training ends; null: never."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -248,17 +249,17 @@ class EvalConfig(Section):
 
 @dataclass(slots=True, kw_only=True)
 class ExportConfig(Section):
-    """The model in Hugging Face format, for others: while training goes on, at its end, and on a hub."""
+    """Exports of the model in Hugging Face format, during and after training, to the run's folder and a hub."""
 
     section: ClassVar[str] = "export"
     every: int | None = field(default=None, metadata=at_least(1))
-    """Steps between exports (`exports/step-…`), written beside the training; null: at the end alone, as `model`."""
+    """Steps between exports (`exports/step-…`), written in parallel to training; null: only at the end, as `model`."""
     save_total_limit: int | None = field(default=None, metadata=at_least(1))
-    """Exports that are kept, the last ones; null keeps all."""
+    """Number of exports to keep, the latest; null keeps all."""
     max_shard_size: str = field(default="5GB", metadata=matching(r"[1-9]\d*[KMGT]B", "like 500MB or 5GB"))
-    """Maximum size of a file of weights, in KB, MB, GB or TB."""
+    """Maximum size of a weight file, in KB, MB, GB or TB."""
     push_to_hub: str | None = field(default=None, metadata=NAMED)
-    """A repository, `me/my-model`, that is given each export and the model; private where it is made; null: none."""
+    """Repository, such as `me/my-model`, for each export and the model; private if it is created; null: none."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -268,40 +269,40 @@ class ExportConfig(Section):
 
 @dataclass(slots=True, kw_only=True)
 class ScriptConfig(Section):
-    """What every training script has."""
+    """Sections and entries of every training script."""
 
     run: RunConfig
-    """What the run leaves behind."""
+    """Files and metrics of the run."""
     model: ModelConfig
-    """What is trained."""
+    """The trained model."""
     env: EnvConfig
-    """What it is trained on."""
+    """The training environment."""
     collect: CollectConfig
-    """What a batch is."""
+    """Batches and sampling."""
     train: TrainConfig
-    """How it is trained on."""
+    """The trainer."""
     eval: EvalConfig = field(default_factory=EvalConfig)
-    """What is measured on problems held out."""
+    """Evaluation on held-out problems."""
     export: ExportConfig = field(default_factory=ExportConfig)
-    """What is given away of the model."""
+    """Exports of the model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """What generates."""
+    """Engines that generate."""
     sync: SyncConfig = field(default_factory=SyncConfig)
-    """How weights travel."""
+    """Transport of weights."""
     ray: RayConfig = field(default_factory=RayConfig)
-    """Where actors are."""
+    """Ray cluster of the actors."""
     algorithm: str = ""
-    """Name of the algorithm; a run is resumed by its own."""
+    """Name of the algorithm; a run can only be resumed with the same one."""
     seed: int = field(default=0, metadata=within(0, 2**32 - 1))
-    """Seed of the data order, the sampling and torch."""
+    """Seed of the data order, sampling and torch."""
     resume: bool = False
-    """Go on with the run in `run.path` where it stopped."""
+    """Whether to continue the run in `run.path`."""
     dry_run: bool = False
-    """Try the configuration: tiny model, two groups, two steps, CPU, nothing is left."""
+    """Whether to only try the configuration: tiny model, two groups, two steps, CPU, temporary folder."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        # What hardware is asked for is checked here, so that a dry run, which replaces it, has checked it.
+        # Hardware settings are checked here, because a dry run replaces them after it was checked.
         engine = self.engine
         gpus = self.engine.ray_options.get("num_gpus")
         if self.collect.num_collectors is not None and not engine.use_ray:
@@ -325,12 +326,12 @@ class ScriptConfig(Section):
 
     @property
     def engine_sleeps(self) -> bool:
-        """Whether the engine gives back the GPU's memory while the trainer trains."""
+        """Whether the engine releases GPU memory while the trainer trains."""
         is_ahead = self.collect.max_staleness is not None or getattr(self.collect, "in_background", False)
         return self.sync.transport == "ipc" and not is_ahead and self.engine.sleep_while_training is not False
 
     def load_model(self, device: str) -> PreTrainedModel:
-        """Load the model that is trained, in float32, with its adapters."""
+        """Load the model to train, in float32, with its adapters."""
         return load_model(
             self.model.folder,
             device=device,
@@ -343,9 +344,7 @@ class ScriptConfig(Section):
     ) -> TransformersWrapper:
         """Return the policy that scores rows with the trained model.
 
-        Args:
-            model: the model.
-            generate_kwargs: how the rows were sampled, which is replayed; None for rows that were not sampled.
+        `generate_kwargs`: sampling arguments of the rows, which are replayed; None for rows that were not sampled.
         """
         return TransformersWrapper(
             model,
@@ -358,38 +357,38 @@ class ScriptConfig(Section):
 
 @dataclass(slots=True, kw_only=True)
 class ClippedTrainConfig(TrainConfig):
-    """Training by a clipped policy gradient (`GRPOLoss`)."""
+    """Training with a clipped policy gradient (`GRPOLoss`)."""
 
     clip_epsilon: float | None = field(default=None, metadata=above(0, at_most=1))
-    """Bound of the ratio to the trainer's own log-probs before the step (PPO's); null is the loss's own, GRPO's 0.2."""
+    """Bound of the ratio to the trainer's log-probs before the step (PPO); null is the loss's default, 0.2 for GRPO."""
     clip_epsilon_high: float | None = field(default=None, metadata=above(0))
-    """The upper bound, if it is another one (DAPO's 0.28); null is the loss's own, of GRPO `clip_epsilon`."""
+    """Upper bound, if it differs (DAPO: 0.28); null is the loss's default, `clip_epsilon` for GRPO."""
     importance_cap: float | None = field(default=2.0, metadata=above(0))
-    """Bound of the weight that makes up for trainer and engine differing: few tokens reach 2 (Yao et al., 2025)."""
+    """Bound of the importance weight between trainer and engine; few tokens reach 2 (Yao et al., 2025)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GRPOTrainConfig(ClippedTrainConfig):
-    """Training by group-relative policy optimization, or by the loss that `loss` names."""
+    """Training with group-relative policy optimization, or with the loss that `loss` names."""
 
     dual_clip: float | None = field(default=None, metadata=above(1))
-    """Bound of the ratio of tokens with a negative advantage; null has none."""
+    """Bound of the ratio of tokens with a negative advantage; null: none."""
     aggregation: Aggregation | None = field(
         default=None, metadata=one_of("token_mean", "sequence_mean", "group_mean", "sequence_sum")
     )
-    """How the losses of tokens become one number; null is the loss's own."""
+    """Reduction of token losses to one number; null is the loss's default."""
     fixed_length: int | None = field(default=None, metadata=at_least(1))
-    """What `dr_grpo` divides by; null is the budget, `collect.max_turns` times `collect.max_new_tokens`."""
+    """Divisor of `dr_grpo`; null is the budget, `collect.max_turns` times `collect.max_new_tokens`."""
     max_divergence: float | None = field(default=None, metadata=above(0))
-    """Bound of an update in `dppo`, at each token; null is 0.15."""
+    """Bound of a `dppo` update per token; null is 0.15."""
     divergence: Divergence | None = field(default=None, metadata=one_of("tv", "kl"))
-    """What `dppo` bounds: the total variation (`tv`) or the KL of a token against all others; null is `tv`."""
+    """Divergence that `dppo` bounds for a token against all others: total variation (`tv`) or KL; null is `tv`."""
     kl_to_ref_coeff: float | None = field(default=None, metadata=at_least(0))
-    """Weight of the KL to the model that training began with; null, since short runs stay near it."""
+    """Weight of the KL to the initial model; null: none, since short runs stay near it."""
     num_epochs: int = field(default=1, metadata=at_least(1))
-    """Times that a batch is learned from; 1 is on-policy, answers are seldom so expensive that 2 pays."""
+    """Number of passes over a batch; 1 is on-policy, and 2 pays off only if answers are very expensive."""
     num_minibatches: int = field(default=1, metadata=at_least(1))
-    """Updates an epoch; 1 takes the whole batch's gradient."""
+    """Number of updates per epoch; 1 uses the whole batch's gradient."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -398,19 +397,19 @@ class GRPOConfig(ScriptConfig):
 
     train: GRPOTrainConfig
     loss: LossName = field(default="grpo", metadata=one_of(*LOSSES))
-    """GRPO's, or a relative's; the advantage is the one that belongs to it."""
+    """Name of the loss; it also sets the normalization of advantages."""
     algorithm: str = "grpo"
 
     def __post_init__(self) -> None:
-        # By its name: in a slotted dataclass the zero-argument `super()` is of a class that is no more.
+        # A slotted dataclass is a new class, so `super()` without arguments fails.
         ScriptConfig.__post_init__(self)
         check_loss_entries(self.loss, self.train)
 
     @property
     def normalization(self) -> Normalization:
-        """How `MCAdvantage` compares the answers of a group, as the loss wants it."""
+        """Normalization of advantages in `MCAdvantage` for this loss."""
         return LOSSES[self.loss].normalization
 
     def build_loss(self, actor: TransformersWrapper) -> GRPOLoss:
-        """Return the loss that `loss` names, with the entries of `train` that it takes."""
+        """Return the loss that `loss` names, with its entries of `train`."""
         return build_loss(self.loss, self.train, actor, budget=self.collect.budget)
