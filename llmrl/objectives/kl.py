@@ -12,13 +12,10 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator = "k3") -> torch.Tensor:
-    """Return one estimate per token, with `d = log other - log policy`.
+    """Return an estimate of the KL divergence per token, with `d = log other - log policy`.
 
-    `k1 = -d` is unbiased and may be negative; `k2 = d^2 / 2` has the gradient of the reverse KL on policy;
+    `k1 = -d` is unbiased and may be negative; `k2 = d^2 / 2` has the gradient of the reverse KL for on-policy samples;
     `k3 = exp(d) - 1 - d` is unbiased and never negative (GRPO, arXiv:2402.03300, equation 4).
-
-    Raises:
-        ValueError: if the estimator is unknown.
 
     Example:
         >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.0]))
@@ -30,7 +27,7 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        # Above it the exponential would overflow. Below it vanishes, and the policy is still drawn back.
+        # No lower clamp: the exponential vanishes there, and the gradient still pulls the policy back.
         difference = difference.clamp(max=MAX_LOG_RATIO)
         return difference.expm1() - difference
     raise ValueError(f"estimator must be one of {list(get_args(KLEstimator))}, got {estimator!r}.")
@@ -39,7 +36,7 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
 def masked_kl(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, mask: torch.Tensor, estimator: KLEstimator = "k1"
 ) -> torch.Tensor:
-    """Return `kl_estimate` where the mask is true, and 0 elsewhere, even beside NaN; all are `[num_tokens]`."""
+    """Return `kl_estimate` where the mask is true and 0 elsewhere, even if inputs are NaN there; all `[num_tokens]`."""
     estimate = kl_estimate(log_probs, other_log_probs, estimator)
     return torch.where(mask.bool(), estimate, torch.zeros_like(estimate))
 
@@ -55,7 +52,7 @@ def k3_kl_token_estimate(target_log_prob: torch.Tensor, log_prob: torch.Tensor) 
 def kl_term(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `kl_estimate` for a loss, and which tokens are beyond `MAX_LOG_RATIO`; all are `[num_tokens]`."""
+    """Return `kl_estimate` and a mask of the tokens beyond `MAX_LOG_RATIO`, both `[num_tokens]`."""
     is_clamped = torch.zeros_like(log_probs, dtype=torch.bool)
     if estimator == "k3":  # the only one with an exponential
         is_clamped = is_out_of_range((other_log_probs - log_probs).detach())

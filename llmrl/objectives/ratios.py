@@ -1,4 +1,4 @@
-"""Importance ratios, in logs, and what corrects for a sampler that is not the policy."""
+"""Importance ratios in log space, and the weights that correct for off-policy samples."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 ImportanceMode = Literal["truncate", "mask"]
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to plus or minus this before an exponential, which overflows in float32 at 88."""
+"""Log-ratios are clamped to plus or minus this value before an exponential, which overflows in float32 at 88."""
 
 
 def is_out_of_range(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return whether `bounded_exp` clamps it."""
+    """Return whether `bounded_exp` clamps each log-ratio."""
     return log_ratio.abs() > MAX_LOG_RATIO
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return the exponential of a log-ratio, clamped to `MAX_LOG_RATIO`, where its gradient ends."""
-    # One token that two policies disagree on by hundreds of nats would make the loss, and the step, infinite or NaN.
+    """Return the exponential of a log-ratio clamped to `MAX_LOG_RATIO`; a clamped ratio has no gradient."""
+    # A single log-ratio of hundreds of nats would make the loss and the gradient infinite or NaN.
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -37,24 +37,22 @@ def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> tor
 def sequence_log_ratio(
     log_probs: torch.Tensor, old_log_probs: torch.Tensor, sequence_index: torch.Tensor
 ) -> torch.Tensor:
-    """Return the length-normalized sequence ratio, `[num_tokens]` (GSPO, arXiv:2507.18071, equations 7 and 14).
+    """Return the length-normalized sequence log-ratio, `[num_tokens]` (GSPO, arXiv:2507.18071, equations 7 and 14).
 
-    Args:
-        log_probs, old_log_probs: `[num_tokens]`.
-        sequence_index: `[num_tokens]` int64; all tokens of a sequence must be here.
+    `sequence_index` is `[num_tokens]` int64; all tokens of each sequence are required.
 
     Example:
         >>> sequence_log_ratio(torch.tensor([1.0, 3.0, 5.0]), torch.zeros(3), torch.tensor([0, 0, 1]))
         tensor([2., 2., 5.])
     """
-    # The value is the sequence's mean, the gradient that of the token's own log-prob: with the mean over each sequence
-    # that is GSPO's (equation 10).
+    # The value is the sequence's mean, the gradient that of the token's own log-prob. Averaged over each sequence,
+    # this is GSPO's gradient (equation 10).
     difference = (log_probs - old_log_probs).detach()
     return sequence_totals(difference, sequence_index, is_mean=True) + (log_probs - log_probs.detach())
 
 
 def sequence_totals(values: torch.Tensor, sequence_index: torch.Tensor, *, is_mean: bool = False) -> torch.Tensor:
-    """Return the sum, or mean, of each token's sequence, `[num_tokens]`; differentiable."""
+    """Return the sum, or the mean, over each token's sequence, `[num_tokens]`; differentiable."""
     if not values.numel():
         return values
     _, index, counts = sequence_index.unique(return_inverse=True, return_counts=True)
@@ -64,19 +62,19 @@ def sequence_totals(values: torch.Tensor, sequence_index: torch.Tensor, *, is_me
 
 @dataclass(frozen=True, slots=True)
 class ImportanceBound:
-    """How the weights `pi_old / pi_sampler` are bounded: what samples of another engine, or an older policy, are worth.
+    """Bounds of the importance weights `pi_old / pi_sampler`, for samples of another engine or an older policy.
 
     With `w` the ratio of a token, of its sequence (the product), or the geometric mean over its sequence:
 
-    - `truncate`: `min(w, cap)`: Ionides (2008), Journal of Computational and Graphical Statistics 17(2), equation 3;
-      for a sampler that differs by arithmetic, Yao et al. (2025), "Your efficient RL framework secretly brings you
-      off-policy RL training". As the weight of stale samples it is the behaviour ratio of decoupled PPO (AReaL,
-      arXiv:2505.24298, equation 5);
-    - `mask`: `w` within `[floor, cap]` and 0 outside (IcePop, in Ring-1T, arXiv:2510.18855); at the level of sequences,
-      Liu et al. (2025), "When speed kills stability".
+    - `truncate`: `min(w, cap)` (Ionides, 2008, Journal of Computational and Graphical Statistics 17(2), equation 3;
+      for numerical differences between engines: Yao et al., 2025, "Your efficient RL framework secretly brings you
+      off-policy RL training"). For stale samples it is the behaviour ratio of decoupled PPO (AReaL, arXiv:2505.24298,
+      equation 5).
+    - `mask`: `w` within `[floor, cap]`, otherwise 0 (IcePop, in Ring-1T, arXiv:2510.18855; for sequences: Liu et al.,
+      2025, "When speed kills stability").
 
     Raises:
-        ValueError: if the level or mode is unknown, or the bounds leave nothing.
+        ValueError: if the level or mode is unknown, or unless `0 <= floor < cap`, or for a floor with `truncate`.
 
     Example:
         >>> bound = ImportanceBound(2.0, floor=0.5, mode="mask")
@@ -109,14 +107,14 @@ class ImportanceBound:
     def log_weights(
         self, old_log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, sequence_index: torch.Tensor
     ) -> torch.Tensor:
-        """Return the logs of the weights before they are bounded, `[num_tokens]`, detached."""
+        """Return the logarithms of the unbounded weights, `[num_tokens]`, detached."""
         log_weight = (old_log_probs - sampler_log_probs).detach()
         if self.level == "token":
             return log_weight
         return sequence_totals(log_weight, sequence_index, is_mean=self.level == "geometric")
 
     def bounded(self, log_weight: torch.Tensor) -> torch.Tensor:
-        """Return the weights; their logs are clamped, see `bounded_exp`."""
+        """Return the bounded weights; log-weights are clamped as in `bounded_exp`."""
         weight = bounded_exp(log_weight)
         if self.mode == "truncate":
             return weight.clamp(max=self.cap)
@@ -133,9 +131,9 @@ def importance_weights(
     level: ImportanceLevel = "token",
     mode: ImportanceMode = "truncate",
 ) -> torch.Tensor:
-    """Return `pi_old / pi_sampler` of each token, bounded as `ImportanceBound` says; no gradient flows through it.
+    """Return `pi_old / pi_sampler` of each token, bounded as by `ImportanceBound` and detached.
 
-    All tensors are `[num_tokens]`; for the levels above `token` all tokens of a sequence must be here.
+    All tensors are `[num_tokens]`. For levels other than `token` they must include all tokens of each sequence.
 
     Example:
         >>> old, sampler = torch.zeros(3), torch.tensor([-1.0, 1.0, 0.0])
@@ -147,7 +145,7 @@ def importance_weights(
 
 
 def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return `(sum w)^2 / (n sum w^2)` in (0, 1]: 1 when all weights are equal (Kong, 1992; NaN for no token).
+    """Return `(sum w)^2 / (n sum w^2)` (Kong, 1992): 1 if all weights are equal, NaN without tokens.
 
     Example:
         >>> float(effective_sample_size(torch.zeros(4)))

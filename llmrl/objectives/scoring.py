@@ -1,4 +1,4 @@
-"""Log-probs of a batch under any model."""
+"""Log-probabilities of a batch under any policy."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from llmrl.data.sampling_mask import SAMPLING_MASK_KEY
 
 
 def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options: object) -> list[torch.Tensor]:
-    """Score a batch of rows or turns; one `[num_tokens]` tensor per row. The batch stays as it is.
+    """Return the log-probs of a batch of rows or turns, one `[num_tokens]` tensor per row; the batch is not changed.
 
-    The policy writes them as the first of its `out_keys`, as `TransformersWrapper`; `options` are its other arguments.
+    `options` are passed to the policy, which writes the log-probs under its `log_probs_key` or the first of its
+    `out_keys`.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -23,9 +24,9 @@ def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options:
         >>> log_probs_of(policy, lazy_stack([TensorDict({"tokens": {"full": torch.arange(3)}})]))
         [tensor([-3., -2., -1.])]
     """
-    # Rows of their own, so that nothing is written into the batch.
+    # Copies, so that nothing is written into the batch.
     replayed = (SAMPLING_MASK_KEY, ROUTED_EXPERTS_KEY)
     rows = flat_batch(batch).select(*policy.in_keys, ATTENTION_MASK_KEY, *replayed, strict=False).copy()
-    log_probs_key = getattr(policy, "log_probs_key", None)  # of our own policies, which write more
+    log_probs_key = getattr(policy, "log_probs_key", None)  # llmrl's policies write other entries, too
     key = policy.out_keys[0] if log_probs_key is None else (log_probs_key, "full")
     return ragged_column(policy(rows, **options), key)

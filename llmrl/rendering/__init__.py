@@ -1,4 +1,4 @@
-"""Messages to tokens and back: renderers, the reconciler, conversations."""
+"""Conversion between messages and tokens: renderers, conversations, training rows."""
 
 from __future__ import annotations
 

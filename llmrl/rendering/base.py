@@ -1,4 +1,4 @@
-"""What a renderer is: messages to token ids, whole or as a delta, and completions back to messages."""
+"""Protocol of renderers, which convert messages to token ids and completions to messages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Renderer(Protocol):
     """Translates between messages and token ids for one model."""
 
     is_history_rewritten: bool
-    """Whether the template renders a turn differently once others follow (it drops earlier reasoning, say)."""
+    """Whether the template changes earlier turns when others follow, such as by dropping reasoning."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end an assistant's turn."""
     thought_marks: ThoughtMarks | None
-    """What stands around reasoning, where empty reasoning says nothing; None where that is not known."""
+    """Marks around reasoning, if empty reasoning has no meaning; None if unknown."""
 
     def render(
         self,
@@ -28,21 +28,16 @@ class Renderer(Protocol):
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Return the token ids of the whole conversation, `[num_tokens]`.
-
-        Raises RenderingError if the template refuses the messages.
+        """Return the token ids of the whole conversation, `[num_tokens]`; raises RenderingError for invalid messages.
         """
         ...
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
-        """Return whether some turn of this conversation may be rendered differently once others follow."""
+        """Return whether later turns may change the rendering of an earlier turn in this conversation."""
         ...
 
     def check_tools(self) -> None:
-        """Say before anything is sampled whether conversations with tools can be rendered.
-
-        Raises RenderingError if they cannot, and what to do about it.
-        """
+        """Raise RenderingError, with a remedy, if conversations with tools cannot be rendered."""
         ...
 
     def bridge(
@@ -52,14 +47,13 @@ class Renderer(Protocol):
         *,
         tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
-        """Return what to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
+        """Return the ids to append after `token_ids`, which end with a sampled completion, to prompt the next one.
 
-        Ends the turn where the completion did not, then the new messages and the generation prompt. Only the tail
-        of `token_ids` is looked at, so the cost is that of the new messages. Tool results have the `name` of their
-        function (`llmrl.rendering.results.name_results`), which some templates write; one without name and id answers
-        no call.
+        They are the end of the turn if it is missing, the new messages and the generation prompt. Only the last tokens
+        of `token_ids` are read. Tool results need the `name` of their function
+        (`llmrl.rendering.results.name_results`) if the template writes it; results without name and id answer no call.
 
-        Raises RenderingError if the template refuses the messages, or writes a name that is missing.
+        Raises RenderingError if the template refuses the messages or a required name is missing.
         """
         ...
 
@@ -70,9 +64,9 @@ class Renderer(Protocol):
         tools: Sequence[ToolSchema] | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> ParsedCompletion:
-        """Read sampled tokens as an assistant message; never raises.
+        """Return sampled tokens as an assistant message; never raises.
 
-        `prompt_ids` are what they were sampled after, or the end of that: some prompts open the reasoning.
+        `prompt_ids` are the prompt or its last tokens, which may open the reasoning.
         """
         ...
 
@@ -87,11 +81,12 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a template ends an assistant's turn when a message of some role follows."""
+    """End of an assistant's turn in a template, for a given role of the next message."""
 
     token_id: int
-    """The end-of-turn token; where turns have none, what opens the next role's (GLM), which the model writes too."""
+    """End-of-turn token; if turns have none, the token that opens the next role's turn (GLM), which the model samples.
+    """
     offset: int
-    """Characters between the mark in the assistant's message and the end-of-turn token."""
+    """Number of characters between the assistant's content and the end-of-turn token."""
     lead_ids: tuple[int, ...]
-    """Tokens that the template puts between an answer and the end-of-turn token; most have none."""
+    """Tokens that the template writes between an answer and the end-of-turn token; usually none."""

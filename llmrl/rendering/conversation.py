@@ -1,4 +1,4 @@
-"""`Conversation`: the exact token state of one conversation, as a value that each step extends."""
+"""`Conversation`: the exact tokens of one conversation, as an immutable value."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 Mode = Literal["auto", "token", "message"]
 _MODES = ("auto", "token", "message")
 
-# What a bridge and a parser look at: an end-of-turn token and the white space that templates put behind it, or the end
+# Number of last tokens that bridges and parsers read: an end-of-turn token with the white space after it, or the end
 # of a prompt, which may open reasoning.
 _NUM_TAIL_TOKENS = 32
 
 
 class Conversation:
-    """What the engine saw and sampled so far, and how the next prompt follows from it.
+    """The prompts and completions of one conversation, and the derivation of the next prompt.
 
-    An immutable value: `with_prompt` and `with_completion` return the next one, which shares the tokens of this one.
-    Stepping twice from the same value branches; the branches share their turns. Build one with `start`.
+    Immutable: `with_prompt` and `with_completion` return new values that share tokens with this one. Several steps
+    from the same value create branches. Create a conversation with `start`.
 
-    The modes:
+    Modes:
 
-    - `token`: prompts are the held tokens and a delta for what is new, also where the template itself would render
-      earlier turns anew (it drops earlier reasoning, say). Where messages or tools were rewritten the prompt is
-      rendered afresh, and the row forks or is realigned.
-    - `message`: as `token`, but where the template shows earlier turns anew, the model sees what the template shows,
-      in a new row: each answer is trained as it was sampled. An answer that reads as the same message, however the
-      template would have spelled it, stays as sampled. With a template that only appends nothing is compared.
-    - `auto`: `message`, the choice that shows the model what it was trained on.
+    - `token`: a prompt is the existing tokens plus a delta for new messages, even if the template would render earlier
+      turns differently. If messages or tools were rewritten, the prompt is rendered anew, and the row forks or is
+      realigned.
+    - `message`: as `token`, but if the template renders earlier turns differently, the model sees that rendering in a
+      new row, and each answer is trained as it was sampled. An answer that parses to the same message stays as
+      sampled.
+    - `auto`: `message`, which shows the model the prompts it was trained on.
 
     Example:
         >>> from llmrl.rendering import Conversation
@@ -58,24 +58,24 @@ class Conversation:
     )  # fmt: skip
 
     renderer: Renderer | None
-    """None where prompts are given as ids."""
+    """None if prompts are given as ids."""
     node: TurnNode | None
     """The last turn, with its parents; None before the first completion."""
     messages: tuple[Message, ...]
-    """The messages that the held tokens stand for, parsed answers included."""
+    """Messages of the held tokens, including parsed answers."""
     last: ParsedCompletion | None
-    """The last completion, parsed; None while a prompt waits for its completion."""
+    """Last completion, parsed; None while a prompt is pending."""
     tools: tuple[ToolSchema, ...] | None
-    """The tools of the last prompt."""
+    """Tools of the last prompt."""
     mode: Mode
     fork_threshold_tokens: int
     _held: TokenBuffer
     _num_tokens: int
-    # Tokens of the last turn that the waiting prompt keeps, or that the last turn's prompt kept of its parent.
+    # Tokens of the last turn that the pending prompt keeps, or tokens of its parent that the last turn's prompt kept.
     _num_kept: int
-    # The value that the waiting prompt was made from; None while no prompt waits.
+    # The value before the pending prompt; None if no prompt is pending.
     _before: Conversation | None
-    # The last prompt as the template renders it, where that was needed.
+    # The last prompt as the template renders it, if it was rendered whole.
     _shown: list[int] | None
 
     @classmethod
@@ -86,7 +86,7 @@ class Conversation:
         mode: Mode = "auto",
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> Conversation:
-        """Return an empty conversation. Raises ValueError for an unknown mode, or a negative threshold."""
+        """Return an empty conversation; raises ValueError for an unknown mode or a negative threshold."""
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {_MODES}, got {mode!r}.")
         if fork_threshold_tokens < 0:
@@ -123,14 +123,14 @@ class Conversation:
 
     @property
     def is_prompted(self) -> bool:
-        """Whether a prompt waits for its completion."""
+        """Whether a prompt is pending."""
         return self._before is not None
 
     def with_prompt(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> Conversation:
-        """Return the conversation with its next prompt: these messages, up to where the assistant is to speak.
+        """Return the conversation with all messages up to the next assistant turn as its prompt.
 
-        The first prompt is rendered whole; a later one costs only the messages that are new, unless earlier ones, or
-        the tools, were rewritten. The same prompt again gives the same value; another one replaces it.
+        The first prompt is rendered whole; later ones only cost the new messages, unless earlier messages or the tools
+        changed. The same prompt returns this value; a different one replaces the pending prompt.
 
         Raises TypeError or ValueError if a message is malformed or there is no renderer, and RenderingError if the
         template refuses the messages.
@@ -151,7 +151,7 @@ class Conversation:
         if is_begun:
             num_held = len(self.messages)
             messages = (*messages[:num_held], *check_messages(messages[num_held:]))
-        # What another program put into the assistant's mouth is no delta: it is rendered with the rest.
+        # An assistant message that was not sampled here cannot be a delta, so the whole prompt is rendered.
         is_foreign = any(message["role"] == "assistant" for message in messages[len(self.messages) :])
         is_appended = self.node is not None and is_kept and not is_foreign
         shown = None
@@ -160,7 +160,7 @@ class Conversation:
         delta = None
         if is_appended and (shown is None or self._is_shown_in(shown)):
             tail = self._held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
-            # Results have their functions' names from the calls of the last answer.
+            # The last answer's calls give tool results the names of their functions.
             new = name_results(messages[len(self.messages) - 1 :])[1:]
             delta = self.renderer.bridge(tail, new, tools=tools)
         if delta is not None and (shown is None or self._is_end_of(shown, delta)):
@@ -171,9 +171,8 @@ class Conversation:
         return prompted._with(messages=messages, tools=tools, _shown=shown)
 
     def _is_shown_in(self, shown: list[int]) -> bool:
-        """Return whether a template that shows `shown` shows the last prompt as before, and an answer that reads alike.
-
-        White space, the spelling of a call or an empty reasoning block are no difference: what was sampled stays.
+        """Return whether the rendering `shown` has the last prompt unchanged and an answer that parses to the same
+        message.
         """
         renderer = self.renderer
         last = self.last
@@ -183,7 +182,7 @@ class Conversation:
             before = renderer.render(self.messages[:-1], tools=self.tools, add_generation_prompt=True)
         num_equal = common_prefix_length(before, shown)
         end = next((i for i in range(num_equal, len(shown)) if shown[i] in renderer.stop_token_ids), None)
-        # A template's white space before the answer may be one token with what follows it: compared as text.
+        # Compared as text, since white space before the answer may be merged with the next token.
         lead = renderer.decode(before[num_equal:])
         text = renderer.decode(shown[num_equal:end])
         said = said_after(lead, text, renderer.thought_marks)
@@ -194,16 +193,16 @@ class Conversation:
         return reading_of(answer.message) == reading_of(last.message)
 
     def _is_end_of(self, shown: list[int], delta: list[int]) -> bool:
-        """Return whether a template that shows `shown` writes what a delta has behind the end of its turn."""
+        """Return whether the rendering `shown` ends with the delta, compared after the end of its first turn."""
         assert self.renderer is not None
         stops = self.renderer.stop_token_ids
         start = next((place + 1 for place, token in enumerate(delta) if token in stops), 0)
         return shown[len(shown) - len(delta) + start :] == delta[start:]
 
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
-        """Return the conversation with its next prompt as ids, `[num_prompt_tokens]`, compared with the held ones.
+        """Return the conversation with its next prompt as ids, `[num_prompt_tokens]`; raises ValueError if it is empty.
 
-        Raises ValueError if the prompt is empty.
+        They are compared with the held tokens: the prompt is appended, or the row is realigned or forked.
         """
         prompt_ids = list(prompt_ids)
         if not prompt_ids:
@@ -213,9 +212,9 @@ class Conversation:
         return self._compared(prompt_ids)
 
     def _compared(self, prompt_ids: list[int], *, is_answer_kept_whole: bool = False) -> Conversation:
-        """Compare a whole prompt with the tokens of the last turn: append, realign or fork.
+        """Compare a whole prompt with the held tokens, then append, realign or fork.
 
-        `is_answer_kept_whole` forks rather than losing the tail of an answer that its author left as it was.
+        `is_answer_kept_whole` forks instead of realigning within the last answer.
         """
         num_kept = common_prefix_length(self.prompt_ids, prompt_ids)
         if num_kept < self._num_tokens and is_answer_kept_whole and self.node is not None:
@@ -223,7 +222,7 @@ class Conversation:
         return self._continued(num_kept, prompt_ids[num_kept:])
 
     def _continued(self, num_kept: int, context_ids: Sequence[int]) -> Conversation:
-        """Return the prompt with the first `num_kept` held tokens and these: append, realign or fork."""
+        """Return the conversation prompted with its first `num_kept` tokens and these ids."""
         num_answer = 0 if self.node is None else self.node.num_completion_tokens
         kind = classify(self._num_tokens, num_kept, num_answer, fork_threshold_tokens=self.fork_threshold_tokens)
         held = self._extendable() if kind == "clean" else self._rewritten(num_kept)
@@ -234,7 +233,7 @@ class Conversation:
         return self._with(_held=held, _num_tokens=num_tokens, _num_kept=num_kept, _before=self, last=None)
 
     def _rewritten(self, num_kept: int) -> TokenBuffer:
-        """Return the row's first tokens in columns of their own; the row so far is closed: each turn keeps its part."""
+        """Return a copy of the row's first tokens; the turns of the current row get their own copies, too."""
         rewritten = TokenBuffer(self._held.columns.copy(num_kept))
         for node in () if self.node is None else self.node.ancestors():
             if not node.shares(self._held.columns):
@@ -243,7 +242,7 @@ class Conversation:
         return rewritten
 
     def _extendable(self) -> TokenBuffer:
-        """Return the held tokens if they were not extended since, otherwise a copy: a branch."""
+        """Return the held tokens if no other value has extended them, otherwise a copy for a new branch."""
         if len(self._held.columns) == self._num_tokens:
             return self._held
         return TokenBuffer(self._held.columns.copy(self._num_tokens))
@@ -259,9 +258,9 @@ class Conversation:
         sampling_mask: Sequence[array[int] | None] | None = None,
         routed_experts: np.ndarray | None = None,
     ) -> Conversation:
-        """Return the conversation after the engine answered its prompt, `[num_completion_tokens]` each.
+        """Return the conversation after a completion, with columns of `[num_completion_tokens]` each.
 
-        Raises ValueError without a prompt, or if log-probs or versions are missing, or a column is short.
+        Raises ValueError if no prompt is pending, or if a column is missing or too short.
         """
         if self._before is None:
             raise ValueError("there is no prompt to complete; call with_prompt first.")
@@ -294,68 +293,65 @@ class Conversation:
         )
 
     def with_messages(self, messages: Sequence[Message]) -> Conversation:
-        """Return the conversation with its tokens standing for these messages, which say the same as its own."""
+        """Return the conversation with its messages replaced by equivalent ones."""
         return self._with(messages=tuple(messages))
 
     # What it holds
 
     @property
     def prompt_ids(self) -> list[int]:
-        """`[num_tokens]`: the held tokens, what the engine is given next."""
+        """`[num_tokens]`: held tokens, the engine's next input."""
         return self._held.columns.token_ids[: self._num_tokens]
 
     @property
     def num_tokens(self) -> int:
-        """Held tokens: of the prompt that waits, or of the last prompt and its completion."""
+        """Number of held tokens: the pending prompt, or the last prompt and its completion."""
         return self._num_tokens
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens of the prompt that the turn before held."""
+        """Number of the prompt's tokens that the previous turn contained."""
         return self._num_kept
 
     @property
     def num_turns(self) -> int:
-        """Completions so far."""
+        """Number of completions."""
         return 0 if self.node is None else sum(1 for _ in self.node.ancestors())
 
     @property
     def num_completion_tokens(self) -> int:
-        """Sampled tokens of all turns."""
+        """Number of sampled tokens in all turns."""
         return 0 if self.node is None else sum(turn.num_completion_tokens for turn in self.node.ancestors())
 
     @property
     def turns(self) -> tuple[TurnNode, ...]:
-        """Every request and its answer, in order; each knows its context and its completion."""
+        """All turns in order, each with its context and its completion."""
         return () if self.node is None else tuple(self.node.path())
 
     def tensor_view(self, column: Column) -> torch.Tensor:
-        """Return a column of the held tokens, `[num_tokens]`: a view that costs what is new since the last one.
-
-        Raises ValueError for an unknown column.
-        """
+        """Return a column of the held tokens as a view, `[num_tokens]`; raises ValueError for an unknown column."""
         return self._held.tensor_view(column, self._num_tokens)
 
     @property
     def sampling_mask(self) -> list[array[int] | None]:
-        """`[num_tokens]`: the ids that truncation kept where a held token was sampled, None where all were."""
+        """`[num_tokens]`: ids that truncation kept when a held token was sampled; None if all."""
         return self._held.columns.sampling_mask[: self._num_tokens]
 
     @property
     def routed_experts(self) -> list[np.ndarray | None]:
-        """`[num_tokens]`: the experts that made a held token's log-prob, see `TokenColumns`."""
+        """`[num_tokens]`: experts that computed a held token's log-prob (`TokenColumns`)."""
         return self._held.columns.routed_experts[: self._num_tokens]
 
     def reconcile(self) -> Reconciliation:
-        """Return the training rows of the turns so far, with the counts of how they came about."""
+        """Return the training rows of all turns and their counts."""
         return reconcile([] if self.node is None else [self.node])
 
     def count_turns(self) -> dict[str, int]:
-        """Count how those rows came about, without making them: clean, realigned, forked turns, realigned tokens."""
+        """Return the counts of `reconcile` without building rows."""
         return count_turns([] if self.node is None else [self.node])
 
     def __reduce__(self) -> tuple[object, ...]:
-        # What travels is cloned to its own size: the turns, and the context of a prompt that waits.
+        # Only this value's tokens are pickled: its turns and the context of a pending prompt.
         pending = None
         if self._before is not None:
             context = self._held.columns.token_ids[self._num_kept : self._num_tokens]
@@ -373,7 +369,7 @@ class Conversation:
         )
 
 
-# Of a prompt that waits: how many tokens it keeps, its context, and the messages and tools before it.
+# A pending prompt: the number of kept tokens, its context, and the messages and tools before it.
 _Pending = tuple[int, list[int], tuple[Message, ...], tuple[ToolSchema, ...] | None]
 
 
@@ -398,11 +394,11 @@ def _starts_with(messages: tuple[Message, ...], held: tuple[Message, ...]) -> bo
 
 
 def reading_of(message: Message) -> tuple[str, str, list[ToolCall]]:
-    """Return what a message says, thinks and calls, however it is laid out."""
+    """Return the content, reasoning and calls of a message, without surrounding white space."""
     content, reasoning = ((message.get(key) or "").strip() for key in ("content", "reasoning_content"))
     return content, reasoning, [call["function"] for call in message.get("tool_calls") or ()]
 
 
 def _meaning(message: Message) -> Message:
-    """Return a message without what says nothing: None, empty text and empty lists count as absent."""
+    """Return a message without entries that are None or empty."""
     return {key: value for key, value in message.items() if value is not None and value != [] and value != ""}

@@ -1,15 +1,15 @@
-"""What a prompt means for the row that is being built: append, realign or fork. Pure Python over integers.
+"""Effect of a prompt on the current training row: append, realign or fork.
 
-For each turn, k is the number of tokens that its prompt shares with the row so far, and drift what the row holds
-beyond k.
+For each turn, k is the number of tokens that the prompt shares with the row, and drift the number of row tokens after
+k.
 
-- clean, drift 0: the rest of the prompt is appended as context;
-- realign, k within the last answer, drift below the threshold and at most half of that answer: the tail is overwritten
-  as context; what stands before k keeps its mask and log-probs;
-- fork, otherwise: a new row that holds the new prompt as context, and the row before keeps all that it trains.
+- clean (drift 0): the rest of the prompt is appended as context.
+- realign (k within the last answer, drift below the threshold and at most half of that answer): the tokens after k are
+  replaced by context; tokens before k keep their mask and log-probs.
+- fork (otherwise): the prompt starts a new row as context, and the previous row keeps all its trained tokens.
 
-Named invariant, after every turn, `held_is_prompt_and_completion`: the row being built holds exactly the prompt that
-the engine was given and the completion that it sampled.
+Invariant `held_is_prompt_and_completion`: after each turn the current row is exactly the engine's prompt and
+completion.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 DEFAULT_FORK_THRESHOLD_TOKENS = 64
-# A realign is for a wobble at the end of an answer: where it would take more than this of one, the row forks.
+# A realign may replace at most this fraction of an answer; otherwise the row forks.
 _MAX_REALIGNED_SHARE = 0.5
 
 ReconciliationKind = Literal["clean", "realigned", "forked"]
 
 
 def classify(num_held: int, num_kept: int, num_answer: int, *, fork_threshold_tokens: int) -> ReconciliationKind:
-    """Say what a prompt that keeps the first `num_kept` of `num_held` tokens means for the row.
+    """Return the effect of a prompt that keeps the first `num_kept` of `num_held` tokens.
 
     `num_answer` is the length of the answer at the end of the held tokens.
 

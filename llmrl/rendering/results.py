@@ -1,4 +1,4 @@
-"""Tool results on their way into a template: which call each answers, and under which role it is written."""
+"""Preparation of tool results for chat templates."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Iterable, Sequence
 from llmrl.data import Message, text_of
 
 TOOL_ROLES = ("tool", "observation", "function", "ipython")
-"""Roles of a message that holds a tool's result; which of them a template knows differs."""
+"""Roles of messages with a tool's result; each template knows some of them."""
 
 
 def name_results(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages, each result with the `name` of the function that it answers.
+    """Return the messages with the `name` of the called function in each tool result.
 
-    OpenAI's convention leaves the name out: a result has its call's id. Some templates write the name, so it is taken
-    from the call with that id, or, where calls have no ids, from the call in the same place. A result that answers no
-    call (it tells that one could not be read) stays without.
+    The name is that of the call with the result's id, or, if calls have no ids, of the call in the same position. A
+    result that answers no call gets no name.
 
     Example:
         >>> call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {}}}
@@ -47,15 +46,14 @@ def _call_of(result: Message, calls: Sequence[Message], place: int) -> Message |
 
 
 def carry_results(messages: Iterable[Message], *, carry_all: bool, carry_orphans: bool) -> list[Message]:
-    """Return the messages with tool results as messages of the user, each between marks.
+    """Return the messages with tool results as user messages, each between `<tool_response>` tags.
 
-    Results that follow each other, and a user's message after them, make one message: many templates want the roles
-    to alternate.
+    Consecutive results and a user message after them are merged, since many templates require alternating roles.
 
     Args:
-        messages: messages of a conversation, or of its end.
-        carry_all: carry all results.
-        carry_orphans: carry those that answer no call: after an answer without any, or without name and id.
+        messages: a conversation or its end.
+        carry_all: convert all results.
+        carry_orphans: convert results that answer no call: after an answer without calls, or without name and id.
     """
     written: list[Message] = []
     has_calls = is_open = False

@@ -1,4 +1,4 @@
-"""The training rows of turns: one, or several where history was rewritten, or where conversations branch."""
+"""Training rows of turns; rewritten histories and branches create several rows."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ class Row:
     columns: TokenColumns
     """Token ids, loss mask, log-probs and versions, [num_tokens] each."""
     row_index: int
-    """Place among the rows of the rollout that are kept."""
+    """Index among the rollout's rows that are kept."""
     turn_span: tuple[int, int]
     """First turn and one past the last turn with completions in this row."""
     turn_starts: dict[int, int]
-    """Of each turn in this row, by its place in the rollout (of a tree, in the order of its rows): where its completion
-    begins."""
+    """Start of each turn's completion in this row, by the turn's index in the rollout (in row order for a tree)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """The rows of a rollout and how they came about."""
+    """Rows of a rollout and counts of their origins."""
 
     rows: list[Row]
-    """Rows with something to train, in order."""
+    """Rows that have trained tokens, in order."""
     counts: dict[str, int]
-    """`num_clean_turns`, `num_realigned_turns`, `num_forked_turns` (the first turn is none of them),
-    `num_realigned_tokens` (sampled tokens that a realign turned into context) and `num_dropped_rows` (rows left
-    without a token to train)."""
+    """`num_clean_turns`, `num_realigned_turns`, `num_forked_turns` (all without the first turn), `num_realigned_tokens`
+    (sampled tokens that a realign turned into context) and `num_dropped_rows` (rows without trained tokens).
+    """
 
 
 def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
-    """Return the training rows of a tree of turns, given by its leaves: path after path, each token trained once.
+    """Return the training rows of a tree of turns, given its leaves; each sampled token is trained once.
 
-    A turn that several leaves share is trained by the first row that holds it; later rows hold it as context. Where
-    the first row lost the tail of an answer to a realign, a later row that still holds the tail trains it.
+    A turn that several leaves share is trained in the first row that contains it and is context in later rows. If a
+    realign removed the end of an answer from the first row, a later row that still contains it trains it.
 
     Example:
         >>> root = TurnNode(None, 0, [1], [2], [-0.1], [0])
@@ -77,7 +76,7 @@ def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
 
 
 def count_turns(leaves: Sequence[TurnNode]) -> dict[str, int]:
-    """Return how the rows of a tree came about: the counts of its reconciliation, without making its rows."""
+    """Return the counts of a tree's reconciliation without building rows."""
     counts = {"num_clean_turns": 0, "num_realigned_turns": 0, "num_forked_turns": 0, "num_realigned_tokens": 0}
     seen: set[int] = set()
     for leaf in leaves:
@@ -93,7 +92,7 @@ def count_turns(leaves: Sequence[TurnNode]) -> dict[str, int]:
 
 
 def open_row(leaf: TurnNode) -> TokenColumns:
-    """Return the row that the next turn meets."""
+    """Return the row that the next turn continues."""
     *_, turns = turns_by_row(leaf)
     return _columns_of(turns)
 
@@ -108,7 +107,7 @@ def _columns_of(turns: Sequence[tuple[TurnNode, int]]) -> TokenColumns:
 
 
 def turns_by_row(leaf: TurnNode) -> Iterator[list[tuple[TurnNode, int]]]:
-    """Yield for each row of a path its turns, each with the number of its sampled tokens that a realign left there."""
+    """Yield the turns of each row of a path, each with the number of its sampled tokens that remain after a realign."""
     row: list[tuple[TurnNode, int]] = []
     for turn in leaf.path():
         if turn.kind == "forked":

@@ -1,4 +1,4 @@
-"""Turns as a tree: what the engine was given and what it sampled; branches share their prefix."""
+"""Turns as a tree in which branches share their prefix."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MIN_CAPACITY = 256
 
 
 class TokenBuffer:
-    """Columns that only grow, shared by successive values of a conversation, each of which sees a prefix.
+    """Append-only columns shared by successive values of a conversation, each of which sees a prefix.
 
-    Tensors are made when first asked for; from then on each turn writes its own tokens only.
+    Tensors are created on first use and then updated with new tokens only.
     """
 
     __slots__ = ("_mirrors", "columns")
@@ -33,10 +33,7 @@ class TokenBuffer:
         self._mirrors: dict[Column, tuple[torch.Tensor, int]] = {}
 
     def tensor_view(self, column: Column, length: int) -> torch.Tensor:
-        """Return the first `length` entries of a column, `[length]`, sharing memory with views of other lengths.
-
-        Raises ValueError for an unknown column.
-        """
+        """Return the first `length` entries of a column as a view; raises ValueError for an unknown column."""
         import torch
 
         if column not in COLUMNS:
@@ -45,7 +42,7 @@ class TokenBuffer:
         dtypes = {"loss_mask": torch.bool, "log_probs": torch.float32}
         buffer, num_written = self._mirrors.get(column, (None, 0))
         if buffer is None or buffer.shape[0] < length:
-            # Doubling: views handed out earlier keep the smaller buffer, together no larger than the new one.
+            # The size doubles, so older buffers that views still hold need at most as much memory as the new one.
             capacity = max(_MIN_CAPACITY, 2 * length)
             larger = torch.empty(capacity, dtype=dtypes.get(column, torch.int64))
             if buffer is not None:
@@ -59,12 +56,10 @@ class TokenBuffer:
 
 
 class TurnNode:
-    """One turn, stored as what it adds to its parent; immutable.
+    """One turn, stored as its difference from its parent; immutable.
 
-    Its prompt is the first `num_kept_tokens` of its parent's tokens, then `context_ids`. Branches are nodes with the
-    same parent: best-of-n from the middle, sub-agents, compaction (which keeps little), siblings of one prompt.
-
-    Raises ValueError if log-probs or versions are missing or not one a completion token, or if more tokens are kept
+    Its prompt is the first `num_kept_tokens` of its parent's tokens, then `context_ids`. Nodes with the same parent
+    are branches. Raises ValueError if log-probs or versions are not one per completion token, or more tokens are kept
     than the parent has.
 
     Example:
@@ -94,7 +89,7 @@ class TurnNode:
         columns = TokenColumns()
         columns.append_context(context_ids)
         columns.append_completion(completion_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)
-        if routed_experts is not None:  # of its context and its completion
+        if routed_experts is not None:  # one entry per context and completion token
             check_per_token(columns.token_ids, routed_experts=routed_experts)
             columns.routed_experts = list(routed_experts)
         self._set(parent, num_kept_tokens, columns, 0, len(completion_ids), fork_threshold_tokens)
@@ -129,23 +124,23 @@ class TurnNode:
         num_completion_tokens: int,
         fork_threshold_tokens: int,
     ) -> TurnNode:
-        """Return a node that ends a row which is being built: its tokens are read there, nothing is copied."""
+        """Return a node that reads its tokens from the end of `columns` without copying."""
         node = cls.__new__(cls)
         node._set(parent, num_kept_tokens, columns, num_kept_tokens, num_completion_tokens, fork_threshold_tokens)
         return node
 
     def own(self) -> None:
-        """Let go of columns that others share, keeping a copy of this turn's tokens alone; nothing else changes."""
+        """Replace shared columns with a copy of this turn's tokens."""
         self._columns = self.columns()
         self._start = 0
 
     def shares(self, columns: TokenColumns) -> bool:
-        """Return whether this turn's tokens lie in `columns`."""
+        """Return whether this turn's tokens are stored in `columns`."""
         return self._columns is columns
 
     @property
     def kind(self) -> ReconciliationKind | None:
-        """What its prompt did to the row of its parent; None for the first turn."""
+        """Effect of its prompt on the parent's row; None for the first turn."""
         if self.parent is None:
             return None
         held = self.parent.num_tokens
@@ -154,22 +149,22 @@ class TurnNode:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and completion."""
+        """Number of tokens in prompt and completion."""
         return self.num_kept_tokens + self.num_context_tokens + self.num_completion_tokens
 
     def columns(self, num_completion_tokens: int | None = None) -> TokenColumns:
-        """Return a copy of what the turn adds: its context, and its completion or the beginning of that."""
+        """Return a copy of the turn's context and its completion, or the completion's first tokens."""
         num_sampled = self.num_completion_tokens if num_completion_tokens is None else num_completion_tokens
         return self._columns.copy(self._start + self.num_context_tokens + num_sampled, start=self._start)
 
     @property
     def context_ids(self) -> list[int]:
-        """`[num_context_tokens]`: what the prompt adds to what it keeps."""
+        """`[num_context_tokens]`: tokens of the prompt after those it keeps."""
         return self._columns.token_ids[self._start : self._start + self.num_context_tokens]
 
     @property
     def completion_ids(self) -> list[int]:
-        """`[num_completion_tokens]`: what was sampled."""
+        """`[num_completion_tokens]`: sampled ids."""
         return self._columns.token_ids[self._completion_slice]
 
     @property
@@ -184,7 +179,7 @@ class TurnNode:
 
     @property
     def sampling_mask(self) -> list[array[int] | None]:
-        """`[num_completion_tokens]`: the ids that truncation kept where each was sampled, None where all were."""
+        """`[num_completion_tokens]`: ids that truncation kept for each sampled token; None if all."""
         return self._columns.sampling_mask[self._completion_slice]
 
     @property
@@ -199,18 +194,18 @@ class TurnNode:
         return nodes
 
     def ancestors(self) -> Iterator[TurnNode]:
-        """Return this turn, its parent, and so on to the root."""
+        """Yield this turn and its ancestors up to the root."""
         node: TurnNode | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def token_ids(self) -> list[int]:
-        """Return prompt and completion, `[num_tokens]`, put together on demand."""
+        """Return prompt and completion, `[num_tokens]`."""
         return self.prefix(self.num_tokens).token_ids
 
     def prefix(self, num_tokens: int) -> TokenColumns:
-        """Return its first `num_tokens` tokens, whichever turns they are of."""
+        """Return the first `num_tokens` tokens of the path."""
         pieces: list[TokenColumns] = []
         for node in self.ancestors():
             pieces.append(node.columns().copy(max(0, num_tokens - node.num_kept_tokens)))
@@ -221,7 +216,7 @@ class TurnNode:
         return whole
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Flat, because a chain of parents pickled one inside the other meets the recursion limit.
+        # A flat list: pickling nested parents would exceed the recursion limit.
         records = [
             (n.num_kept_tokens, n.context_ids, n.completion_ids, n.log_probs, n.versions, n.fork_threshold_tokens,
              n.sampling_mask, n.columns().routed_experts)

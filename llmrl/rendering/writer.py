@@ -1,4 +1,4 @@
-"""`TemplateWriter`: conversations as a chat template writes them, given what is known of the template."""
+"""`TemplateWriter`: writes conversations with a chat template and the known properties of that template."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ Write each call like this one, with the function's name and arguments:
 
 @dataclass(frozen=True)
 class TemplateWriter:
-    """Hands messages to a chat template in the form that it reads; probes try other forms on copies (`replace`)."""
+    """Passes messages to a chat template in the form that it reads; probes use modified copies."""
 
     tokenizer: Tokenizer
     chat_template: str
     template_kwargs: Mapping[str, object]
     tool_fault: str = ""
-    """Why conversations with tools cannot be rendered; empty when they can."""
+    """Why conversations with tools cannot be rendered; empty if they can."""
     are_arguments_text: bool = False
-    """Whether it reads a call's arguments as JSON text, not as a dict."""
+    """Whether the template expects a call's arguments as JSON text instead of a dict."""
     is_tool_prompt_added: bool = False
-    """Whether tools are shown by a prompt of ours, since the template shows none."""
+    """Whether llmrl adds a prompt with the tools, because the template does not show them."""
     is_system_known: bool = False
     result_role: str = "tool"
-    """Role that it writes a tool's result under."""
+    """Role of tool results in the template."""
     are_results_carried: bool = False
-    """Whether results are messages of the user."""
+    """Whether tool results are written as user messages."""
     are_orphans_carried: bool = False
-    """Whether results after an answer without calls are."""
+    """Whether results after an answer without calls are written as user messages."""
     write_call: ToolCallWriter | None = None
-    """Writes calls into a message's content; None where the template writes calls."""
+    """Writes calls into a message's content; None if the template writes calls."""
     tool_example: str = ""
-    """A call, for the prompt that shows tools."""
+    """Example of a call, for the added prompt."""
     answer_format: AnswerFormat = NO_MARKS
 
     @property
     def model_name(self) -> str:
-        """Name of the tokenizer's model; empty where it is not known."""
+        """Name of the tokenizer's model; empty if unknown."""
         return getattr(self.tokenizer, "name_or_path", "")
 
     def encode(self, text: str) -> list[int]:
@@ -64,16 +64,15 @@ class TemplateWriter:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def check_tools(self) -> None:
-        """Raises RenderingError if conversations with tools cannot be rendered."""
+        """Raise RenderingError if conversations with tools cannot be rendered."""
         if self.tool_fault:
             raise RenderingError(f"{self.model_name!r} cannot be used with tools. {self.tool_fault}")
 
     def write(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None, is_prompt: bool = False
     ) -> str:
-        """Return the whole conversation as text; a prompt ends with what asks for a completion.
-
-        Raises RenderingError if the template refuses the messages.
+        """Return the whole conversation as text, with a generation prompt if `is_prompt`; raises RenderingError if
+        refused.
         """
         if tools or any(message["role"] in TOOL_ROLES for message in messages):
             self.check_tools()
@@ -98,14 +97,14 @@ class TemplateWriter:
             )
         except SlowTemplateError:
             raise
-        except Exception as error:  # whatever a template's own code raises
+        except Exception as error:  # templates may raise any exception
             roles = [message["role"] for message in messages]
             raise RenderingError(
                 f"The chat template refuses messages with roles {roles}: {type(error).__name__}: {error}"
             ) from error
 
     def _plain(self, message: Message) -> dict[str, object]:
-        """Return the message as templates expect it: text for content, no empty lists."""
+        """Return the message as templates expect it, with text content and no empty lists."""
         plain = {key: value for key, value in message.items() if value is not None}
         plain.setdefault("content", "")
         if plain["role"] == "tool":
@@ -121,7 +120,7 @@ class TemplateWriter:
         return self.answer_format.written(plain)
 
     def _with_tool_prompt(self, chat: list[dict[str, object]], tools: Sequence[ToolSchema]) -> list[dict[str, object]]:
-        """Return the chat with tools and an example of a call in its system message, or its first if it has none."""
+        """Return the chat with tools and an example call in its system message, or its first message."""
         schemas = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
         prompt = _TOOL_PROMPT.format(schemas=schemas, example=self.tool_example)
         if chat and chat[0]["role"] == "system":

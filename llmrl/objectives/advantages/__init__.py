@@ -1,1 +1,1 @@
-"""Advantages: rollouts compared within their groups."""
+"""Advantages of rollouts relative to their groups."""

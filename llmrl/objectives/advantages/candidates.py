@@ -1,4 +1,4 @@
-"""Which of a group's more numerous candidates are trained on."""
+"""Selection of a group's rollouts for training."""
 
 from __future__ import annotations
 
@@ -18,27 +18,24 @@ SelectionStrategy = Literal["first", "uniform", "balanced", "max_variance"]
 
 
 def is_within(returns: Sequence[float], bounds: tuple[float, float] | None) -> bool:
-    """Return whether the mean of returns is strictly within bounds; without bounds it always is."""
+    """Return whether the mean of the returns is strictly within the bounds; always true without bounds."""
     return bounds is None or bounds[0] < sum(returns) / len(returns) < bounds[1]
 
 
 class MCAdvantageSelector(KnownArguments):
-    """Chooses `group_size` of a group's more numerous candidates, by their returns.
+    """Selects `group_size` of a group's candidates by their returns.
 
-    - `first`: those that came first;
-    - `uniform`: spread evenly over the sorted returns;
-    - `balanced`: those with the mean nearest to the middle of `keep_return_bounds`, of these those farthest apart;
-      without bounds as `uniform`;
-    - `max_variance`: the subset of greatest variance, which is also some of the lowest and some of the highest (PODS,
-      arXiv:2504.13818, theorem 1).
+    - `first`: in order of arrival;
+    - `uniform`: evenly spaced in the sorted returns;
+    - `balanced`: mean closest to the middle of `keep_return_bounds`, ties by the widest range; without bounds
+      `uniform`;
+    - `max_variance`: the subset with the greatest variance (PODS, arXiv:2504.13818, theorem 1).
 
     Args:
-        strategy: one of these.
-        max_combinations: subsets that `balanced` compares; where there are more, those of the lowest and the highest.
-        in_keys: entries that `select` is given, of `return` and `trajectories`, the candidates' rows; for subclasses.
-
-    Raises:
-        ValueError: if the strategy is unknown, or there is no subset or entry.
+        strategy: one of the strategies above.
+        max_combinations: maximum number of subsets that `balanced` compares; above it only unions of lowest and
+            highest returns.
+        in_keys: entries for `select`: `return` and, for subclasses, `trajectories`, the candidates' rows.
 
     Example:
         >>> MCAdvantageSelector("max_variance").select([0.5, 0.0, 0.6, 1.0], group_size=2)
@@ -69,13 +66,13 @@ class MCAdvantageSelector(KnownArguments):
         group_size: int,
         keep_return_bounds: tuple[float, float] | None = None,
     ) -> list[int] | None:
-        """Return the indices of the chosen candidates, ascending, all where there are no more than `group_size`.
+        """Return the indices of the selected candidates in ascending order; all if there are at most `group_size`.
 
         Args:
-            candidates: their returns, or a TensorDict with one element each; the first of `in_keys` holds them.
-            group_size: how many are chosen.
-            keep_return_bounds: None is returned if the choice has no mean strictly within (dynamic sampling, DAPO,
-                arXiv:2503.14476, equation 11).
+            candidates: their returns, or a TensorDict with one element each and the returns in the first of `in_keys`.
+            group_size: number of candidates to select.
+            keep_return_bounds: return None unless the selected mean is strictly within them (DAPO, arXiv:2503.14476,
+                equation 11).
 
         Raises:
             ValueError: if a candidate has more than one return.
@@ -120,7 +117,7 @@ def _squares(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CandidateChoice:
-    """Of how many candidates a group's rollouts are chosen, how, and within which bounds.
+    """Group size, number of candidates and selection rule of a group's rollouts.
 
     Raises:
         ValueError: if a size is below 1, the sizes contradict each other, or the bounds are not ascending.
@@ -131,14 +128,14 @@ class CandidateChoice:
     """
 
     group_size: int | None = None
-    """Rollouts that are trained on; None takes all."""
+    """Number of rollouts to train on; None means all."""
     num_candidates: int | None = None
-    """Rollouts that a group is sampled with, if more."""
+    """Number of rollouts sampled per group, if larger than `group_size`."""
     min_candidates: int | None = None
-    """Rollouts that have come when a choice is first tried."""
+    """Number of rollouts required before the first selection."""
     selector: MCAdvantageSelector = field(default_factory=MCAdvantageSelector)
     bounds: tuple[float, float] | None = None
-    """Of the mean return of those chosen, exclusive."""
+    """Exclusive bounds of the selected rollouts' mean return."""
 
     def __post_init__(self) -> None:
         size = self.group_size
@@ -160,22 +157,20 @@ class CandidateChoice:
 
     @property
     def sampled_size(self) -> int | None:
-        """Rollouts that a group is sampled with, where that was said."""
+        """Number of rollouts sampled per group, if specified."""
         return self.num_candidates or self.group_size
 
     @property
     def waited_size(self) -> int | None:
-        """Rollouts that have come when a choice is first tried, where groups have a size."""
+        """Number of rollouts required before the first selection, if groups have a size."""
         return self.min_candidates or self.group_size
 
     def choose(
         self, returns: Sequence[float], rollouts: Callable[[], Sequence[TensorDictBase]] | None = None
     ) -> Sequence[int] | None:
-        """Return the places of the rollouts that are trained on; None where the group is too easy or too hard.
+        """Return the indices of the rollouts to train on; None if the group is too easy or too hard.
 
-        Args:
-            returns: return of each candidate.
-            rollouts: gives the rows of each, for selectors that read them.
+        `rollouts` returns the rows of each candidate, for selectors that read them.
         """
         if self.num_candidates is None and self.bounds is None:
             return range(len(returns))

@@ -1,4 +1,4 @@
-"""What became of groups on their way into training, counted, perhaps by several processes that write to one buffer."""
+"""Counters of groups, which can be shared by processes that write to the same buffer."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from llmrl.objectives.advantages.group_queue import GroupQueue, PickledRows
 
 
 class GroupCounters(Transform):
-    """A transform that waits for groups, counts what becomes of them, and can share both with other processes."""
+    """Base class of transforms that queue incomplete groups and count completed ones."""
 
     requires_shared_write_state = True
-    """A replay buffer that is shared calls `share_memory_`."""
+    """Makes a shared replay buffer call `share_memory_`."""
     completed_trajectories: int
-    """Rollouts that came so far; this and the others are reset by `reset_stats`."""
+    """Number of rollouts received; `reset_stats` resets this and all other counters."""
     completed_decisions: int
-    """Rows, or turns, that came."""
+    """Number of rows or turns received."""
     trajectory_return_sum: float
     trajectory_return_max: float
-    """Of the returns of scored rollouts."""
+    """Maximum return of the scored rollouts."""
     successful_trajectories: int
-    """Rollouts with a return above 0."""
+    """Number of rollouts with a return above 0."""
     unscored_trajectories: int
     completed_groups: int
-    """Groups decided on: `written_groups` and `dropped_groups`."""
+    """Number of processed groups: `written_groups` plus `dropped_groups`."""
     written_groups: int
     dropped_groups: int
     constant_groups: int
-    """Groups without signal, dropped or not."""
+    """Number of groups without signal, dropped or not."""
     rescued_groups: int
-    """Number of groups with their first `grpo_size` rollouts out of bounds, but those chosen within."""
+    """Number of groups that are within bounds only because candidates were selected."""
     selected_trajectories: int
     unselected_trajectories: int
-    """Candidates that were chosen, and were not."""
+    """Number of candidates that were not selected."""
 
     def __init__(self, queue: GroupQueue | None) -> None:
         super().__init__()
         self.queue = queue
-        """The incomplete groups held back, where groups have a size."""
+        """Queue of incomplete groups; None if groups have no fixed size."""
         self._stats: MutableMapping[str, float] = {}
         self._lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self._manager: object = None
@@ -58,14 +58,14 @@ class GroupCounters(Transform):
         return {**super().__getstate__(), "_manager": None}
 
     def reset_stats(self) -> None:
-        """Count from zero."""
+        """Reset all counters to zero."""
         names = [name for name in GroupCounters.__annotations__ if not name.startswith(("trajectory", "queue"))]
         with self._lock:
             self._stats.update(dict.fromkeys(names, 0))
             self._stats.update(trajectory_return_sum=0.0, trajectory_return_max=float("-inf"))
 
     def get_stats(self) -> dict[str, float]:
-        """Return all counters, and how much is waited for."""
+        """Return all counters and queue sizes by name."""
         waiting = ("queued_groups", "queued_trajectories", "max_queued_trajectories_per_group")
         with self._lock:
             return {**self._stats, **{name: getattr(self, name) for name in waiting}}
@@ -76,37 +76,37 @@ class GroupCounters(Transform):
 
     @property
     def queues(self) -> Mapping[Hashable, list[TensorDictBase]]:
-        """The rollouts that have come of each incomplete group, to read; `clear_queues` forgets them."""
+        """Rollouts of each incomplete group, read-only."""
         return MappingProxyType({} if self.queue is None else self.queue.rollouts())
 
     @property
     def queued_groups(self) -> int:
-        """Groups that are incomplete so far."""
+        """Number of incomplete groups."""
         return 0 if self.queue is None else len(self.queue.waiting)
 
     @property
     def queued_trajectories(self) -> int:
-        """Rollouts of incomplete groups."""
+        """Number of rollouts of incomplete groups."""
         return sum(map(len, self.queues.values()))
 
     @property
     def max_queued_trajectories_per_group(self) -> int:
-        """The most rollouts that have come of a group that is incomplete."""
+        """Largest number of rollouts in an incomplete group."""
         return max(map(len, self.queues.values()), default=0)
 
     def clear_queues(self) -> None:
-        """Forget incomplete groups."""
+        """Remove all incomplete groups."""
         with self._lock:
             if self.queue is not None:
                 self.queue.waiting.clear()
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes see the same counters and incomplete groups."""
+        """Whether counters and incomplete groups are shared with other processes."""
         return self.queue is not None and isinstance(self.queue.waiting, PickledRows)
 
     def share_memory_(self) -> Self:
-        """Keep counters and incomplete groups where all processes that write to a buffer see them."""
+        """Move counters and incomplete groups to memory that all processes share."""
         if not self.is_shared:
             manager = multiprocessing.Manager()
             self._manager = manager

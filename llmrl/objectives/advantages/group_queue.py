@@ -1,4 +1,4 @@
-"""Groups that are waited for: rows are held back until all rollouts of their group have come."""
+"""Queue of rows of incomplete groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmrl.objectives.advantages.grouping import GroupKeys, by_rollout
 
 
 class PickledRows(MutableMapping[Hashable, list[TensorDictBase]]):
-    """Rows by group in a dictionary that other processes see, such as `multiprocessing.Manager().dict()`.
+    """Rows by group, pickled into a dictionary such as `multiprocessing.Manager().dict()`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -43,14 +43,12 @@ class PickledRows(MutableMapping[Hashable, list[TensorDictBase]]):
 
 
 class GroupQueue:
-    """Holds rows back until all rollouts of their group have come.
-
-    Of a collector's groups those that failed, were late or were filtered never come; its rows say how many do.
+    """Holds rows back until all rollouts of their group have arrived.
 
     Args:
-        keys: where rows say what they belong to.
-        num_rollouts: rollouts in a group, scored or not, where its rows do not say.
-        max_num_waiting: beyond it the oldest incomplete group is dropped, with a warning.
+        keys: entries that identify groups and rollouts.
+        num_rollouts: rollouts per group, scored or not, if the rows do not contain the number.
+        max_num_waiting: maximum number of incomplete groups; beyond it the oldest is dropped with a warning.
 
     Example:
         >>> from tensordict import TensorDict
@@ -65,24 +63,24 @@ class GroupQueue:
         self.num_rollouts = num_rollouts
         self.max_num_waiting = max_num_waiting
         self.num_abandoned = 0
-        """Groups dropped because they stayed incomplete."""
+        """Number of groups dropped because they stayed incomplete."""
         self.waiting: MutableMapping[Hashable, list[TensorDictBase]] = {}
         """Rows of each incomplete group, the oldest group first."""
 
     def rollouts(self) -> dict[Hashable, list[TensorDictBase]]:
-        """Return the rollouts that have come of each group that is waited for, a batch of rows each."""
+        """Return the rollouts of each incomplete group, each as a batch of rows."""
         return {group: by_rollout(rows, self.keys) for group, rows in self.waiting.items()}
 
     def _rollouts(self, rows: list[TensorDictBase]) -> set[Hashable]:
         return {self.keys.rollout_id(row) for row in rows}
 
     def push(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
-        """Take rows in; returns those of the groups that are complete now."""
+        """Add rows and return all rows of groups that are now complete."""
         touched: dict[Hashable, list[TensorDictBase]] = {}
         for row in rows:
             touched.setdefault(self.keys.group_id(row), []).append(row)
         ready: list[TensorDictBase] = []
-        # Only after the whole call, so that all rows of a rollout that came together stay together.
+        # After all rows are added, so that a rollout's rows stay together.
         for group, new in touched.items():
             known = [*self.waiting.get(group, ()), *new]
             if len(self._rollouts(known)) < self.keys.size(new[-1], self.num_rollouts):
@@ -94,7 +92,7 @@ class GroupQueue:
         return ready
 
     def put_back(self, rows: list[TensorDictBase]) -> None:
-        """Wait for more rollouts of a group."""
+        """Queue a group again until more of its rollouts arrive."""
         self.waiting[self.keys.group_id(rows[0])] = rows
         self._drop_oldest()
 

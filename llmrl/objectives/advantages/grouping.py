@@ -1,4 +1,4 @@
-"""Rows by group and rollout."""
+"""Grouping of rows by group and rollout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmrl.data.ragged import check_entry, flat_batch, has_entry, write_column
 from llmrl.data.tensordicts import non_tensor, plain
 
 GROUP_KEY: NestedKey = ("rollout", "group_id")
-# Of turns, which carry no id of their rollout: its name, and its group, which is its first turn's.
+# Written into turns, which have no rollout id: their trajectory's name, and the group of its first turn.
 _TRAJECTORY: NestedKey = ("rollout", "trajectory")
 _TRAJECTORY_GROUP: NestedKey = ("rollout", "trajectory_group")
 _REDUCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sum": torch.sum, "max": torch.max, "mean": torch.mean}
@@ -25,25 +25,25 @@ TrajectoryReturn = Literal["sum", "max", "mean"]
 
 @dataclass(frozen=True, slots=True)
 class GroupKeys:
-    """Where rows say what they belong to."""
+    """Entries of a row that identify its group and rollout."""
 
     group: NestedKey | None = None
-    """By default `("rollout", "group_id")`; of rows without one their prompt, `"query"` or `("text", "prompt")`."""
+    """By default `("rollout", "group_id")`, otherwise the prompt, `"query"` or `("text", "prompt")`."""
     rollout: NestedKey = ("rollout", "rollout_id")
     is_scored: NestedKey = ("rollout", "is_scored")
     rewards: NestedKey = ("next", "reward")
     done: NestedKey = ("next", "done")
     num_in_group: NestedKey = ("rollout", "num_in_group")
     by: NestedKey | None = None
-    """What divides a group into those that are compared with each other; None compares all."""
+    """Entry that divides a group into parts that are compared separately; None compares the whole group."""
 
     @property
     def read(self) -> list[NestedKey]:
-        """Entries that rows must have: what tells groups, and the reward."""
+        """Required entries of rows: group and reward."""
         return [self.group or self.rollout, self.rewards]
 
     def rows(self, tensordict: TensorDictBase) -> list[TensorDictBase]:
-        """Return the rows of a batch; turns, which name no rollout, are of the trajectories that their ends make.
+        """Return the rows of a batch; turns without a rollout id are assigned to trajectories, which end at `done`.
 
         Raises:
             RuntimeError: if a trajectory does not end.
@@ -68,11 +68,11 @@ class GroupKeys:
         return rows
 
     def are_turns(self, rows: list[TensorDictBase]) -> bool:
-        """Return whether these are turns with rewards of their own, not rows with that of their rollout."""
+        """Return whether these are turns with their own rewards, not rows with their rollout's reward."""
         return has_entry(rows[0], _TRAJECTORY)
 
     def scored(self, row: TensorDictBase) -> bool:
-        """Return whether the row's rollout was scored, with a finite reward; rows that do not say were."""
+        """Return whether the row's rollout was scored, which is the default, with a finite reward."""
         is_scored = not has_entry(row, self.is_scored) or bool(row.get(self.is_scored))
         return is_scored and (not has_entry(row, self.rewards) or bool(row.get(self.rewards).isfinite().all()))
 
@@ -89,22 +89,19 @@ class GroupKeys:
         return _identifier(row, default if self.group is None else self.group)
 
     def compared_id(self, row: TensorDictBase) -> Hashable:
-        """Return the id of those that the row's rollout is compared with: its group, or a part of it."""
+        """Return the id of the group, or part of it, with which the row's rollout is compared."""
         return self.group_id(row) if self.by is None else (self.group_id(row), _identifier(row, self.by))
 
     def size(self, row: TensorDictBase, default: int) -> int:
-        """Return how many rollouts there will be of the row's group: as its collector counted them, or the default."""
+        """Return the number of rollouts in the row's group, as its collector counted them, or the default."""
         return int(row.get(self.num_in_group)) if has_entry(row, self.num_in_group) else default
 
     def rollout_values(
         self, rows: list[TensorDictBase], key: NestedKey, turns: TrajectoryReturn = "sum"
     ) -> dict[Hashable, float]:
-        """Return the number under `key`, summed over its entries, of each rollout of `rows`.
+        """Return the number under `key`, summed over its entries, for each rollout of one group's rows.
 
-        Args:
-            rows: rows of one group.
-            key: entry read.
-            turns: how the numbers of turns make that of their trajectory.
+        `turns` reduces the numbers of turns to one of their trajectory.
 
         Raises:
             KeyError: if a row has no such entry.
@@ -137,7 +134,7 @@ def _identifier(row: TensorDictBase, key: NestedKey) -> Hashable:
 
 
 def split_by_group(rows: list[TensorDictBase], keys: GroupKeys) -> list[list[TensorDictBase]]:
-    """Return the rows of each group, or of what is compared of it, in the order of their first row."""
+    """Return the rows of each group, or compared part of a group, in order of their first row."""
     groups: dict[Hashable, list[TensorDictBase]] = {}
     for row in rows:
         groups.setdefault(keys.compared_id(row), []).append(row)
@@ -145,7 +142,7 @@ def split_by_group(rows: list[TensorDictBase], keys: GroupKeys) -> list[list[Ten
 
 
 def by_rollout(rows: Sequence[TensorDictBase], keys: GroupKeys) -> list[TensorDictBase]:
-    """Return a batch of the rows of each rollout."""
+    """Return a batch of rows for each rollout."""
     found: dict[Hashable, list[TensorDictBase]] = {}
     for row in rows:
         found.setdefault(keys.rollout_id(row), []).append(row)
@@ -153,7 +150,7 @@ def by_rollout(rows: Sequence[TensorDictBase], keys: GroupKeys) -> list[TensorDi
 
 
 def add_to_rewards(tensordict: TensorDictBase, additions: Sequence[float], key: NestedKey) -> None:
-    """Add a number to the reward of each row, in place: to a sparse one where it stands, to a dense one's last token.
+    """Add a number to each row's reward in place; a dense reward is changed at its last token.
 
     Example:
         >>> batch = lazy_stack([TensorDict(reward=torch.ones(1, 1)), TensorDict(reward=torch.zeros(3, 1))])
@@ -168,5 +165,5 @@ def add_to_rewards(tensordict: TensorDictBase, additions: Sequence[float], key: 
 
 
 def stack_rows(rows: list[TensorDictBase]) -> TensorDictBase:
-    """Return a ragged batch; of no row, an empty one."""
+    """Return a ragged batch of the rows; an empty batch without rows."""
     return lazy_stack(rows, 0) if rows else TensorDict({}, batch_size=[0])

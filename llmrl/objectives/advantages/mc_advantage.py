@@ -1,4 +1,4 @@
-"""Group-relative Monte-Carlo advantages."""
+"""Group-relative Monte Carlo advantages."""
 
 from __future__ import annotations
 
@@ -31,66 +31,58 @@ from llmrl.objectives.penalties.kl_penalty import KLPenalty
 
 LOSS_MASK_KEY: NestedKey = ("masks", "all_assistant_mask")
 Settled = tuple[dict[Hashable, float], set[Hashable]]
-"""The advantages of a group's rollouts, where each has one, and the rollouts that stay in the batch."""
+"""The advantages of a group's rollouts, if each has one, and the rollouts that stay in the batch."""
 
 
 class MCAdvantage(KnownArguments, GroupCounters):
-    """Writes `"advantage"`, `[1, 1]` a row: the rollout's reward relative to its group.
+    """Writes `"advantage"`, `[1, 1]` per row: the rollout's reward relative to its group.
 
-    A group is what shares `("rollout", "group_id")`, not a prompt's text, which would mix epochs and versions. The
-    rows of one rollout count once in the baseline and share its advantage, undivided. Unscored rollouts leave the
-    baseline and the batch, and so, unless told otherwise, do groups without signal. This is the one place where that is
-    decided, since what is constant depends on what is compared. A collector yields no batch of which nothing is left,
-    and collects another one; to have every batch full, hand the decision to it, before a batch is made:
+    A group is identified by `("rollout", "group_id")`, or by the prompt `"query"` if rows have none. The rows of a
+    rollout share its advantage and count once in the baseline. Unscored rollouts are removed from the batch, and by
+    default groups without signal. To get full batches, filter groups during collection:
     `group_rules=GroupRules(group_filter=advantages.has_signal)` (dynamic sampling, DAPO, arXiv:2503.14476).
 
-    As a transform of a collector (`forward`) the groups are complete in the batch; a batch that has advantages, such
-    as one sampled from a replay buffer, is left alone. Appended to a replay buffer (`inv`, on `extend`) it holds rows
-    back until all rollouts of their group have come, as many as its collector delivered, which the rows say, or
-    `grpo_size`; without `grpo_size` every group is taken as complete.
+    In a collector (`forward`) a batch has complete groups; a batch that already has advantages is returned as is. In a
+    replay buffer (`inv`, on `extend`) rows are held back until their group is complete. Its size is the number in the
+    rows or `grpo_size`; without `grpo_size` every group counts as complete.
 
-    Turns are taken, too, such as those of TorchRL's collectors: they name no rollout, and each has a reward of its own.
-    `("next", "done")` ends their trajectories. Where rows have no group id their prompt, `"query"`, is one.
+    Turns without a rollout id, such as those of TorchRL's collectors, have their own rewards; `("next", "done")` ends
+    their trajectories.
 
-    REINFORCE++ (arXiv:2501.03262) is `normalization="none", normalize_batch=True, kl_penalty=KLPenalty(coeff)`, its
-    variant with a group baseline `normalization="mean", normalize_batch=True`, and a KL in the loss. Groups without
-    signal are in the batch's mean and deviation, though they are not trained on.
+    REINFORCE++ (arXiv:2501.03262) is `normalization="none", normalize_batch=True, kl_penalty=KLPenalty(coeff)`; its
+    variant with a group baseline is `normalization="mean", normalize_batch=True` with a KL in the loss. The batch's
+    mean and deviation include groups without signal.
 
     Args:
-        grpo_size: rollouts in a group, scored or not; with candidates, those that are trained on. A collector refuses
-            one that contradicts its environment's `repeats`.
-        prompt_key: entry that tells groups, in place of the group's id.
+        grpo_size: rollouts in a group, scored or not; with candidates, the number to train on. Must match the
+            environment's `repeats` in a collector.
+        prompt_key: entry that identifies groups instead of the group id.
         rewards_key, advantage_key, done_key: entries read and written.
-        verbose: print a line to stderr about what becomes of groups.
-        normalization: see `group_advantages`.
-        normalize_batch: then also normalize over the batch, see `batch_normalized`; only for whole batches.
-        kl_penalty: subtract each token's KL and that of the tokens after it (`KLPenalty.to_go`) before the batch is
-            normalized, over its trained tokens then. The advantage is `[num_tokens]` per row; every group has signal.
-        component_weights: weights of entries of `("reward_breakdown", NAME)`. Each component is normalized in its
-            group by itself, so that none drowns the others, and then weighted and summed (GDPO, arXiv:2601.05242).
-            By default the reward is taken as it is.
-        by: `"role"` compares each rollout with those of its group that played the same role: in a game of several
-            players each role has a baseline of its own (SPIRAL, arXiv:2506.24119, section 3.3, where it is a running
-            mean; here it is the group's, which needs no state).
-        gamma: credit by turn, for rows of environments that reward turns: the return of a turn is its reward and
-            those after it, discounted by `gamma` a turn, and is compared with that of the same turn of the group's
-            others (`turn_advantages`). Of a dense reward what came before a token of the turn is taken off
-            (`on_tokens`). The advantage is `[num_tokens]` per row then. By default a rollout is one act.
-        trajectory_return: how the rewards of a trajectory's turns make its return. By default each turn is compared
-            with the group's by itself. Rows of rollouts carry the return already.
-        candidate_group_size: rollouts that a group is sampled with, of which `candidate_selector` chooses `grpo_size`.
-        candidate_selection_min_size: rollouts of a group that have come when it is first tried in a replay buffer, by
-            default `grpo_size`; while the choice is out of bounds more are waited for, up to `candidate_group_size`.
-        candidate_selector: how they are chosen.
-        keep_return_bounds: groups with a mean return not strictly within have no signal, either: those that are too
-            easy or too hard.
-        drop_constant_groups: leave out groups with all returns equal (DAPO, arXiv:2503.14476, equation 11); with
-            `normalization="none"` a constant group has signal and stays.
+        verbose: print statistics of groups to stderr.
+        normalization: normalization of `group_advantages`.
+        normalize_batch: also normalize over the batch (`batch_normalized`); only for whole batches.
+        kl_penalty: subtract the KL of each token and all later ones (`KLPenalty.to_go`) before normalizing over the
+            batch's trained tokens. The advantage is then `[num_tokens]` per row, and every group has signal.
+        component_weights: weights of entries of `("reward_breakdown", NAME)`, each normalized separately in its group,
+            then summed (GDPO, arXiv:2601.05242). By default the total reward is used.
+        by: `"role"` compares each rollout only with those of its group in the same role (SPIRAL, arXiv:2506.24119,
+            section 3.3, with the group's mean instead of a running mean).
+        gamma: discount per turn, for rows with turn rewards: each turn's return-to-go is compared with that of the
+            same turn in the group's other rollouts (`turn_advantages`, `on_tokens`), and the advantage is
+            `[num_tokens]` per row. None gives each rollout one advantage.
+        trajectory_return: reduction of turn rewards to the return of a trajectory; None compares each turn's reward
+            with all turns of the group. Only for turns.
+        candidate_group_size: rollouts sampled per group, of which `candidate_selector` selects `grpo_size`.
+        candidate_selection_min_size: rollouts required for a first selection in a replay buffer, by default
+            `grpo_size`; if the selection is out of bounds, more rollouts are awaited, up to `candidate_group_size`.
+        candidate_selector: selection rule.
+        keep_return_bounds: drop groups with a mean return not strictly within these bounds.
+        drop_constant_groups: drop groups in which all returns are equal (DAPO, arXiv:2503.14476, equation 11), except
+            with `normalization="none"`.
 
     Raises:
-        ValueError: if a normalization is unknown, a size is below one, candidates are fewer than `grpo_size`, or
-            options contradict each other, such as `kl_penalty` without `normalize_batch`.
-        RuntimeError: if a trajectory of turns that it is given does not end.
+        ValueError: if a value is out of range, or options contradict each other.
+        RuntimeError: if a trajectory of turns does not end.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -152,7 +144,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         self._check(by)
 
     def _check(self, by: str | None) -> None:
-        """Refuse what is unknown, and options that contradict each other."""
+        """Raise ValueError for unknown values and contradictory options."""
         if self.trajectory_return not in (None, *get_args(TrajectoryReturn)):
             raise ValueError(
                 f"trajectory_return must be one of 'sum', 'max', 'mean' or None, got {self.trajectory_return!r}."
@@ -180,7 +172,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
             raise ValueError(f"gamma compares turns, and {', '.join(given)} compare rollouts: leave one out.")
 
     def _options_of_rollouts(self) -> list[str]:
-        """Return the options given that make sense only where each rollout has one return."""
+        """Return the given options that require one return per rollout."""
         options = {
             "normalize_batch": self.normalize_batch,
             "component_weights": self.components is not None,
@@ -191,13 +183,13 @@ class MCAdvantage(KnownArguments, GroupCounters):
 
     @property
     def sampled_group_size(self) -> int | None:
-        """Rollouts that each group is sampled with, where that was said."""
+        """Number of rollouts sampled per group, if specified."""
         return self.candidates.sampled_size
 
     # Batches
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write advantages into a batch of complete groups; returns the rows that stay, in their order."""
+        """Write advantages into a batch of complete groups and return the remaining rows in order."""
         if has_entry(tensordict, self.advantage_key):
             return tensordict
         with self._lock:
@@ -206,7 +198,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
             return self._complete(rows, is_final=True) if rows else tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        """Hold rows back until their group is complete; returns complete groups, or None."""
+        """Queue rows and return complete groups, or None."""
         if self.normalize_batch:
             raise ValueError(
                 "normalize_batch needs whole batches, and a replay buffer is written group by group: give "
@@ -229,7 +221,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         self._stats["trajectory_return_max"] = max(self._stats["trajectory_return_max"], *returns.values(), -math.inf)
 
     def _complete(self, rows: list[TensorDictBase], *, is_final: bool = False) -> TensorDictBase:
-        """Write the advantages of whole groups; returns the rows that stay."""
+        """Write the advantages of complete groups and return the remaining rows."""
         advantages: dict[Hashable, float] = {}
         staying: set[Hashable] = set()
         for group in split_by_group(rows, self.keys):
@@ -255,7 +247,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         return stack_rows(kept)
 
     def _penalize(self, batch: TensorDictBase, kl_penalty: KLPenalty) -> None:
-        """Turn the advantages of rollouts into those of tokens."""
+        """Replace the rollouts' advantages with normalized advantages of tokens."""
         masks = [mask.bool() for mask in ragged_column(batch, LOSS_MASK_KEY)]
         columns = zip(batch.unbind(0), kl_penalty.to_go(batch), masks, strict=True)
         values = [float(row[self.advantage_key]) - penalty[mask] for row, penalty, mask in columns]
@@ -299,7 +291,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         return advantages, set() if is_dropped else set(names)
 
     def _settle_turns(self, rows: list[TensorDictBase]) -> Settled:
-        """Compare each turn's reward with all of its group's."""
+        """Compare each turn's reward with the rewards of all turns of its group."""
         if given := self._options_of_rollouts():
             raise ValueError(
                 f"{' and '.join(given)} compare returns of rollouts, not single turns: pass trajectory_return='sum'."
@@ -313,7 +305,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         return {}, set() if is_dropped else {self.keys.rollout_id(row) for row in rows}
 
     def _settle_by_turn(self, rows: list[TensorDictBase], gamma: float) -> Settled:
-        """Compare each turn's return with that of the group's same turn."""
+        """Compare each turn's return with those of the same turn in the group's other rollouts."""
         if self.keys.are_turns(rows):
             raise ValueError("gamma is of training rows; turns have returns by trajectory_return.")
         returns = {
@@ -329,14 +321,14 @@ class MCAdvantage(KnownArguments, GroupCounters):
         return {}, set() if is_dropped else set(returns)
 
     def _is_dropped(self, columns: Sequence[Sequence[float]]) -> bool:
-        """Decide on a group, from the numbers that are compared, and count it."""
+        """Count a group and return whether it is dropped, given the numbers to compare."""
         is_constant = self._is_constant(columns)
         is_dropped = is_constant and self.drop_constant_groups
         self._decided(is_constant=is_constant, is_dropped=is_dropped)
         return is_dropped
 
     def _is_constant(self, columns: Sequence[Sequence[float]]) -> bool:
-        """Return whether a group has no signal; with a penalty every group has some."""
+        """Return whether a group has no signal; with a KL penalty every group has signal."""
         return self.kl_penalty is None and self.baseline.is_constant(columns)
 
     def _decided(self, *, is_constant: bool, is_dropped: bool) -> None:
@@ -345,7 +337,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         )
 
     def has_signal(self, rollouts: Sequence[Rollout]) -> bool:
-        """Return whether anything of a collected group would stay in its batch; for `GroupRules(group_filter=)`.
+        """Return whether any rollout of a collected group would stay in a batch; for `GroupRules(group_filter=)`.
 
         Raises:
             KeyError: if a rollout has no component of `component_weights`.

@@ -1,4 +1,4 @@
-"""Advantages of a group's rollouts, and of a batch."""
+"""Normalization of advantages within a group and over a batch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ Normalization = Literal["std", "mean", "leave_one_out", "relative", "none"]
 
 
 def group_advantages(rewards: Sequence[float], normalization: Normalization = "std") -> list[float]:
-    """Return the advantage of each rollout of one group, from the rewards of its scored rollouts.
+    """Return the advantage of each scored rollout of one group.
 
-    - `std`: `(r - mean) / std` (GRPO, arXiv:2402.03300, section 4.1.2), the unbiased standard deviation;
+    - `std`: `(r - mean) / std` with the unbiased standard deviation (GRPO, arXiv:2402.03300, section 4.1.2);
     - `mean`: `r - mean` (Dr. GRPO, arXiv:2503.20783, section 3.2);
     - `leave_one_out`: `r` minus the mean of the others (RLOO, arXiv:2402.14740, section 3.3);
-    - `relative`: `(r - mean) / mean`, of rewards from 0 on: with rewards of 0 and 1 the gradient is nearly that of the
-      likelihood of right answers, in which a rare one counts for more (MaxRL, arXiv:2602.02710);
-    - `none`: `r`, for a baseline of the whole batch, see `batch_normalized`.
+    - `relative`: `(r - mean) / mean`, for nonnegative rewards (MaxRL, arXiv:2602.02710); raises ValueError for others;
+    - `none`: `r`, for a baseline over the whole batch (`batch_normalized`).
 
-    But for `none`, a group with all rewards equal, or of one rollout, has no signal: zeros.
-
-    Raises:
-        ValueError: if the normalization is unknown, or a reward negative with `relative`.
+    Except with `none`, a group of one rollout or with equal rewards gets zeros.
 
     Example:
         >>> group_advantages([0.0, 1.0], "mean"), group_advantages([0.0, 0.0, 1.0], "leave_one_out")
@@ -54,7 +50,7 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
 
 
 def batch_normalized(advantages: Sequence[float]) -> list[float]:
-    """Return `(A - mean) / std` over the rollouts, or tokens, of a batch (REINFORCE++, arXiv:2501.03262, equation 10).
+    """Return `(A - mean) / std` over a batch's rollouts or tokens (REINFORCE++, arXiv:2501.03262, equation 10).
 
     Example:
         >>> [round(value, 4) for value in batch_normalized([0.0, 0.0, 3.0])]
@@ -68,12 +64,7 @@ def batch_normalized(advantages: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Compares the rollouts of a group in each of several numbers by itself, and adds the weighted advantages up.
-
-    No number drowns the others, whatever their scales (GDPO, arXiv:2601.05242).
-
-    Raises:
-        ValueError: if the normalization is unknown.
+    """Weighted sum of group advantages that are normalized separately per reward component (GDPO, arXiv:2601.05242).
 
     Example:
         >>> Baseline("mean", weights=(1.0, 0.5)).advantages([[0.0, 2.0], [10.0, 0.0]])
@@ -87,7 +78,7 @@ class Baseline:
         group_advantages([], self.normalization)
 
     def advantages(self, columns: Sequence[Sequence[float]]) -> list[float]:
-        """Return the advantage of each rollout, from `[num_columns][num_rollouts]` numbers."""
+        """Return the advantage of each rollout from `[num_columns][num_rollouts]` numbers."""
         totals = [0.0] * len(columns[0])
         for weight, column in zip(self.weights, columns, strict=True):
             for place, advantage in enumerate(group_advantages(column, self.normalization)):
@@ -95,5 +86,5 @@ class Baseline:
         return totals
 
     def is_constant(self, columns: Sequence[Sequence[float]]) -> bool:
-        """Return whether every advantage would be zero."""
+        """Return whether all advantages would be zero."""
         return self.normalization != "none" and all(len(set(column)) == 1 for column in columns)

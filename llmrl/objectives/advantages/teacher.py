@@ -1,4 +1,4 @@
-"""On-policy distillation as advantages."""
+"""Advantages for on-policy distillation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from llmrl.objectives.kl import masked_kl
 
 
 class TeacherAdvantage(Transform):
-    """Gives each trained token the advantage `coeff * (log pi_teacher - log pi)`, for what the student sampled.
+    """Writes the advantage `coeff * (log pi_teacher - log pi)` of each trained token that the student sampled.
 
-    Its policy gradient is that of the reverse KL to the teacher at each token, without what a token does to later ones
-    (on-policy distillation, arXiv:2306.13649, with tokens of the student alone). With `GRPOLoss` it has
-    the ratio, the clip and the corrections of reinforcement learning. An advantage that is there already, such as
-    `MCAdvantage`'s, is added to: the reward says what is right, the teacher how.
+    Its policy gradient is that of the reverse KL at each token, without a token's effect on later ones (on-policy
+    distillation, arXiv:2306.13649). An existing advantage, such as `MCAdvantage`'s, is added.
 
-    The student's log-probs are those that the sampler reported; `write_log_probs` writes the teacher's under
-    `("next", "teacher_log_probs", "full")`. Written are `"advantage"` and `"kl_to_teacher"`, the estimate `log pi - log
-    pi_teacher`: `[num_tokens, 1]` per row, 0 where nothing is trained. A batch that has the KL is left alone.
-
-    Args:
-        coeff: coefficient of the teacher's part.
+    The student's log-probs are the sampler's; `write_log_probs` writes the teacher's under
+    `("next", "teacher_log_probs", "full")`. Writes `"advantage"` and `"kl_to_teacher"` (`log pi - log pi_teacher`),
+    `[num_tokens, 1]` per row, 0 at tokens that are not trained. A batch that has `"kl_to_teacher"` is returned as is.
 
     Example:
         >>> import torch
@@ -41,7 +36,7 @@ class TeacherAdvantage(Transform):
         self.out_keys = ["advantage", "kl_to_teacher"]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the advantages of a batch, in place."""
+        """Write the advantages of a batch in place."""
         batch = flat_batch(tensordict)
         if not batch.batch_size.numel() or has_entry(batch, "kl_to_teacher"):
             return tensordict

@@ -1,4 +1,4 @@
-"""The best rollouts of each group: expert iteration, rejection sampling."""
+"""Selection of each group's best rollouts."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ from llmrl.objectives.advantages.grouping import GroupKeys, split_by_group, stac
 
 
 class TopKRewardSelector(KnownArguments, Transform):
-    """Keeps the rollouts of highest reward of each group: expert iteration, rejection sampling.
+    """Keeps the rollouts with the highest rewards of each group, for expert iteration or rejection sampling.
 
-    A group is what shares `("rollout", "group_id")`. At most `topk_size` of its scored rollouts are kept, the best
-    first, and only those above the group's mean reward, so that a group without signal leaves nothing, and a group in
-    which half or more succeeded still leaves its successes. (TorchRL groups by prompt text and compares with the
-    median, which drops a group in which most succeeded.)
+    A group is identified by `("rollout", "group_id")`. At most `topk_size` of its scored rollouts with rewards above
+    the group's mean are kept, best first. (TorchRL groups by prompt text and compares with the median, which drops a
+    group if most of its rollouts succeed.)
 
-    Appended to a replay buffer (`inv`, on `extend`) rows are held back until `total_dialog_turns` rollouts of their
-    group have come. A collector has complete groups and takes `postproc=selector.select`.
+    In a replay buffer (`inv`, on `extend`) rows are held back until `total_dialog_turns` rollouts of their group have
+    arrived. A collector takes `postproc=selector.select`.
 
     Args:
         total_dialog_turns: rollouts in a group, scored or not.
-        topk_size: rollouts kept of each.
-        prompt_key: entry that tells groups, in place of their id.
-        rewards_key, done_key: entries read; turns, which name no rollout, are taken as `MCAdvantage` takes them.
-
-    Raises:
-        ValueError: if `topk_size` is not within 1 and `total_dialog_turns`.
+        topk_size: maximum number of rollouts kept per group.
+        prompt_key: entry that identifies groups instead of the group id.
+        rewards_key, done_key: entries read; turns are handled as in `MCAdvantage`.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -60,7 +56,7 @@ class TopKRewardSelector(KnownArguments, Transform):
         self.in_keys = self.keys.read
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Do nothing: what is sampled from a buffer was selected when it was written."""
+        """Do nothing: sampled batches were selected when they were written."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
@@ -68,7 +64,7 @@ class TopKRewardSelector(KnownArguments, Transform):
         return selected if selected.batch_size.numel() else None
 
     def select(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the rows of the best rollouts of a batch of complete groups."""
+        """Return the rows of the best rollouts in a batch of complete groups."""
         return self._selected(rows) if (rows := self.keys.rows(tensordict)) else tensordict
 
     def _selected(self, batch: list[TensorDictBase]) -> TensorDictBase:

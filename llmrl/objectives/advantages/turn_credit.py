@@ -1,4 +1,4 @@
-"""Credit by turn: what each turn of a rollout led to, compared with the same turn of the group's others."""
+"""Advantages per turn: each turn's return-to-go compared with the same turn of the group's other rollouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN_REWARD_KEY: NestedKey = ("turns", "token_reward")
 
 
 def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
-    """Return the sum of the rewards of each turn and those after it, each turn later discounted by `gamma`.
+    """Return the sum of the rewards of each turn and all later ones, discounted by `gamma` per turn.
 
     Example:
         >>> returns_to_go([1.0, 0.0, 4.0], 0.5)
@@ -34,7 +34,7 @@ def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def turns_of(returns: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the returns of each turn, of those rollouts that have it: of `[[1, 2], [3]]` that is `[[1, 3], [2]]`."""
+    """Return the returns of each turn over the rollouts that have it: `[[1, 3], [2]]` for `[[1, 2], [3]]`."""
     num_turns = max(map(len, returns), default=0)
     return [[one[place] for one in returns if place < len(one)] for place in range(num_turns)]
 
@@ -42,7 +42,7 @@ def turns_of(returns: Sequence[Sequence[float]]) -> list[list[float]]:
 def turn_advantages(
     returns: Mapping[Hashable, Sequence[float]], normalization: Normalization
 ) -> dict[Hashable, list[float]]:
-    """Return the advantage of each turn of a group's rollouts: its return-to-go against that of the others' same turn.
+    """Return the advantages of the turns of each rollout, from the returns-to-go of a group.
 
     Example:
         >>> turn_advantages({"a": [2.0, 1.0], "b": [0.0]}, "mean")
@@ -57,7 +57,7 @@ def turn_advantages(
 
 
 def turn_scales(returns: Mapping[Hashable, Sequence[float]], normalization: Normalization) -> list[float]:
-    """Return what the returns of each turn are divided by, `[num_turns]`; infinity where they are all equal.
+    """Return the divisor of each turn's returns, `[num_turns]`; infinity if all returns of a turn are equal.
 
     Example:
         >>> turn_scales({"a": [2.0, 1.0], "b": [0.0, 1.0]}, "mean")
@@ -83,9 +83,9 @@ def turn_rewards(row: TensorDictBase) -> list[float]:
 def on_tokens(
     row: TensorDictBase, advantages: Sequence[float], scales: Sequence[float], mask_key: NestedKey
 ) -> torch.Tensor:
-    """Return the advantages of turns at the tokens that each turn sampled, `[num_tokens]`; 0 elsewhere.
+    """Return each turn's advantage at the tokens that it sampled, `[num_tokens]`; 0 elsewhere.
 
-    Where a turn's reward is dense, what was given at its earlier tokens is no later token's doing, and is taken off.
+    For dense rewards, the rewards at earlier tokens of the turn are subtracted.
     """
     mask = row.get(mask_key).bool()
     starts = row.get(START_KEY)

@@ -1,7 +1,6 @@
-"""How per-token losses become one number: as a weight for each token of the whole batch.
+"""Weights that aggregate per-token losses.
 
-Weights are made once, for the whole batch; micro-batches then add up to exactly the loss of the batch, whatever the
-aggregation. (A mean of micro-batch means weighs the tokens of small micro-batches more.)
+Weights are computed once for the whole batch, so micro-batches add up to exactly the batch's loss.
 """
 
 from __future__ import annotations
@@ -26,23 +25,17 @@ def aggregation_weights(
     """Return the weight of each trained token; the loss is the weighted sum of token losses.
 
     - `token_mean`: `1 / num_tokens` (DAPO, arXiv:2503.14476, equation 8);
-    - `sequence_mean`: `1 / (num_sequences * length)` (GRPO, arXiv:2402.03300, equation 3); `prompt_mean` is TorchRL's
-      name for it;
-    - `group_mean`: `1 / (num_groups * tokens of the group)`: every prompt counts the same, its samples by their tokens
-      (the prompt average of ScaleRL, arXiv:2510.13786, section 3.2);
-    - `fixed_length`: `1 / (num_sequences * fixed_length)`, no division by a sequence's own length (Dr. GRPO,
-      arXiv:2503.20783, section 3.2 and listing 1);
+    - `sequence_mean`: `1 / (num_sequences * length)` (GRPO, arXiv:2402.03300, equation 3), TorchRL's `prompt_mean`;
+    - `group_mean`: `1 / (num_groups * tokens of the group)` (ScaleRL's prompt average, arXiv:2510.13786, section 3.2);
+    - `fixed_length`: `1 / (num_sequences * fixed_length)` (Dr. GRPO, arXiv:2503.20783, section 3.2 and listing 1);
     - `sequence_sum`: `1 / num_sequences`: a sequence is one action (RLOO, arXiv:2402.14740, equation 7);
-    - `none`: 1, for a loss left per token.
+    - `none`: 1, for a loss per token.
 
     Args:
-        sequence_index: `[num_tokens]` int64, the sequence (rollout) of each trained token.
-        num_sequences: sequences of the batch.
-        fixed_length: the generation budget, for `fixed_length`.
-        group_of_sequence: `[num_sequences]` int64, for `group_mean`; default: each is its own.
-
-    Raises:
-        ValueError: if the aggregation is unknown, or `fixed_length` is needed and not given.
+        sequence_index: `[num_tokens]` int64: sequence (rollout) of each trained token.
+        num_sequences: number of sequences in the batch.
+        fixed_length: generation budget, required for `fixed_length`.
+        group_of_sequence: `[num_sequences]` int64, for `group_mean`; by default each sequence is a group.
 
     Example:
         >>> aggregation_weights(torch.tensor([0, 0, 1]), 2, "sequence_mean")

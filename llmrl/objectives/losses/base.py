@@ -1,4 +1,4 @@
-"""What the losses share: reading a batch, scoring it micro-batch by micro-batch, putting the pieces together."""
+"""Base class of the losses: reads a batch, scores it in micro-batches and combines the results."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from llmrl.objectives.losses.outputs import LossOutput
 
 @dataclass(slots=True)
 class MicroLoss:
-    """What one micro-batch adds to the batch's loss, token by token."""
+    """Contribution of one micro-batch to the batch's loss, per token."""
 
     losses: dict[str, torch.Tensor]
-    """`loss_*`: `[num_tokens]` weighted token losses, with graph; the batch's loss is their sum."""
+    """Weighted token losses by name (`loss_*`), `[num_tokens]`, with graph; the batch's loss is their sum."""
     measured: dict[str, torch.Tensor]
-    """`[num_tokens]` detached."""
+    """Measurements by name, `[num_tokens]`, detached."""
     flat_index: torch.Tensor
-    """[num_tokens] place of each token among the batch's row tokens."""
+    """[num_tokens]: position of each token in the batch's concatenated rows."""
     sequence_index: torch.Tensor
     """[num_tokens]."""
     log_probs: torch.Tensor | None = None
-    """[num_tokens] detached: the policy's, before the update."""
+    """[num_tokens]: log-probs of the policy before the update, detached."""
     is_repeated: bool = False
-    """Whether another rank counts it: its gradient is zero."""
+    """Whether another rank counts this micro-batch too; its gradient is zero here."""
 
     def total(self) -> torch.Tensor:
         """Return the scalar to call `backward` on."""
@@ -42,7 +42,7 @@ class MicroLoss:
         return total * 0.0 if self.is_repeated else total
 
     def detached(self) -> MicroLoss:
-        """Return it without the graph, so that one micro-batch's is held at a time."""
+        """Return a copy without the graph."""
         return replace(self, losses={name: loss.detach() for name, loss in self.losses.items()})
 
     def to(self, device: torch.device | str) -> MicroLoss:
@@ -62,23 +62,23 @@ class MicroLoss:
 
 
 class PackedTokens(Protocol):
-    """A micro-batch as a policy packs it: which token of which row each scored one is."""
+    """Micro-batch as packed by a policy: the row and position of each scored token."""
 
     row_index: torch.Tensor
-    """[num_scored] int64: row of the scored token."""
+    """[num_scored] int64: row of each scored token."""
     token_index: torch.Tensor
-    """[num_scored] int64: place of the scored token within its row."""
+    """[num_scored] int64: position of each scored token in its row."""
 
 
 class LLMLoss(LossModule):
-    """A loss that is a weighted sum over the trained tokens of a batch of training rows.
+    """Base class of losses that are a weighted sum over the trained tokens of a batch.
 
-    A subclass says what it reads (`prepare`), what a token costs (`token_loss`) and what it returns (`output`). The
-    weights are those of the whole batch, so that micro-batches, whatever their sizes, add up to the batch's loss.
+    Subclasses implement `prepare`, `token_loss` and `output`. Weights are computed from the whole batch, so the losses
+    of micro-batches of any size add up to the batch's loss.
     """
 
     actor_network: Any
-    """`TransformersWrapper`, or any TensorDict module that writes its log-probs' entry (`[num_tokens]` per row)."""
+    """`TransformersWrapper`, or any TensorDict module that writes log-probs (`[num_tokens]` per row)."""
     aggregation: Aggregation
     fixed_length: int | None = None
     masking_strategy: MaskingStrategy = "rlhf"
@@ -87,12 +87,12 @@ class LLMLoss(LossModule):
 
     @property
     def is_scalar(self) -> bool:
-        """Whether the loss is one number, which can be trained on."""
+        """Whether the loss is a single number, as training requires."""
         return self.aggregation != "none"
 
     @property
     def measures_entropy(self) -> bool:
-        """Whether the output has the entropy: the loss has a term of it, or the policy gives it at next to no cost."""
+        """Whether the output includes the entropy: the loss uses it, or the policy provides it."""
         actor = self.actor_network
         if self.needs_entropy or actor is None:
             return self.needs_entropy
@@ -100,29 +100,26 @@ class LLMLoss(LossModule):
 
     @abstractmethod
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
-        """Read a whole batch and give every trained token its share of the loss."""
+        """Read a whole batch and compute the weight of every trained token."""
 
     def leave_out_idle_rows(self, inputs: LossInputs) -> None:
-        """Take out of what is computed the rows from which no gradient can come.
-
-        Their tokens keep their share of the batch: the weights of the others stay what they are.
-        """
+        """Exclude rows without gradient from the computation; the weights of the other tokens stay the same."""
 
     @abstractmethod
     def token_loss(
         self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
     ) -> MicroLoss:
-        """Return the loss of `[num_tokens]` trained tokens, from their current log-probs; rows are whole."""
+        """Return the loss of `[num_tokens]` trained tokens of complete rows, from their current log-probs."""
 
     @abstractmethod
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LossOutput:
-        """Return the batch's output, from its aggregated losses and its `[num_tokens]` measurements."""
+        """Return the batch's output from its reduced losses and its measurements, `[num_tokens]` each."""
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        """Forward nothing: there is no value estimator."""
+        """Do nothing: there is no value estimator."""
 
     def _weighted(self, inputs: LossInputs) -> LossInputs:
-        """Give every trained token its share."""
+        """Set the weight of every trained token."""
         is_scored = inputs.is_scored.to(inputs.sequence_index.device)
         weights = torch.zeros(is_scored.shape[0], device=is_scored.device)
         weights[is_scored] = aggregation_weights(
@@ -148,9 +145,9 @@ class LLMLoss(LossModule):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> Iterable[MicroLoss]:
-        """Yield the losses of the batch's micro-batches, one after the other; a plain policy has a single one.
+        """Yield the loss of each micro-batch; a policy that cannot pack rows has a single one.
 
-        With several ranks, all of which have the whole batch, each gets its share of the micro-batches (`share_of`).
+        With several ranks, each of which has the whole batch, each rank gets its share of the micro-batches.
         """
         if self.actor_network is None:
             raise ValueError("The loss has no policy: give actor_network.")
@@ -173,7 +170,7 @@ class LLMLoss(LossModule):
         return self._micro_loss(tokens, log_probs, entropy, flat_index)
 
     def _plain_policy_loss(self, inputs: LossInputs, tensordict: TensorDictBase) -> MicroLoss:
-        """Return the loss from the log-probs, and the entropy if asked, that any TensorDict module writes."""
+        """Return the loss from the log-probs and the entropy that a TensorDict module writes."""
         scored = self.actor_network(flat_batch(tensordict).copy())
         flat_index = inputs.is_scored.to(inputs.row_starts.device).nonzero()[:, 0]
         log_probs = at_least_float32(torch.cat(ragged_column(scored, self._log_probs_key))[flat_index])
@@ -192,10 +189,10 @@ class LLMLoss(LossModule):
     @property
     @abstractmethod
     def _log_probs_key(self) -> NestedKey:
-        """Where a plain policy writes its log-probs."""
+        """Entry under which a plain policy writes its log-probs."""
 
     def collect(self, micro_losses: Sequence[MicroLoss]) -> LossOutput:
-        """Put the micro-batches of one batch together."""
+        """Combine the micro-batches of one batch."""
         if not micro_losses:
             raise ValueError("The batch has no trained token: there is nothing to compute a loss of.")
         flat_index = torch.cat([micro.flat_index for micro in micro_losses])
@@ -212,14 +209,14 @@ class LLMLoss(LossModule):
         return self.output(losses, measured)
 
     def _reduce(self, name: str, losses: torch.Tensor, sequence_index: torch.Tensor) -> torch.Tensor:
-        """Return the batch's loss from its weighted token losses, in the order of the rows."""
+        """Return the batch's loss from its weighted token losses in row order."""
         return losses.sum() if self.is_scalar else losses
 
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
-        """Return the loss of a batch of training rows, and measurements; the whole batch's graph is held.
+        """Return the loss and measurements of a batch of training rows, holding the whole batch's graph.
 
         Raises:
-            KeyError, ValueError: if an entry is missing or misaligned, or the batch has no row.
+            KeyError, ValueError: if an entry is missing or misaligned, or the batch is empty.
         """
         if not tensordict.batch_size.numel():
             raise ValueError("The batch has no row: there is nothing to compute a loss of.")

@@ -1,7 +1,4 @@
-"""Per-token policy objectives that bound the importance ratio. All return losses: lower is better.
-
-Log-ratios are clamped before their exponential, see `bounded_exp`.
-"""
+"""Per-token policy losses that bound the importance ratio; log-ratios are clamped as in `bounded_exp`."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _SMALLEST = 1e-12
 
 
 def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
-    """Return `(epsilon_low, epsilon_high)`, from one number or two; raises ValueError if they are out of range."""
+    """Return `(epsilon_low, epsilon_high)` from one or two numbers; raises ValueError if they are out of range."""
     low, high = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
     if not 0 <= low <= 1 or not high >= 0:
         raise ValueError(
@@ -39,10 +36,10 @@ def clipped_surrogate(
     epsilon_high: float,
     dual_clip: float | None = None,
 ) -> torch.Tensor:
-    """Return `-min(r A, clip(r) A)` of each token.
+    """Return `-min(r A, clip(r) A)` per token (GRPO, arXiv:2402.03300, equation 3).
 
-    GRPO (arXiv:2402.03300, equation 3); with two bounds Clip-Higher (DAPO, arXiv:2503.14476, equation 10). Where the
-    advantage is negative, `dual_clip` bounds it by `c A` (dual-clip PPO, arXiv:1912.09729, equation 5).
+    With different bounds it is Clip-Higher (DAPO, arXiv:2503.14476, equation 10). For negative advantages `dual_clip`,
+    `c`, bounds the objective from below by `c A` (dual-clip PPO, arXiv:1912.09729, equation 5).
 
     Example:
         >>> clipped_surrogate(torch.tensor([0.0, 1.0]), torch.ones(2), 0.2, 0.2)
@@ -64,15 +61,10 @@ def is_within_trust_region(
 ) -> torch.Tensor:
     """Return which tokens an update may move (DPPO, arXiv:2602.04879), `[num_tokens]` bool.
 
-    The divergence of both distributions is bounded from below by that of "this token or another"; its probabilities
-    `mu` and `pi` are known: `|mu - pi|` (`tv`), or `mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))` (`kl`). Beyond
-    the bound a token is left out where its advantage would move it further away, and kept where it brings it back.
-
-    Args:
-        log_probs, old_log_probs: `[num_tokens]` of the policy, and of the one that sampled.
-        advantage: `[num_tokens]`.
-        max_divergence: the bound, in probability for `tv`, in nats for `kl`.
-        divergence: `tv` or `kl`.
+    The divergence is that of the binary distributions "this token or another" with probabilities `mu` (old) and `pi`:
+    `|mu - pi|` (`tv`), or `mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))` (`kl`). It is a lower bound of that of
+    the full distributions. A token beyond `max_divergence` is excluded only if its advantage moves it further away.
+    `old_log_probs` are the sampler's; the bound is a probability for `tv`, in nats for `kl`.
 
     Example:
         >>> old, new = torch.tensor([0.5, 0.001]).log(), torch.tensor([0.8, 0.003]).log()
@@ -86,7 +78,7 @@ def is_within_trust_region(
     if divergence == "tv":
         measured = (mu - pi).abs()
     else:
-        # Of a token that is certain, another one's log-prob would be minus infinity.
+        # If the token has probability 1, the log-probability of all others is minus infinity.
         others = ((1 - mu).clamp(min=_SMALLEST).log() - (1 - pi).clamp(min=_SMALLEST).log()) * (1 - mu)
         measured = mu * (old - current) + others
     moves_away = torch.where(advantage > 0, pi > mu, pi < mu)
@@ -100,9 +92,9 @@ def clipped_importance(
     epsilon_low: float,
     epsilon_high: float,
 ) -> torch.Tensor:
-    """Return `-sg(clip(r)) A log pi` of each token: CISPO (MiniMax-M1, arXiv:2506.13585, equations 4 and 5).
+    """Return `-sg(clip(r)) A log pi` per token (CISPO, MiniMax-M1, arXiv:2506.13585, equations 4 and 5).
 
-    The clipped ratio is a constant weight, so a clipped token keeps its gradient, unlike in `clipped_surrogate`.
+    The clipped ratio is a constant weight, so clipped tokens keep their gradient, unlike in `clipped_surrogate`.
     """
     weight = bounded_exp(clipped_log_ratio(log_ratio, epsilon_low, epsilon_high).detach())
     return -weight * advantage * log_probs

@@ -22,46 +22,43 @@ from llmrl.objectives.losses.sequence_loss import Reduction, SequenceLoss
 
 
 class GivesDivergence(Protocol):
-    """What compares a teacher's distributions with a student's, where the student packs rows."""
+    """Protocol of teachers that compare their distributions with those of a student that packs rows."""
 
     in_keys: list[NestedKey]
-    """Entries of `[num_tokens, ...]` a row that it reads, besides the tokens."""
+    """Entries read besides the tokens, `[num_tokens, ...]` per row."""
 
     @property
     def packed_divergence(self) -> Callable[..., torch.Tensor]:
-        """Function of a student, a micro-batch, a direction and entries of scored tokens to `[num_scored]` numbers."""
+        """Function of a student, a micro-batch, a direction and scored tokens' entries; returns `[num_scored]` values.
+        """
         ...
 
 
 class DistillationLoss(KnownArguments, SequenceLoss):
-    """The KL between student and teacher on the trained tokens (arXiv:2306.13649, section 3), estimated from samples.
+    """KL between student and teacher on the trained tokens (arXiv:2306.13649, section 3).
 
-    The teacher's log-probs of the same tokens are in the batch: `write_log_probs(teacher, batch,
-    ("next", "teacher_log_probs", "full"))`. Names, keys and defaults are TorchRL's. `kl_to_teacher` is the mean over
-    trained tokens.
+    Without `teacher`, the KL is estimated from the teacher's log-probs of the same tokens:
+    `write_log_probs(teacher, batch, ("next", "teacher_log_probs", "full"))`. For tokens that the student sampled, `k2`
+    has the gradient of the reverse KL and `k3`, TorchRL's, that of the forward KL. `k1` is refused: its gradient does
+    not depend on the teacher.
 
-    Which gradient is followed depends on the estimator. With tokens sampled from the student, `k2` has the gradient of
-    the reverse KL, which is the policy gradient with the advantage `log pi_teacher - log pi` of each token; `k3`,
-    TorchRL's, has that of the forward KL. `k1` is refused: its gradient knows nothing of the teacher.
+    With `teacher`, the divergence of both distributions at each trained token is computed exactly (GKD, equation 3),
+    whichever model sampled the token. `TeacherDistribution` uses whole distributions and no entries of the batch;
+    `TeacherTopK` reads the teacher's most likely ids from the batch.
 
-    With `teacher=` nothing is estimated: at each trained token, from either model, the divergence of both
-    distributions is computed, and its gradient is exact (GKD, equation 3). With `TeacherDistribution` they are whole,
-    and no log-probs of a teacher are in the batch; with `TeacherTopK` the batch has the teacher's likeliest ids.
+    Names, keys and defaults are TorchRL's. `kl_to_teacher` is the mean over trained tokens.
 
     Args:
-        actor_network: the student, see `GRPOLoss`.
+        actor_network: the student, as for `GRPOLoss`.
         kl_direction: `reverse`, KL(student || teacher), for tokens that the student sampled; `forward`, KL(teacher ||
-            student), for tokens that the teacher sampled; with `teacher=` also `js`, between the two, of any tokens.
-        kl_estimator: `k2` or `k3`, see `kl_estimate`; without meaning with `teacher=`.
-        teacher: source of the target distributions: `TeacherDistribution` or `TeacherTopK` of `llmrl.trainer`.
-        reduction: over sequences or tokens, see `SequenceLoss`.
-        normalize_by_seq_length: divide the KL of a sequence by its number of trained tokens.
+            student), for tokens that the teacher sampled; with `teacher` also `js`, for any tokens.
+        kl_estimator: `k2` or `k3` (`kl_estimate`); ignored with `teacher`.
+        teacher: `TeacherDistribution` or `TeacherTopK` of `llmrl.trainer`.
+        reduction: reduction over sequences or tokens, as in `SequenceLoss`.
+        normalize_by_seq_length: divide a sequence's KL by its number of trained tokens.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
-        tokenizer, tokenizer_kwargs: how to encode conversations without tokens, see `SequenceLoss`.
-
-    Raises:
-        TypeError: if a keyword is unknown, naming the nearest.
-        ValueError: if a value is out of range.
+        tokenizer, tokenizer_kwargs: for conversations without tokens, as in `SequenceLoss`.## DistillationLoss.prepare
+    Read a whole batch and compute the weight of every trained token; `teacher` needs a policy that packs rows.
     """
 
     @dataclass

@@ -32,40 +32,39 @@ from llmrl.objectives.ratios import (
 
 
 class GRPOLoss(LLMLoss):
-    """The clipped importance-weighted loss of GRPO (arXiv:2402.03300, equation 3), over trained tokens only.
+    """Clipped importance-weighted policy loss of GRPO (arXiv:2402.03300, equation 3) over trained tokens.
 
-    Names, keys and defaults are TorchRL's but for these: `entropy_bonus` is off unless `entropy_coeff` is given (at a
-    real vocabulary the bonus outweighs the objective), `masking_strategy` is `rlhf` (rows always carry the loss mask),
-    averages leave prompts and padding out, and the parameters of the policy are its own, not functional copies.
+    Names, keys and defaults are TorchRL's, except that `entropy_bonus` is off unless `entropy_coeff` is given,
+    `masking_strategy` is `rlhf`, averages exclude prompts and padding, and parameters are the policy's own, not
+    functional copies.
 
-    By default the ratio is to the sampler's log-probs, as TorchRL's, so that the clip also cuts off tokens that trainer
-    and engine only compute otherwise. With `importance_cap` it is to the trainer's own before the update, and what
-    separates these from the sampler's is a bounded weight (`importance_weights`). At the first update on a batch they
-    are the current ones, detached, and the ratio is 1. Before several updates write them into the batch, once, under
-    `old_log_prob` (`write_log_probs`): otherwise every update is taken for the first, and none is ever clipped.
+    The ratio is to `old_log_prob` if the batch has it (`write_log_probs`), otherwise to the sampler's log-probs, as in
+    TorchRL. With `importance_cap` the ratio is to the trainer's log-probs before the update, and a bounded weight
+    corrects for the sampler (`importance_weights`). These log-probs are `old_log_prob`, or the current ones, detached.
+    For several updates on a batch write `old_log_prob` once before the first; without it each ratio is 1 and no token
+    is clipped.
 
     Args:
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `sample_log_prob`'s entry with
             gradients (`[num_tokens]` per row).
         clip_epsilon: one bound or (low, high).
-        dual_clip: bound above 1 on the ratio where the advantage is negative, see `clipped_surrogate`.
-        kl_mask_threshold: tokens with `0.5 * (log pi - log pi_sampler)^2` above it are left out of the objective.
-        max_staleness: tokens sampled by a policy more than this many versions old are left out of the objective. The
-            current version is `self.policy_version`, or the newest in the batch while that is None.
-        aggregation: see `aggregation_weights`; sequences are rollouts, whatever number of rows they have. Tokens left
-            out of the objective still count in the denominator, so that micro-batches stay exact.
-        fixed_length: for `aggregation="fixed_length"`.
-        entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`, 0.01 unless given; a coefficient asks for it.
-        kl_to_ref_coeff: add the KL to the reference, with log-probs read from `ref_log_probs`, unless it is 0.
-        kl_to_inference_coeff: add the KL to the sampler.
-        kl_estimator: `k1`, `k2` or `k3`, see `kl_estimate`; `KLPenalty` puts the KL into the reward instead.
-        importance_cap: bound of the trainer-to-sampler weight of each token; or an `ImportanceBound`, which may have a
-            lower bound, too, leave out tokens beyond it, or weigh sequences, a sequence being a row.
-        masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
-
-    Raises:
-        TypeError: if a keyword is unknown, naming the nearest.
-        ValueError: if a value is out of range.
+        dual_clip: bound above 1 on the ratio where the advantage is negative (`clipped_surrogate`).
+        kl_mask_threshold: exclude tokens with `0.5 * (log pi - log pi_sampler)^2` above it from the objective.
+        max_staleness: exclude tokens sampled by a policy more than this many versions old. The current version is
+            `self.policy_version`, or the newest in the batch if that is None.
+        aggregation: method of `aggregation_weights`; a sequence is a rollout, whose rows count together. Excluded
+            tokens still count in the denominator, so the result does not depend on micro-batches.
+        fixed_length: sequence length for `aggregation="fixed_length"`.
+        entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`; a coefficient, 0.01 by default, implies the
+            bonus.
+        kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_probs`.
+        kl_to_inference_coeff: coefficient of the KL to the sampler.
+        kl_estimator: `k1`, `k2` or `k3` (`kl_estimate`); `KLPenalty` puts the KL into the reward instead.
+        importance_cap: upper bound of each token's trainer-to-sampler weight, or an `ImportanceBound`, which can also
+            mask tokens or weight sequences; a sequence is a row here.
+        masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.##
+            GRPOLoss._is_around_sampler
+    Whether clipped tokens are excluded, with clip bounds relative to the sampler's policy (DPPO).
     """
 
     output_type: type[LLMLossOutput] = GRPOLossOutput
@@ -125,7 +124,7 @@ class GRPOLoss(LLMLoss):
                 raise ValueError(f"{name} must be a finite number of at least 0, got {number}.")
         if dual_clip is not None and not dual_clip > 1:
             raise ValueError(f"dual_clip must be above 1, got {dual_clip}.")
-        # One sequence, to check the arguments now rather than at the first batch.
+        # Raises for wrong arguments now rather than at the first batch.
         aggregation_weights(torch.zeros(1, dtype=torch.int64), 1, aggregation, fixed_length=fixed_length)
         if importance_cap is not None and not isinstance(importance_cap, ImportanceBound):
             importance_cap = ImportanceBound(importance_cap)
@@ -195,7 +194,7 @@ class GRPOLoss(LLMLoss):
         return self.tensor_keys.sample_log_prob
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
-        """Read a whole batch and give every trained token its share of the loss."""
+        """Read a whole batch and compute the weight of every trained token."""
         keys = self.tensor_keys
         token_columns = {"sample_log_probs": keys.sample_log_prob}
         if has_column(tensordict, keys.old_log_prob):
@@ -222,7 +221,7 @@ class GRPOLoss(LLMLoss):
         return self._weighted(inputs)
 
     def leave_out_idle_rows(self, inputs: LossInputs) -> None:
-        """Take out rows with zero advantage, if they contribute to the objective only."""
+        """Exclude rows with zero advantage if the policy loss is the only loss term."""
         if self.entropy_bonus or self.kl_to_ref_coeff is not None or self.kl_to_inference_coeff is not None:
             return
         advantages = inputs.columns["advantage"].split([len(ids) for ids in inputs.token_ids])
@@ -235,7 +234,7 @@ class GRPOLoss(LLMLoss):
         """Return the loss of `[num_tokens]` trained tokens, from their current log-probs."""
         current = log_probs.detach()
         sampler = tokens["sample_log_probs"]
-        # The trainer's own, before the first update on the batch: what separates them from the sampler's is no update.
+        # The trainer's log-probs before the first update; they differ from the sampler's only by the engine and its version.
         own = tokens.columns.get("old_log_probs", current)
         is_to_own = self.importance is not None or ("old_log_probs" in tokens and not self._is_around_sampler)
         old = own if is_to_own else sampler
@@ -272,7 +271,7 @@ class GRPOLoss(LLMLoss):
             measured["masked_fraction"] = (~is_kept).to(current.dtype)
         if self._is_around_sampler:
             is_kept &= ~is_clipped
-        # Not only times nothing: what is not finite would stay so.
+        # Multiplication with 0 alone would not remove NaN and infinity.
         log_ratio = torch.where(is_kept, log_ratio, 0.0)
         kept_log_probs = torch.where(is_kept, log_probs, 0.0)
         loss = self.policy_loss(log_ratio, kept_log_probs, tokens["advantage"]) * weight * is_kept
@@ -293,12 +292,9 @@ class GRPOLoss(LLMLoss):
         return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
 
     def policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-        """Return what each trained token costs, `[num_tokens]`; override it for another objective.
+        """Return the policy loss of each trained token, `[num_tokens]`; override it for another objective.
 
-        Args:
-            log_ratio: `[num_tokens]` of the policy to that before the step's first update, with gradient.
-            log_probs: `[num_tokens]` of the policy, with gradient.
-            advantage: `[num_tokens]`.
+        All arguments are `[num_tokens]`; `log_ratio` (current to old policy) and `log_probs` have gradients.
         """
         return clipped_surrogate(
             log_ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high, dual_clip=self.dual_clip
@@ -307,7 +303,7 @@ class GRPOLoss(LLMLoss):
     def _is_clipped(
         self, log_ratio: torch.Tensor, log_probs: torch.Tensor, sampler_log_probs: torch.Tensor, advantage: torch.Tensor
     ) -> torch.Tensor:
-        """Return whether each token is beyond what bounds its update, `[num_tokens]` bool; arguments are detached."""
+        """Return whether each token's update is clipped, `[num_tokens]` bool; arguments are detached."""
         return clipped_log_ratio(log_ratio, self.clip_epsilon_low, self.clip_epsilon_high) != log_ratio
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LLMLossOutput:
@@ -326,7 +322,7 @@ class GRPOLoss(LLMLoss):
 class DAPO(GRPOLoss):
     """GRPO with Clip-Higher and the token mean (DAPO, arXiv:2503.14476, equations 8 and 10).
 
-    The default bounds are the paper's, (0.2, 0.28); see `MCAdvantage` for its dynamic sampling (equation 11).
+    The default clip bounds are the paper's; `MCAdvantage` implements dynamic sampling (equation 11).
     """
 
     output_type = DAPOLossOutput
@@ -344,9 +340,9 @@ class DAPO(GRPOLoss):
 class CISPOLoss(GRPOLoss):
     """Clipped importance weights on log-probs (CISPO, arXiv:2506.13585, equations 4 and 5).
 
-    Unlike TorchRL, where clipped tokens have no gradient, the weight is a constant and every token keeps its own.
-    By default it has no lower bound (an `epsilon_low` of 1), as in the paper's experiments (section 3.1). They tune the
-    upper one alone and do not give it; here it bounds the weight at 5. PPO's 0.2 would cut off what the method keeps.
+    The weight is a constant, so clipped tokens keep their gradient, unlike in TorchRL. There is no lower bound by
+    default (`epsilon_low` of 1), as in the paper's experiments (section 3.1). The paper does not state its upper
+    bound; the default here limits the weight to 5.
     """
 
     output_type = CISPOLossOutput
@@ -361,5 +357,5 @@ class CISPOLoss(GRPOLoss):
         super().__init__(actor_network, clip_epsilon=clip_epsilon, **arguments)
 
     def policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-        """Return what each trained token costs, `[num_tokens]`."""
+        """Return the policy loss of each trained token, `[num_tokens]`."""
         return clipped_importance(log_ratio, log_probs, advantage, self.clip_epsilon_low, self.clip_epsilon_high)

@@ -1,4 +1,4 @@
-"""What a loss reads from a batch, flat: one entry for each token of the ragged rows."""
+"""Inputs that a loss reads from a batch, as flat columns with one entry per token of its ragged rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HISTORY: NestedKey = ("history", "full")
 
 
 class NonFiniteColumnError(ValueError):
-    """A column of a batch is not finite at every trained token."""
+    """A column of the batch has NaN or infinite values at trained tokens."""
 
     def __init__(self, column: str, key: NestedKey, num_tokens: int, rows: Sequence[int]) -> None:
         super().__init__(
@@ -35,12 +35,12 @@ class NonFiniteColumnError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """Columns of chosen tokens, `[num_tokens]` each."""
+    """Columns of selected tokens, `[num_tokens]` each."""
 
     columns: dict[str, torch.Tensor]
-    """What the loss asked for: `sample_log_probs`, `advantage`, `ref_log_probs`, ..."""
+    """Columns that the loss requested: `sample_log_probs`, `advantage`, `ref_log_probs`, ..."""
     weight: torch.Tensor
-    """Share of the token in the batch's loss (`aggregation_weights`)."""
+    """Weight of each token in the batch's loss (`aggregation_weights`)."""
     row_index: torch.Tensor
     sequence_index: torch.Tensor
 
@@ -53,38 +53,38 @@ class TokenInputs:
 
 @dataclass(slots=True)
 class LossInputs:
-    """A batch, ready to be scored."""
+    """Inputs of a whole batch."""
 
     token_ids: list[torch.Tensor]
     """`[num_tokens]` per row."""
     scored_masks: list[torch.Tensor]
-    """`[num_tokens]` bool a row: trained tokens, never the first."""
+    """`[num_tokens]` bool per row: trained tokens, never the first."""
     row_starts: torch.Tensor
-    """[num_rows] int64: where each row's tokens start in the flat columns."""
+    """[num_rows] int64: start of each row in the flat columns."""
     columns: dict[str, torch.Tensor]
-    """`[num_row_tokens]` each, or `[num_row_tokens, ...]`: the columns of `TokenInputs`."""
+    """Columns of `TokenInputs`, `[num_row_tokens]` or `[num_row_tokens, ...]` each."""
     sequence_index: torch.Tensor
-    """[num_row_tokens] int64: the rollout of each token; rows of one rollout are one sequence."""
+    """[num_row_tokens] int64: rollout of each token; all rows of a rollout are one sequence."""
     num_sequences: int
     group_of_sequence: torch.Tensor
-    """[num_sequences] int64: the group of each rollout; a rollout without one is a group by itself."""
+    """[num_sequences] int64: group of each rollout; a rollout without a group is a group of its own."""
     replay: Replay = field(default_factory=Replay)
-    """What of the sampler's computation is made again."""
+    """Sampling masks and routed experts that the trainer replays."""
     weights: torch.Tensor | None = None
-    """[num_row_tokens]: set by the loss, for the whole batch."""
+    """[num_row_tokens]: set by the loss for the whole batch."""
 
     @property
     def num_scored(self) -> int:
-        """Trained tokens of the batch."""
+        """Number of trained tokens in the batch."""
         return sum(int(mask.sum()) for mask in self.scored_masks)
 
     @property
     def is_scored(self) -> torch.Tensor:
-        """[num_row_tokens] bool."""
+        """[num_row_tokens] bool: trained tokens."""
         return torch.cat(self.scored_masks)
 
     def tokens(self, row_index: torch.Tensor, token_index: torch.Tensor) -> TokenInputs:
-        """Return the columns of chosen tokens."""
+        """Return the columns of selected tokens."""
         assert self.weights is not None
         flat = self.row_starts[row_index] + token_index
         chosen = {name: column[flat] for name, column in self.columns.items()}
@@ -105,16 +105,16 @@ def read_inputs(
 
     Args:
         tensordict: the rows.
-        tokens_key, mask_key: token ids and, for the strategy `rlhf`, the loss mask.
-        masking_strategy: which tokens are trained.
-        token_columns: name of a column and its entry, which has one number per token.
-        row_columns: the same of entries that have one number per row, or one per token.
-        device: where the flat columns go.
+        tokens_key, mask_key: entries of the token ids and, for the strategy `rlhf`, of the loss mask.
+        masking_strategy: tokens to train.
+        token_columns: entries with one number per token, by column name.
+        row_columns: entries with one number per row or per token, by column name.
+        device: device of the flat columns.
 
     Raises:
         KeyError: if an entry is missing.
-        ValueError: if a column has not one entry per token, or was scored on the loss mask's tokens alone while
-            others are trained on.
+        ValueError: if a column does not have one entry per token, or its log-probs cover only the loss mask and the
+            strategy trains other tokens.
         NonFiniteColumnError: if a column is not finite at a trained token.
     """
     batch = flat_batch(tensordict)
@@ -152,11 +152,7 @@ def read_inputs(
 
 
 def has_column(tensordict: TensorDictBase, key: NestedKey) -> bool:
-    """Return whether the rows of a batch have an entry that they may do without.
-
-    Raises:
-        ValueError: if some rows have it and others do not, naming the latter.
-    """
+    """Return whether a batch has an optional entry; raises ValueError if only some of its rows have it."""
     if has_entry(tensordict, key):
         return True
     has_one = [has_entry(row, key) for row in flat_batch(tensordict).unbind(0)]
@@ -170,11 +166,9 @@ def has_column(tensordict: TensorDictBase, key: NestedKey) -> bool:
 
 
 def read_vectors(tensordict: TensorDictBase, key: NestedKey, inputs: LossInputs) -> torch.Tensor:
-    """Return an entry that has several numbers for each token, `[num_row_tokens, ...]`.
+    """Return an entry with several numbers per token, `[num_row_tokens, ...]`.
 
-    Raises:
-        KeyError: if it is missing.
-        ValueError: if it has not one vector per token, or vectors of several lengths.
+    Raises ValueError unless each row has one vector per token and all vectors have the same length.
     """
     rows = ragged_column(flat_batch(tensordict), key)
     shapes = [tuple(row.shape) for row in rows]
@@ -192,11 +186,11 @@ def with_tokens(
     mask_key: NestedKey,
     **template: Any,
 ) -> TensorDictBase:
-    """Return a batch that has conversations alone with the tokens of these, and the mask of what the assistant wrote.
+    """Return a batch of conversations with their tokens and the mask of the assistant's tokens.
 
     Args:
-        tensordict: the batch, which stays as it is; one that has tokens is returned.
-        tokenizer: encodes; without one the batch is returned, too.
+        tensordict: the batch, which is not changed; it is returned as is if it has tokens or no conversations.
+        tokenizer: encodes the conversations; None returns the batch as is.
         tokens_key, mask_key: entries written.
         template: options of `History.apply_chat_template`.
     """
@@ -212,7 +206,7 @@ def with_tokens(
 
 
 def at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    """Return values in float32 or wider: exponentials of log-ratios overflow in float16, and round in bfloat16."""
+    """Return values in at least float32: exponentials of log-ratios overflow in float16 and are coarse in bfloat16."""
     return values.float() if values.dtype.itemsize < 4 and values.is_floating_point() else values
 
 
@@ -226,7 +220,7 @@ def _check_scored(
     is_unmasked: torch.Tensor,
     masking_strategy: MaskingStrategy,
 ) -> None:
-    """Refuse log-probs of the loss mask's tokens alone where others are trained on, too: they are 0 there."""
+    """Raise ValueError if log-probs are 0 at all trained tokens outside the loss mask: they were not computed there."""
     for name, key in keys.items():
         outside = columns[name].cpu()[is_unmasked]
         if name.endswith("log_probs") and len(outside) and not outside.any():
@@ -269,7 +263,7 @@ def _spread(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> to
 
 
 def _numbered(batch: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, int]:
-    """Return a number for each row, the same where the ids are; one of its own where the batch has no ids."""
+    """Return a number for each distinct id and the count of numbers; without ids each row has its own number."""
     if not has_entry(batch, key):
         return torch.arange(batch.batch_size[0]), batch.batch_size[0]
     numbers: dict[object, int] = {}

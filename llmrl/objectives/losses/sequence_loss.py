@@ -1,4 +1,4 @@
-"""Losses of whole sequences, reduced by TorchRL's `reduction` and `normalize_by_seq_length`, or over tokens."""
+"""Base class of losses per sequence, with TorchRL's `reduction` and `normalize_by_seq_length`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ Reduction = Literal["mean", "sum", "token_mean", "none"]
 
 
 class SequenceLoss(LLMLoss):
-    """A loss of each sequence, the sum or mean over its trained tokens, and the mean or sum over sequences.
+    """Base class of losses that sum or average over the trained tokens of each sequence, then over sequences.
 
     Args:
-        reduction: `mean` or `sum` over sequences; `token_mean`, over the batch's trained tokens, so that a long
-            sequence counts for more; or `none` for one loss a sequence that has trained tokens, in their order.
-        normalize_by_seq_length: divide a sequence's loss by its number of trained tokens; without meaning for
-            `token_mean`.
-        masking_strategy: which tokens are trained.
-        tokenizer, tokenizer_kwargs: what encodes batches that have `("history", "full")` and no tokens, by
-            default the policy's, and options of `History.apply_chat_template`, by default the policy's template.
-
-    Raises:
-        ValueError: if a value is out of range.
+        reduction: `mean` or `sum` over sequences, `token_mean` over the batch's trained tokens, or `none` for one loss
+            per sequence that has trained tokens, in order.
+        normalize_by_seq_length: divide a sequence's loss by its number of trained tokens; ignored for `token_mean`.
+        masking_strategy: tokens to train.
+        tokenizer, tokenizer_kwargs: tokenizer for batches that have `("history", "full")` and no tokens, by default
+            the policy's, and options of `History.apply_chat_template`, by default the policy's template.
     """
 
     def __init__(
@@ -58,11 +54,11 @@ class SequenceLoss(LLMLoss):
 
     @property
     def is_scalar(self) -> bool:
-        """Whether the loss is one number."""
+        """Whether the loss is a single number."""
         return self.sequence_reduction != "none"
 
     def _with_tokens(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the batch with tokens of its conversations, where it has none."""
+        """Return the batch, with tokens added if it has only conversations."""
         template = self._tokenizer_kwargs
         if template is None:
             template = {"chat_template": getattr(self.actor_network, "chat_template", None)}

@@ -23,28 +23,23 @@ from llmrl.objectives.ratios import sequence_totals
 
 
 class SFTLoss(KnownArguments, SequenceLoss):
-    """The negative log-likelihood of the trained tokens; optionally with a KL to a reference.
+    """Negative log-likelihood of the trained tokens, optionally with a KL to a reference.
 
-    Names, keys and defaults are TorchRL's. Two differences: the KL is the mean over trained tokens (TorchRL's mean
-    counts the rest too, and shrinks as prompts grow), and `minor_sft` sums the reference's log-probs over trained
-    tokens (TorchRL's over all).
+    Names, keys and defaults are TorchRL's. Unlike in TorchRL, the KL and the reference's log-probs in `minor_sft`
+    cover only trained tokens.
 
     Args:
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `log_probs`' entry with gradients.
-        reduction: over sequences or tokens, see `SequenceLoss`; `token_mean` is what most trainers of language models
-            minimize.
-        normalize_by_seq_length: divide the log-likelihood of a sequence by its number of trained tokens.
-        kl_to_ref_coeff: add the KL to the reference, with log-probs read from `ref_log_prob`.
-        kl_estimator: see `kl_estimate`; on tokens that the policy did not sample it is a distance, not the KL.
-        loss_function: `sft`; or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of the log-likelihoods of a
-            row (arXiv:2408.10642, equation 8), in which the reference is a regularizer by itself.
+        reduction: reduction over sequences or tokens, as in `SequenceLoss`; most trainers of language models use
+            `token_mean`.
+        normalize_by_seq_length: divide a sequence's log-likelihood by its number of trained tokens.
+        kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_prob`.
+        kl_estimator: estimator of `kl_estimate`; an estimate of the KL only for tokens that the policy sampled.
+        loss_function: `sft`, or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of a row's log-likelihoods
+            (arXiv:2408.10642, equation 8), which excludes `kl_to_ref_coeff` and `token_mean`.
         beta: coefficient of `minor_sft`.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
-        tokenizer, tokenizer_kwargs: how to encode conversations without tokens, see `SequenceLoss`.
-
-    Raises:
-        TypeError: if a keyword is unknown, naming the nearest.
-        ValueError: if a value is out of range, or `kl_to_ref_coeff` or `token_mean` is given with `minor_sft`.
+        tokenizer, tokenizer_kwargs: for conversations without tokens, as in `SequenceLoss`.
     """
 
     @dataclass
@@ -92,7 +87,7 @@ class SFTLoss(KnownArguments, SequenceLoss):
                     "reduction='token_mean' has no meaning with loss_function='minor_sft': its loss is a sequence's; "
                     "use 'mean'."
                 )
-            # The loss of a row is spread over its tokens, whatever the normalization of its log-likelihood.
+            # A row has one loss, which is spread over its tokens.
             self.aggregation = "sequence_mean"
         self.actor_network = actor_network
         self.kl_to_ref_coeff = kl_to_ref_coeff
@@ -134,7 +129,7 @@ class SFTLoss(KnownArguments, SequenceLoss):
         return self.tensor_keys.log_probs
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
-        """Read a whole batch and give every trained token its share of the loss."""
+        """Read a whole batch and compute the weight of every trained token."""
         keys = self.tensor_keys
         token_columns = {}
         if self._has_reference:

@@ -1,4 +1,4 @@
-"""Several losses of one forward pass, each on its own tokens with its own weights and denominator."""
+"""Sum of several losses from one forward pass, each with its own tokens, weights and denominator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmrl.objectives.losses.inputs import LossInputs, TokenInputs, read_inputs
 from llmrl.objectives.losses.outputs import LossOutput
 
 LOSS_WEIGHTS = "loss_weights"
-"""Of the entries that say how much each token counts in each stream."""
+"""Parent key of the token weights of each stream."""
 _MASK: NestedKey = ("masks", "all_assistant_mask")
 
 
@@ -27,21 +27,16 @@ def trained_tokens(row: TensorDictBase) -> torch.Tensor:
 
 
 def observed_tokens(row: TensorDictBase) -> torch.Tensor:
-    """Return 1 at all tokens outside the loss mask behind the first one within, `[num_tokens]` float32."""
-    # What the environment said after the first answer, and the template's words around it.
+    """Return 1 at all tokens outside the loss mask after its first token, `[num_tokens]` float32."""
+    # These are the environment's messages after the first answer, with the template's text around them.
     mask = row.get(_MASK).bool()
     return (~mask & (mask.cumsum(0) > 0)).float()
 
 
 def write_loss_weights(batch: TensorDictBase, **streams: Callable[[TensorDictBase], torch.Tensor]) -> TensorDictBase:
-    """Write `("loss_weights", NAME)` into the rows of a batch, in place, for `StreamsLoss`; returns the batch.
+    """Write `("loss_weights", NAME)` into the rows of a batch, in place, for `StreamsLoss`; return the batch.
 
-    Args:
-        batch: training rows.
-        streams: for each stream a function from a row to `[num_tokens]`.
-
-    Raises:
-        ValueError: if weights are not one finite number per token.
+    Each stream's function returns the `[num_tokens]` weights of a row; ValueError is raised if they are not finite.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -65,10 +60,10 @@ def write_loss_weights(batch: TensorDictBase, **streams: Callable[[TensorDictBas
 
 @dataclass(slots=True)
 class StreamsMicroLoss(MicroLoss):
-    """What one micro-batch adds to the loss of each stream."""
+    """Contribution of one micro-batch to the loss of each stream."""
 
     streams: dict[str, MicroLoss] = field(default_factory=dict)
-    """Of the streams that have tokens in it."""
+    """Only streams that have tokens in the micro-batch."""
 
     def total(self) -> torch.Tensor:
         """Return the scalar to call `backward` on."""
@@ -76,7 +71,7 @@ class StreamsMicroLoss(MicroLoss):
         return total * 0.0 if self.is_repeated else total
 
     def detached(self) -> StreamsMicroLoss:
-        """Return it without the graph."""
+        """Return a copy without the graph."""
         return replace(self, streams={name: micro.detached() for name, micro in self.streams.items()})
 
     def to(self, device: torch.device | str) -> StreamsMicroLoss:
@@ -91,16 +86,16 @@ class StreamsLossOutput:
     """Output of `StreamsLoss`."""
 
     streams: dict[str, LossOutput]
-    """Of those that have tokens in the batch."""
+    """Outputs of the streams that have tokens in the batch."""
     num_tokens: dict[str, int]
-    """Of every stream."""
+    """Number of tokens of every stream."""
 
     def total_loss(self) -> torch.Tensor:
-        """Return the sum of all loss terms: what to call `backward` on."""
+        """Return the sum of all loss terms, to call `backward` on."""
         return torch.stack([output.total_loss() for output in self.streams.values()]).sum()
 
     def measurements(self) -> dict[str, float]:
-        """Return what each stream measures: the first one's by their names, any other's behind `NAME_`."""
+        """Return the measurements of all streams; names have the prefix `NAME_` except for the first stream."""
         first = next(iter(self.num_tokens))
         measured = {f"{name}_num_tokens": float(number) for name, number in self.num_tokens.items()}
         for stream, output in self.streams.items():
@@ -110,25 +105,24 @@ class StreamsLossOutput:
 
 
 class StreamsLoss(LLMLoss):
-    """The weighted sum of several losses, each on the tokens that rows name for it, from one forward pass.
+    """Weighted sum of several losses from one forward pass, each on its own tokens.
 
-    A row is in a stream where it has `("loss_weights", NAME)`, `[num_tokens]`: tokens with a weight other than 0 are
-    the stream's, and their losses are multiplied by it (`write_loss_weights`). A stream's loss aggregates over its own
-    tokens of the whole batch, so that no stream's denominator knows of another's: the policy gradient stays what it is
-    however much the environment says. So these are configurations:
+    A row belongs to a stream if it has `("loss_weights", NAME)`, `[num_tokens]` (`write_loss_weights`). Tokens with a
+    nonzero weight are trained, and their losses are multiplied by it. Each stream is aggregated over its own tokens of
+    the whole batch, so the denominators are independent. Typical uses:
 
-    - cross-entropy on what the environment said (ECHO, arXiv:2605.24517): an `SFTLoss` on `observed_tokens`;
-    - demonstrations mixed in: an `SFTLoss` on rows that have that stream alone, stacked with the rollouts';
-    - a KL with a denominator of its own: a `DistillationLoss` with the reference's entry as `teacher_log_prob`.
+    - cross-entropy on environment messages (ECHO, arXiv:2605.24517): `SFTLoss` on `observed_tokens`;
+    - demonstrations: `SFTLoss` on rows that have only that stream, stacked with the rollouts' rows;
+    - a KL with its own denominator: `DistillationLoss` with the reference's entry as `teacher_log_prob`.
 
     Args:
-        actor_network: the policy, see `GRPOLoss`; the streams' losses have none.
-        streams: the losses by name, each an object of its own, with `masking_strategy="rlhf"`.
-        coeffs: what a stream's loss is multiplied by, 1 unless given.
+        actor_network: the policy, as for `GRPOLoss`; the streams' losses must not have one.
+        streams: distinct loss objects by name, with `masking_strategy="rlhf"`.
+        coeffs: factor of each stream's loss, 1 by default.
 
     Raises:
-        ValueError: if there is no stream, or one that has a policy, trains on other tokens, is left per token or
-            sequence, or compares whole distributions; or if a coefficient names no stream.
+        ValueError: if there is no stream, a loss is unsuitable (has a policy, other masking, no scalar loss, or whole
+            distributions), or a coefficient has no stream.
 
     Example:
         >>> from llmrl.objectives import GRPOLoss, SFTLoss
@@ -177,7 +171,7 @@ class StreamsLoss(LLMLoss):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """Entries read of the rows of one stream or another."""
+        """Entries read from the rows, of all streams."""
         return list(dict.fromkeys(key for loss in self.streams.values() for key in loss.in_keys))
 
     @property
@@ -185,7 +179,7 @@ class StreamsLoss(LLMLoss):
         return next(iter(self.streams.values()))._log_probs_key
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
-        """Read a whole batch, for each stream the rows that are in it."""
+        """Read a whole batch; each stream reads the rows that belong to it."""
         rows = flat_batch(tensordict).unbind(0)
         mask_key = (LOSS_WEIGHTS, "")
         lengths = [len(row.get(self.tensor_keys.action)) for row in rows]
@@ -223,12 +217,12 @@ class StreamsLoss(LLMLoss):
         return inputs
 
     def _join_masks(self, inputs: LossInputs) -> None:
-        """Score the tokens of any stream."""
+        """Mark the tokens of any stream as scored."""
         is_scored = torch.stack([inputs.columns[f"{name}:is_scored"] for name in self.streams]).any(0)
         inputs.scored_masks = list(is_scored.cpu().split([len(ids) for ids in inputs.token_ids]))
 
     def leave_out_idle_rows(self, inputs: LossInputs) -> None:
-        """Take out of each stream the rows from which no gradient can come."""
+        """Exclude rows without gradient from each stream."""
         lengths = [len(ids) for ids in inputs.token_ids]
         for name, loss in self.streams.items():
             own = _own_columns(inputs.columns, name)
@@ -243,7 +237,7 @@ class StreamsLoss(LLMLoss):
     def token_loss(
         self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
     ) -> StreamsMicroLoss:
-        """Return the loss of each stream at `[num_tokens]` tokens of one stream or another."""
+        """Return the loss of each stream at `[num_tokens]` tokens of any stream."""
         streams = {}
         for name, loss in self.streams.items():
             chosen = tokens[f"{name}:is_scored"]
@@ -258,7 +252,7 @@ class StreamsLoss(LLMLoss):
         return StreamsMicroLoss({}, {}, flat_index, tokens.sequence_index, streams=streams)
 
     def collect(self, micro_losses: Sequence[MicroLoss]) -> StreamsLossOutput:  # type: ignore[override]
-        """Put the micro-batches of one batch together."""
+        """Combine the micro-batches of one batch."""
         if not micro_losses:
             raise ValueError("The batch has no trained token: there is nothing to compute a loss of.")
         outputs = {}
@@ -272,16 +266,16 @@ class StreamsLoss(LLMLoss):
         return StreamsLossOutput(outputs, num_tokens)
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LossOutput:
-        """Return nothing: each stream's loss makes its own (`collect`)."""
+        """Raise NotImplementedError; `collect` returns the output of each stream."""
         raise NotImplementedError("StreamsLoss.collect gives the output of each stream.")
 
 
 def _own_columns(columns: Mapping[str, torch.Tensor], stream: str) -> dict[str, torch.Tensor]:
-    """Return what is kept of a stream."""
+    """Return the columns of a stream."""
     prefix = f"{stream}:"
     return {name.removeprefix(prefix): column for name, column in columns.items() if name.startswith(prefix)}
 
 
 def _loss_columns(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what the stream's loss asked for."""
+    """Return the columns that the stream's loss requested."""
     return {name.removeprefix("column:"): column for name, column in own.items() if name.startswith("column:")}

@@ -1,4 +1,4 @@
-"""Relatives of GRPO that differ from it by a ratio, an average or a missing clip."""
+"""Variants of GRPO with another ratio, aggregation or clipping."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from llmrl.objectives.ratios import bounded_exp
 
 
 class DrGRPOLoss(GRPOLoss):
-    """GRPO without its length bias: token losses over a fixed length (Dr. GRPO, arXiv:2503.20783, section 3.2).
+    """GRPO with token losses divided by a fixed length (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
-    The other half of the method is an advantage without the division by the standard deviation:
-    `MCAdvantage(normalization="mean")`.
+    The paper's advantage, without division by the standard deviation, is `MCAdvantage(normalization="mean")`.
 
     Args:
-        actor_network: see `GRPOLoss`.
-        fixed_length: the generation budget, that every sequence is divided by.
-        arguments: the other keywords of `GRPOLoss`.
+        actor_network: the policy, as for `GRPOLoss`.
+        fixed_length: generation budget; divisor of every sequence.
+        arguments: other keywords of `GRPOLoss`.
     """
 
     def __init__(
@@ -32,22 +31,18 @@ class DrGRPOLoss(GRPOLoss):
 
 
 class DPPOLoss(GRPOLoss):
-    """The policy gradient within a trust region of divergence, not of ratio (DPPO, arXiv:2602.04879).
+    """Policy gradient within a trust region of divergence instead of ratio (DPPO, arXiv:2602.04879).
 
-    A token's loss is `-r A`, or 0 where its update would leave the region (`is_within_trust_region`); `clip_fraction`
-    is the share of those. As in the paper the region lies around the policy that sampled, and the ratio is to it,
-    whether old log-probs are written or not. With `importance_cap` the ratio is to the trainer's own log-probs before
-    the update, times their bounded weight; the region stays where it is.
+    A token's loss is `-r A`, or 0 if its update would leave the region (`is_within_trust_region`); `clip_fraction` is
+    the fraction of such tokens. Region and ratio are relative to the sampler's policy, as in the paper, even if the
+    batch has `old_log_prob`. With `importance_cap` only the ratio is to the trainer's log-probs before the update,
+    times their bounded weight.
 
     Args:
-        actor_network: see `GRPOLoss`.
-        max_divergence: bound of the divergence at a token.
-        divergence: `tv`, of "this token or another", or `kl`.
-        arguments: the other keywords of `GRPOLoss`, but those of its clip.
-
-    Raises:
-        TypeError: if `clip_epsilon` or `dual_clip` is given.
-        ValueError: if the bound is not positive, or the divergence unknown.
+        actor_network: the policy, as for `GRPOLoss`.
+        max_divergence: upper bound of the divergence per token.
+        divergence: `tv` (total variation) or `kl`, see `is_within_trust_region`.
+        arguments: other keywords of `GRPOLoss`, without `clip_epsilon` and `dual_clip`.
     """
 
     _is_around_sampler = True
@@ -72,7 +67,7 @@ class DPPOLoss(GRPOLoss):
         self.divergence: BinaryDivergence = divergence
 
     def policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-        """Return what each trained token costs, `[num_tokens]`."""
+        """Return the policy loss of each trained token, `[num_tokens]`."""
         return -bounded_exp(log_ratio) * advantage
 
     def _is_clipped(
@@ -82,10 +77,10 @@ class DPPOLoss(GRPOLoss):
 
 
 class GSPOLoss(GRPOLoss):
-    """Length-normalized sequence ratios, clipped as one (GSPO, arXiv:2507.18071, equations 5, 7 and 14).
+    """GRPO with length-normalized sequence ratios (GSPO, arXiv:2507.18071, equations 5, 7 and 14).
 
-    The default bounds are the paper's (section 5.1), far smaller than those of token ratios. A sequence is a row: of a
-    rollout that was forked into rows, each has its own ratio.
+    The default clip bounds are the paper's (section 5.1). A sequence is a row: a rollout with several rows has several
+    ratios.
     """
 
     _has_sequence_ratio = True
@@ -102,10 +97,10 @@ class GSPOLoss(GRPOLoss):
 
 
 class RLOOLoss(GRPOLoss):
-    """The plain policy gradient, `-A log pi` summed over a sequence (RLOO, arXiv:2402.14740, equations 5 and 7).
+    """Policy gradient without a ratio, `-A log pi` summed over a sequence (RLOO, arXiv:2402.14740, equations 5 and 7).
 
-    Its baseline is `MCAdvantage(normalization="leave_one_out")`. There is no ratio and no clip; where the sampler is
-    not the policy, `importance_cap` bounds the weight that corrects for it.
+    The paper's baseline is `MCAdvantage(normalization="leave_one_out")`; `importance_cap` corrects for off-policy
+    samples.
     """
 
     def __init__(
@@ -121,5 +116,5 @@ class RLOOLoss(GRPOLoss):
         super().__init__(actor_network, aggregation=aggregation, clip_epsilon=(1.0, float("inf")), **arguments)
 
     def policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
-        """Return what each trained token costs, `[num_tokens]`."""
+        """Return the policy loss of each trained token, `[num_tokens]`."""
         return -advantage * log_probs

@@ -1,1 +1,1 @@
-"""Changes of rewards that come before advantages."""
+"""Penalties that change rewards before advantages are computed."""

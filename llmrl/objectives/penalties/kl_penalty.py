@@ -1,4 +1,4 @@
-"""A KL in the reward rather than in the loss."""
+"""KL penalty in the reward."""
 
 from __future__ import annotations
 
@@ -20,23 +20,18 @@ _KL = "kl_penalty"
 
 
 class KLPenalty(Transform):
-    """Subtracts `coeff * KL(policy || other)` from the reward of each rollout, summed over its trained tokens.
+    """Subtracts `coeff * KL(policy || other)`, summed over trained tokens, from the reward of each rollout.
 
-    With `k1` that is the reward of RLHF, `r - coeff * log(pi / pi_ref)` (RLOO, arXiv:2402.14740, equation 3). It comes
-    before `MCAdvantage`, so that the baseline knows of it. All rows of a rollout are in the batch, and share its
-    penalty as they share its reward; its KL is written as `"kl_penalty"`, `[1, 1]` a row. A batch that was penalized is
-    left alone. Given to `MCAdvantage(kl_penalty=)` instead, each token pays for itself and for what follows it
-    (`to_go`), and the reward stays as it is. For single turns, where each token pays for itself (`dense_reward`), there
-    is `llmrl.transforms.KLComputation`.
+    With `k1` this is RLHF's reward, `r - coeff * log(pi / pi_ref)` (RLOO, arXiv:2402.14740, equation 3). It is applied
+    before `MCAdvantage` to complete rollouts. The rollout's KL is written as `"kl_penalty"`, `[1, 1]` per row; a batch
+    that has it is returned as is. `MCAdvantage(kl_penalty=)` instead uses `to_go` per token and does not change
+    rewards. For single turns use `llmrl.transforms.KLComputation`.
 
     Args:
         coeff: coefficient of the KL.
-        estimator: see `kl_estimate`.
+        estimator: estimator of `kl_estimate`.
         log_prob_key: the policy's log-probs, by default the sampler's; `("old_log_probs", "full")` are the trainer's.
-        other_log_prob_key: the other's; `("log_probs", "full")` are the inference policy's.
-
-    Raises:
-        ValueError: if the estimator is unknown.
+        other_log_prob_key: the other's, by default the reference's; `("log_probs", "full")` are the inference policy's.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -65,7 +60,7 @@ class KLPenalty(Transform):
         self.out_keys = [_REWARD, _KL]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Penalize a batch in place."""
+        """Penalize the rewards of a batch in place."""
         batch = flat_batch(tensordict)
         if not batch.batch_size.numel() or has_entry(batch, _KL):
             return tensordict
@@ -82,15 +77,10 @@ class KLPenalty(Transform):
         return tensordict
 
     def to_go(self, batch: TensorDictBase) -> list[torch.Tensor]:
-        """Return the penalty of each trained token and of those after it, `[num_tokens]` per row, 0 elsewhere.
+        """Return the penalty of each trained token plus all later ones, `[num_tokens]` per row, 0 elsewhere.
 
-        That is the KL's part of the reward-to-go (REINFORCE++, arXiv:2501.03262, equation 8).
-
-        Args:
-            batch: `[num_rows]`, all rows of its rollouts, those of one rollout in their order.
-
-        Raises:
-            ValueError: if the batch's rewards were penalized already.
+        This is the KL part of the reward-to-go (REINFORCE++, arXiv:2501.03262, equation 8). The batch must have all
+        rows of its rollouts in order; ValueError is raised if its rewards were already penalized.
         """
         if has_entry(batch, _KL):
             raise ValueError(
@@ -108,7 +98,7 @@ class KLPenalty(Transform):
         return penalties[::-1]
 
     def _divergences(self, batch: TensorDictBase) -> list[torch.Tensor]:
-        """Return one estimate per token, `[num_tokens]` float64 per row; 0 where nothing is trained."""
+        """Return one estimate per token, `[num_tokens]` float64 per row; 0 at tokens that are not trained."""
         columns = [ragged_column(batch, key) for key in self.in_keys[:3]]
         return [
             masked_kl(log_probs.double(), others.double(), mask, self.estimator)
@@ -116,19 +106,19 @@ class KLPenalty(Transform):
         ]
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Apply it on the way into a replay buffer."""
+        """Penalize rows before they are written to a replay buffer."""
         return self.forward(tensordict)
 
 
 def dense_reward(
     reward: torch.Tensor, divergences: torch.Tensor, mask: torch.Tensor, coeff: float = 1.0
 ) -> torch.Tensor:
-    """Return a turn's reward less what each token pays, `[num_tokens, 1]`; a sparse reward is the last token's.
+    """Return a turn's reward minus the penalty of each token, `[num_tokens, 1]`.
 
     Args:
-        reward: `[1, 1]`, or `[num_tokens, 1]` where it is dense already.
+        reward: `[1, 1]`, added at the last sampled token, or dense, `[num_tokens, 1]`.
         divergences: `[num_tokens]`, 0 outside the mask.
-        mask: `[num_tokens]` bool, the turn's sampled tokens.
+        mask: `[num_tokens]` bool: the turn's sampled tokens.
         coeff: coefficient of the divergences.
 
     Example:

@@ -1,4 +1,4 @@
-"""Length in the reward: of each answer against a budget, or against the other answers to its prompt."""
+"""Rewards for length, relative to a budget or to the other answers of a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmrl.objectives.advantages.grouping import GroupKeys, add_to_rewards, spli
 _MASK: NestedKey = ("masks", "all_assistant_mask")
 _WRITTEN = "length_penalty"
 LengthReward = Callable[[Sequence[int], Sequence[float]], Sequence[float]]
-"""Of a group's lengths, in sampled tokens, and rewards: what is added to each reward, before it is weighted."""
+"""Function of a group's lengths, in sampled tokens, and rewards; returns an unweighted addition to each reward."""
 
 
 def soft_overlong(
@@ -24,9 +24,8 @@ def soft_overlong(
 ) -> list[float]:
     """Return DAPO's soft overlong punishment of each answer (arXiv:2503.14476, equation 13).
 
-    0 up to `max_length - cache_length` tokens, then falling to -1 at `max_length`, and -1 beyond.
-
-    Lengths are in sampled tokens; rewards have no effect. Raises ValueError unless `0 < cache_length <= max_length`.
+    It is 0 up to `max_length - cache_length` sampled tokens, falls to -1 at `max_length` and stays there. `rewards` is
+    ignored. Raises ValueError unless `0 < cache_length <= max_length`.
 
     Example:
         >>> soft_overlong([10, 15, 30], max_length=20, cache_length=10)
@@ -38,10 +37,10 @@ def soft_overlong(
 
 
 def group_relative_length(lengths: Sequence[int], rewards: Sequence[float], *, right_from: float = 1.0) -> list[float]:
-    """Return Kimi k1.5's length reward of a group's answers (arXiv:2501.12599, section 2.3.3).
+    """Return Kimi k1.5's length reward of each answer of a group (arXiv:2501.12599, section 2.3.3).
 
-    From 0.5 for the shortest to -0.5 for the longest, in sampled tokens; 0 where all are of one length. An answer with
-    a reward below `right_from` is wrong and earns nothing by being short.
+    It falls from 0.5 for the shortest answer to -0.5 for the longest, and is 0 if all lengths are equal. Wrong
+    answers, with a reward below `right_from`, get at most 0.
 
     Example:
         >>> group_relative_length([10, 20, 30, 10], [1.0, 1.0, 1.0, 0.0])
@@ -56,16 +55,16 @@ def group_relative_length(lengths: Sequence[int], rewards: Sequence[float], *, r
 
 
 class LengthPenalty(Transform):
-    """Adds `coeff` times a function of lengths to the rewards of rollouts, before `MCAdvantage` compares them.
+    """Adds `coeff` times a function of lengths to the rewards of rollouts, before `MCAdvantage`.
 
-    The length of a rollout is its number of sampled tokens, over all turns and rows. What was added is written as
-    `"length_penalty"`, `[1, 1]` a row; a batch that has it is left alone. `GroupRules` filters groups by what they
-    earned before, and `MCAdvantage` by what they have after.
+    The length of a rollout is its number of sampled tokens over all turns and rows. The addition is written as
+    `"length_penalty"`, `[1, 1]` per row; a batch that has it is returned as is. `GroupRules` filters by rewards before
+    the addition, `MCAdvantage` by those after it.
 
     Args:
         length_reward: `partial(soft_overlong, max_length=..., cache_length=...)`, `group_relative_length`, or any
             function of a group's lengths and rewards.
-        coeff: coefficient of what is added.
+        coeff: coefficient of the addition.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -85,11 +84,10 @@ class LengthPenalty(Transform):
         self.out_keys = [self.keys.rewards, _WRITTEN]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Change the rewards of a batch of complete groups, in place.
+        """Change the rewards of a batch of complete groups in place.
 
         Raises:
-            ValueError: if the function does not give a number for each rollout, or if these are turns, which have
-                rewards of their own.
+            ValueError: if the function does not return one number per rollout, or if rows are turns.
         """
         batch = flat_batch(tensordict)
         if not batch.batch_size.numel() or has_entry(batch, _WRITTEN):
