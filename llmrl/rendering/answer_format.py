@@ -1,4 +1,4 @@
-"""Finding out what stands around an answer and around reasoning in a chat template's turns."""
+"""Detection of the text around answers and reasoning in a chat template."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from llmrl.rendering.writer import TemplateWriter
 _USER: Message = {"role": "user", "content": "Xq7UserMarkXq7"}
 _NEXT_USER: Message = {"role": "user", "content": "b"}
 
-# Names of the field of a message that holds its reasoning, the usual one first.
+# Names of a message's reasoning field, the most common first.
 _FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts")
-# Names of a part of a message's content, and of the field of the part.
+# Names of a content part with reasoning and of the field in that part.
 _PARTS = ("thinking", "thoughts")
-# Characters before reasoning in which its mark is looked for.
+# Number of characters before reasoning that are searched for its mark.
 _NUM_SEARCHED = 100
 _THINKING_VARIABLE = re.compile(r"\b(?:enable_thinking|thinking_mode)\b")
 
 
 def find_answer_format(writer: TemplateWriter, ending: Ending, reasoning_parser: str) -> AnswerFormat:
-    """Return what stands around the answers of a template.
+    """Return the format of answers and reasoning in a template.
 
     Args:
-        writer: writer of the template that is asked.
-        ending: how it ends a plain answer.
-        reasoning_parser: `think` takes `<think>` and `</think>` for the marks of reasoning, `none` takes nothing for
-            reasoning, and `auto` takes what the template writes around it.
+        writer: writer of the template.
+        ending: ending of a plain answer.
+        reasoning_parser: `auto` detects the reasoning marks, `think` uses `<think>` and `</think>`, `none` has none.
 
-    Raises RenderingError if the template writes reasoning, or has a variable for it, and no marks of it are found.
+    Raises RenderingError if the template supports reasoning but its marks are not found.
     """
     field = "reasoning_content"
     thoughts = None
@@ -49,12 +48,12 @@ def find_answer_format(writer: TemplateWriter, ending: Ending, reasoning_parser:
 
 
 def _with_field(writer: TemplateWriter, field: str, thoughts: ThoughtMarks | None = None) -> TemplateProbe:
-    """Return a probe that hands reasoning to the template in that field."""
+    """Return a probe that passes reasoning to the template in that field."""
     return TemplateProbe(replace(writer, answer_format=AnswerFormat(thoughts, field, "", "")))
 
 
 def _fields(writer: TemplateWriter) -> Iterator[tuple[str, str, str]]:
-    """Yield each field of reasoning that the template writes, with the text before it and the text after it."""
+    """Yield each reasoning field that the template writes, with the text before and after it."""
     names = [*_FIELDS, *(f".{name}" for name in _PARTS)]
     for name in names:
         if not re.search(rf"\b{name.removeprefix('.')}\b", writer.chat_template):
@@ -80,7 +79,7 @@ def _find_thoughts(writer: TemplateWriter) -> tuple[str, ThoughtMarks | None]:
         if opened is None or closed is None:
             continue
         marks = ThoughtMarks(opened[1], closed[1])
-        # What opens the turn of an answer without reasoning, too, is the turn's own.
+        # A mark that also precedes answers without reasoning belongs to the turn.
         if marks.opening not in marks.without_empty(plain):
             return field, marks
     if usual.closing in writer.chat_template:
@@ -100,7 +99,7 @@ def _find_thoughts(writer: TemplateWriter) -> tuple[str, ThoughtMarks | None]:
 
 
 def _find_dropped(probe: TemplateProbe) -> ThoughtMarks | None:
-    """Return the marks between which the template drops what stands in an earlier answer's content."""
+    """Return the marks between which the template drops text from earlier answers."""
     found = dict.fromkeys(re.findall(r"<\|?[a-z_:]+\|?>|\[/?[A-Z_]+\]", probe.writer.chat_template))
     for opening in found:
         twins = (opening.replace("<|", "<").replace(">", "|>"), opening.replace("<", "</"), opening.replace("[", "[/"))
@@ -115,20 +114,20 @@ def _find_dropped(probe: TemplateProbe) -> ThoughtMarks | None:
 
 
 def _tag_pattern(tokenizer: Tokenizer) -> str:
-    """Return a pattern of what may be a mark: an added token, or a tag."""
+    """Return a pattern of possible marks: added tokens and tags."""
     added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     tokens = [re.escape(token) for token in added if token.strip()]
     return "(?:" + "|".join([*tokens, r"</?[^<>\s]{1,60}>", r"\[/?[A-Z][A-Z_ ]*\]"]) + ")"
 
 
 def _plain_answer(probe: TemplateProbe) -> str:
-    """Return what stands between a user's message and a plain answer that others follow."""
+    """Return the text between a user message and a plain answer in an earlier turn."""
     text = probe.text([_USER, PLAIN_ANSWER, _NEXT_USER]) or ""
     return text.partition(_USER["content"])[2].partition(ANSWER)[0]
 
 
 def _find_answer(probe: TemplateProbe, ending: Ending, thoughts: ThoughtMarks | None) -> tuple[str, str]:
-    """Return what is sampled before an answer, and between it and the token that ends its turn."""
+    """Return the sampled text before an answer, and between the answer and the end-of-turn token."""
     text = probe.text([_USER, PLAIN_ANSWER, _NEXT_USER]) or ""
     before, _, after = text.partition(_USER["content"])[2].partition(ANSWER)
     prompt = (probe.text([_USER]) or "").partition(_USER["content"])[2]

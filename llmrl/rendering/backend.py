@@ -1,4 +1,4 @@
-"""Choosing a renderer: the chat template's own, or the optional package `renderers` where it knows the model."""
+"""Selection of a renderer: the chat template's, or that of the optional package `renderers`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ def make_renderer(
     """Return a renderer for a tokenizer's model.
 
     Args:
-        tokenizer: tokenizer of Hugging Face.
-        backend: `template` renders the chat template; `renderers` uses the hand-written renderer of the optional
-            package of that name; `auto` takes the template where it can be rendered exactly and its calls are read,
-            and falls back to that package where the package knows the model.
-        template_arguments: further arguments of `TemplateRenderer`.
+        tokenizer: a Hugging Face tokenizer.
+        backend: `template` renders the chat template; `renderers` uses the optional package of that name; `auto` uses
+            the template if it can be rendered exactly and its calls are parsed, otherwise the package if it knows the
+            model.
+        template_arguments: arguments of `TemplateRenderer`.
 
-    Raises RenderingError if no backend renders this model exactly, and MissingExtraError if `renderers` is asked for
-    and not installed.
+    Raises RenderingError if no backend renders the model exactly, MissingExtraError if `renderers` is not installed.
     """
     if backend not in ("auto", "template", "renderers"):
         raise ValueError(f"backend must be 'auto', 'template' or 'renderers', got {backend!r}.")
@@ -56,9 +55,9 @@ def make_renderer(
 
 
 class PackageRenderer:
-    """The package `renderers` behind our protocol, for models that it knows by name.
+    """Adapter for the package `renderers`, which supports models by their hub names.
 
-    Raises MissingExtraError if the package is not installed, and RenderingError if it does not know the model.
+    Raises MissingExtraError if the package is not installed, RenderingError if it does not know the model.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -84,7 +83,7 @@ class PackageRenderer:
     ) -> list[int]:
         """Return the token ids of the whole conversation, `[num_tokens]`.
 
-        Raises RenderingError if the package refuses the messages, or one has a special token, which it would read.
+        Raises RenderingError if the package refuses the messages, or a message contains a special token.
         """
         self._content_marks.refuse(messages, tools)
         try:
@@ -99,11 +98,11 @@ class PackageRenderer:
             raise RenderingError(f"renderers refuses the messages: {type(error).__name__}: {error}") from error
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
-        """Return whether some turn may be rendered differently later: the package says it for all or none."""
+        """Return whether later turns may change the rendering of earlier ones, which only depends on the model."""
         return self.is_history_rewritten
 
     def check_tools(self) -> None:
-        """Do nothing: the package knows the tools of every model that it knows."""
+        """Do nothing: the package supports tools for all its models."""
 
     def bridge(
         self,
@@ -112,12 +111,12 @@ class PackageRenderer:
         *,
         tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
-        """Return what to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
+        """Return the ids to append after `token_ids`, which end with a sampled completion, to prompt the next one.
 
-        Raises RenderingError if the package cannot append these messages, or one has a special token.
+        Raises RenderingError if the package cannot append the messages, or a message contains a special token.
         """
         self._content_marks.refuse(new_messages, tools)
-        # Only the last token can be the end of this turn; earlier ones may be ends of earlier turns.
+        # Only the last token can end this turn; earlier end tokens are those of earlier turns.
         before = list(token_ids[:-1])
         last = list(token_ids[-1:])
         bridged = self._renderer.bridge_to_next_turn(
@@ -135,7 +134,7 @@ class PackageRenderer:
         tools: Sequence[ToolSchema] | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> ParsedCompletion:
-        """Read sampled tokens as an assistant message; never raises."""
+        """Return sampled tokens as an assistant message; never raises."""
         ids = list(completion_ids)
         is_complete = bool(ids) and ids[-1] in self.stop_token_ids
         try:

@@ -1,4 +1,4 @@
-"""The formats in which models write tool calls; a call that cannot be read comes back as malformed."""
+"""Parsers of tool-call formats; unreadable calls are returned as malformed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _tagged(name: str, arguments: Arguments) -> str:
 
 @register_tool_call_parser("none")
 def parse_no_calls(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Take everything for content."""
+    """Return the whole text as content."""
     return ParsedCalls(text)
 
 
 @register_tool_call_parser("hermes", write=_tagged)
 def parse_hermes(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them.
+    """Read any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
     Example:
         >>> parse_hermes('Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>').content
@@ -55,9 +55,9 @@ def _lines_of_name_and_json(name: str, arguments: Arguments) -> str:
 
 @register_tool_call_parser("glm4", write=_lines_of_name_and_json)
 def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    r"""Read a text that is a name and, on the next line, a JSON object; or several, perhaps after `<|assistant|>`.
+    r"""Read one or more calls of a name and a JSON object on the next line, each optionally after `<|assistant|>`.
 
-    What looks like one and is no JSON is a malformed call where a tool has that name, and content otherwise.
+    Invalid JSON is a malformed call if a tool has that name, otherwise content.
 
     Example:
         >>> parse_glm4('add\n{"a": 1}').tool_calls[0]["function"]
@@ -82,7 +82,7 @@ def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("mistral")
 def parse_mistral(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read `[TOOL_CALLS]` before a JSON list of calls, or before each `NAME[ARGS]{...}`."""
+    """Read `[TOOL_CALLS]` followed by a JSON list of calls or by `NAME[ARGS]{...}`."""
     content, *pieces = text.split("[TOOL_CALLS]")
     calls: list[ToolCall] = []
     malformed: list[MalformedToolCall] = []
@@ -96,7 +96,7 @@ def parse_mistral(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("llama3_json")
 def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read a text that is `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`; several by `;`."""
+    """Read `{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`; `;` separates several calls."""
     is_tagged = text.lstrip().startswith("<|python_tag|>")
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not is_tagged and not re.match(r'\{\s*"(name|type|parameters|function)"\s*:', body):
@@ -118,7 +118,7 @@ def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCall
 
 @register_tool_call_parser("pythonic")
 def parse_pythonic(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read a text that is a Python list of calls with keyword arguments: `[add(a=1, b=2)]`.
+    """Read a Python list of calls with keyword arguments: `[add(a=1, b=2)]`.
 
     Example:
         >>> parse_pythonic("[add(a=1, b=[2])]").tool_calls[0]["function"]
@@ -152,7 +152,7 @@ def parse_lfm2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("lfm2_raw")
 def parse_lfm2_raw(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    r"""Read what `lfm2` reads, with texts between quotes as they are: nothing in them is escaped (LFM2.5).
+    r"""Read the format of `lfm2` without escapes in quoted texts (LFM2.5).
 
     Example:
         >>> text = "<|tool_call_start|>[say(text='it's a\\b')]<|tool_call_end|>"
@@ -166,21 +166,21 @@ def parse_lfm2_raw(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("gemma4")
 def parse_gemma4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read `<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, any number of them, texts between marks of their own.
+    """Read any number of `<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, with texts between special marks.
 
     Example:
         >>> parse_gemma4('<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>').tool_calls[0]["function"]
         {'name': 'add', 'arguments': {'a': 1, 'b': 'x'}}
     """
     parsed = read_between(text, "<|tool_call>", "<tool_call|>", lambda body: [_read_gemma4_call(body)])
-    # Its templates find a result's function by the call's id.
+    # Gemma's templates find a result's function by the call's id.
     calls = tuple({**call, "id": f"call{index:05d}"} for index, call in enumerate(parsed.tool_calls))
     return ParsedCalls(parsed.content, calls, parsed.malformed)
 
 
 @register_tool_call_parser("deepseek")
 def parse_deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function` fenced JSON (V3, R1)."""
+    """Read `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function` and fenced JSON (V3, R1)."""
     parsed = read_between(
         text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", lambda body: [_read_deepseek_call(body)]
     )
@@ -192,7 +192,7 @@ def parse_deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("fenced")
 def parse_fenced(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    r"""Read fenced blocks marked `tool_call` with a JSON call in each, or marked `json` where the JSON is a call.
+    r"""Read fenced blocks marked `tool_call` with a JSON call, or marked `json` if the JSON is a call.
 
     Example:
         >>> text = '```tool_call\n{"name": "add", "arguments": {"a": 1}}\n```'
@@ -220,7 +220,7 @@ def parse_fenced(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @dataclass(frozen=True)
 class _JSONBetween:
-    """A format: a JSON list of calls between two marks, of which the closing one may be empty."""
+    """Format of a JSON list of calls between two marks; the closing mark may be empty."""
 
     opening: str
     closing: str
@@ -229,7 +229,7 @@ class _JSONBetween:
         return read_between(text, self.opening, self.closing, _read_json_list)
 
     def write(self, name: str, arguments: Arguments) -> str:
-        """Return one call as the model is to write it."""
+        """Return one call as the model should write it."""
         return f"{self.opening}[{_json_call(name, arguments)}]{self.closing}"
 
 
@@ -260,7 +260,7 @@ def parse_apertus(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("kimi_k2")
 def parse_kimi_k2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read calls `functions.NAME:INDEX`, which is a call's id, each with JSON, in a section between marks.
+    """Read a section of calls with ids `functions.NAME:INDEX` and JSON arguments.
 
     Example:
         >>> section = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
@@ -305,7 +305,7 @@ def _read_mistral_piece(piece: str, num_before: int) -> list[ToolCall]:
         values = json.loads(piece)
         if not isinstance(values, list):
             raise ValueError("a list of calls is expected")
-    # This family's templates ask for ids of nine letters or digits.
+    # Mistral's templates require ids of nine letters or digits.
     return [check_call(value, default_id=f"call{num_before + index:05d}") for index, value in enumerate(values)]
 
 
@@ -317,12 +317,12 @@ def _read_pythonic_list(body: str) -> list[ToolCall]:
 
 
 _TEXT_BEGINS = re.compile(r"[(,]\s*\w+='")
-# A quotation mark ends a text where the next argument, the next call or the end of the list follows.
+# A quotation mark ends a text if the next argument, the next call or the end of the list follows.
 _TEXT_ENDS = re.compile(r"'(?=\s*(?:,\s*\w+=|\)\s*(?:,\s*[\w.]+\(|\]\s*$)))")
 
 
 def _with_escapes(body: str) -> str:
-    """Return a list of calls with its texts as Python writes them."""
+    """Return a list of calls with its texts escaped as Python strings."""
     pieces: list[str] = []
     position = 0
     while begun := _TEXT_BEGINS.search(body, position):
@@ -346,7 +346,7 @@ def _read_pythonic_call(node: ast.expr) -> ToolCall:
 
 
 class _JSONConstants(ast.NodeTransformer):
-    """Templates write a dict's values as JSON, also among Python's."""
+    """Replaces JSON's constants in a Python expression, since templates mix both."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         constants = {"true": True, "false": False, "null": None}
@@ -367,7 +367,7 @@ _QUOTE = '<|"|>'
 
 
 def _read_gemma4_value(text: str, position: int) -> tuple[Json, int]:
-    """Return a value and where it ends: texts between quotation marks of their own, keys bare or between these."""
+    """Return a value and its end; texts, and optionally keys, are between `<|"|>` marks."""
     position = _skip_space(text, position)
     if text.startswith(_QUOTE, position):
         end = text.find(_QUOTE, position + len(_QUOTE))

@@ -171,9 +171,7 @@ class Conversation:
         return prompted._with(messages=messages, tools=tools, _shown=shown)
 
     def _is_shown_in(self, shown: list[int]) -> bool:
-        """Return whether the rendering `shown` has the last prompt unchanged and an answer that parses to the same
-        message.
-        """
+        """Return whether the rendering `shown` repeats the last prompt, and its answer parses to the same message."""
         renderer = self.renderer
         last = self.last
         assert renderer is not None and last is not None
@@ -200,9 +198,9 @@ class Conversation:
         return shown[len(shown) - len(delta) + start :] == delta[start:]
 
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
-        """Return the conversation with its next prompt as ids, `[num_prompt_tokens]`; raises ValueError if it is empty.
+        """Return the conversation with these ids as its next prompt, `[num_prompt_tokens]`; ValueError if there are none.
 
-        They are compared with the held tokens: the prompt is appended, or the row is realigned or forked.
+        The prompt is compared with the held tokens: it is appended, or the row is realigned or forked.
         """
         prompt_ids = list(prompt_ids)
         if not prompt_ids:

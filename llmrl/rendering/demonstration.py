@@ -1,4 +1,4 @@
-"""Conversations of others, as if the policy had: what supervised training learns from."""
+"""Conversion of given conversations into rollouts, for supervised training."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ _FOLLOWING: Message = {"role": "user", "content": "a"}
 def demonstrate(
     renderer: Renderer, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None, mode: Mode = "auto"
 ) -> Conversation:
-    """Return the conversation in which the policy says what the assistant says here: its rows are those of a rollout.
+    """Return a `Conversation` in which the given assistant messages are the policy's completions.
 
-    Each of the assistant's messages is a turn: what the template writes for it after its prompt, to the token that ends
-    the turn, is trained, and nothing else is. A message with `"weight": 0` is context. Where a template shows earlier
-    turns otherwise, each turn is trained as it would be sampled, in a row of its own. No token was sampled: their
-    log-probs are NaN and their version is -1.
+    Each assistant message is a turn: the text that the template writes for it, up to the end-of-turn token, is
+    trained. A message with `"weight": 0` is context. If a template renders earlier turns differently, each turn has
+    its own row, as if sampled. Log-probs are NaN and versions -1.
 
     Args:
         renderer: renderer of the model.
         messages: messages of the conversation.
-        tools: that its prompts show.
-        mode: see `Conversation`.
+        tools: tools that the prompts show.
+        mode: mode of `Conversation`.
 
-    Raises TypeError or ValueError if a message is malformed, or none is there to be trained, and RenderingError if the
-    template refuses the messages, or what it writes for one is not what a model that says it samples, or does not
-    read back as that message.
+    Raises TypeError or ValueError if a message is malformed or none is trained, and RenderingError if the template
+    refuses the messages, or its text for an answer cannot be a completion or does not parse to the same message.
 
     Example:
         >>> conversation = demonstrate(renderer, [                                     # doctest: +SKIP
@@ -70,7 +68,7 @@ def demonstrate(
 
 
 def _with_split_thoughts(message: Message, thoughts: ThoughtMarks | None) -> Message:
-    """Return a message with thoughts in its content, as many data sets write them, with these apart."""
+    """Return the message with reasoning moved from its content to `reasoning_content`."""
     if message.get("reasoning_content") or message.get("content") is None or thoughts is None:
         return message
     reasoning, content = thoughts.split(text_of(message["content"]))
@@ -84,12 +82,12 @@ def _completion_ids(
     prompt_ids: Sequence[int],
     tools: Sequence[ToolSchema] | None,
 ) -> list[int]:
-    """Return what a model samples that says `messages[place]`, as the template writes it after its prompt."""
+    """Return the ids that a model would sample for `messages[place]`, as the template writes it."""
     prompt = renderer.render(messages[:place], tools=tools, add_generation_prompt=True)
     written = renderer.render(messages[: place + 1], tools=tools)
     num_equal = common_prefix_length(prompt, written)
     answer = written[num_equal:]
-    if num_equal < len(prompt):  # the end of the prompt and the answer's beginning may be one token
+    if num_equal < len(prompt):  # the prompt's end and the answer's start may be merged into one token
         lead = renderer.decode(prompt[num_equal:])
         text = renderer.decode(answer)
         said = said_after(lead, text, renderer.thought_marks)
@@ -102,7 +100,7 @@ def _completion_ids(
             )
         answer = renderer.encode(said)
     end = _end_of_turn(renderer, answer)
-    if end is None:  # what opens the next role's turn ends it, and is sampled, too
+    if end is None:  # the token that opens the next role's turn ends this one and is sampled
         new = list(takewhile(lambda message: message["role"] != "assistant", messages[place + 1 :])) or [_FOLLOWING]
         named = name_results([messages[place], *new])[1:]
         answer += renderer.bridge([*prompt_ids, *answer], named, tools=tools)

@@ -1,4 +1,4 @@
-"""Finding out, by rendering short conversations, how a chat template behaves."""
+"""Detection of a chat template's behaviour by rendering short conversations."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NEXT_USER: Message = {"role": "user", "content": "b"}
 PLAIN_ANSWER: Message = {"role": "assistant", "content": ANSWER}
 _TOOL_RESULT: Message = {"role": "tool", "name": _TOOL_NAME, "content": RESULT, "tool_call_id": "call00000"}
 _ORPHAN_RESULT: Message = {"role": "tool", "content": RESULT}
-# What a call is to be read back with: a text that looks like a number, one that some formats escape, and the mark,
-# which comes last, also in the alphabet, by which some templates order them.
+# Arguments that a parsed call must reproduce: a text that looks like a number, one that some formats escape, and the
+# mark, which must be last, also alphabetically, since some templates sort arguments.
 _ARGUMENTS = {"code": "90210", "path": "C:\\new", "value": ANSWER}
 TOOL: ToolSchema = {
     "type": "function",
@@ -45,7 +45,7 @@ TOOL: ToolSchema = {
 
 
 def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Arguments | None = None) -> Message:
-    """Return an assistant's message that calls these functions, the mark in each call's arguments."""
+    """Return an assistant message that calls these functions, with the mark in each call's arguments."""
     arguments = {"value": ANSWER} if arguments is None else arguments
     return {
         "role": "assistant",
@@ -64,7 +64,7 @@ def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Argum
 def chat_features(
     messages: Iterable[Message], tools: Sequence[ToolSchema] | None, thoughts: ThoughtMarks | None
 ) -> frozenset[str]:
-    """Return what of a conversation makes some templates rewrite its earlier turns.
+    """Return the features of a conversation that make some templates rewrite earlier turns.
 
     Example:
         >>> answer = {"role": "assistant", "content": "", "reasoning_content": "r"}
@@ -87,24 +87,24 @@ def chat_features(
 
 @dataclass
 class TemplateProbe:
-    """Asks a template questions; an answer that later ones need is given to the next probe."""
+    """Detects properties of a template; later probes receive the answers that they need."""
 
     writer: TemplateWriter
     shows_parallel_calls: bool = False
-    """Whether the template writes several calls of one message."""
+    """Whether the template writes several calls in one message."""
     answer_ending: Ending | None = None
-    """How a plain answer ends when the user speaks next."""
+    """Ending of a plain answer before a user message."""
     _endings: dict[tuple[bool, str], Ending | None] = field(default_factory=dict, init=False)
 
     @property
     def thoughts(self) -> ThoughtMarks | None:
-        """What stands around reasoning; None where that is not known."""
+        """Marks around reasoning; None if unknown."""
         return self.writer.answer_format.thoughts
 
     def text(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None, is_prompt: bool = True
     ) -> str | None:
-        """Return what the template writes; None if it refuses."""
+        """Return the rendered text; None if the template refuses."""
         try:
             return self.writer.write(messages, tools=tools, is_prompt=is_prompt)
         except SlowTemplateError:
@@ -113,7 +113,7 @@ class TemplateProbe:
             return None
 
     def are_arguments_text(self) -> bool:
-        """Return whether the template wants a call's arguments as JSON text, refusing a dict."""
+        """Return whether the template requires a call's arguments as JSON text instead of a dict."""
         chats = [[USER, calling(), *more] for more in ([_TOOL_RESULT], [NEXT_USER])]
         if any(self.text(chat, tools=[TOOL]) is not None for chat in chats):
             return False
@@ -121,12 +121,12 @@ class TemplateProbe:
         return any(as_text.text(chat, tools=[TOOL]) is not None for chat in chats)
 
     def are_tools_shown(self) -> bool:
-        """Return whether the schema of a tool reaches the prompt."""
+        """Return whether prompts contain the schema of a tool."""
         text = self.text([USER], tools=[TOOL])
         return text is not None and _TOOL_NAME in text
 
     def is_system_known(self) -> bool:
-        """Return whether the template takes a system message."""
+        """Return whether the template accepts a system message."""
         return self.text([SYSTEM, USER]) is not None
 
     def are_calls_shown(self) -> bool:
@@ -135,9 +135,9 @@ class TemplateProbe:
         return any(text is not None and ANSWER in text for text in texts)
 
     def result_role(self) -> str | None:
-        """Return the role that the template writes a tool's result under, None if it knows no such role."""
+        """Return the role of tool results in the template; None if it has no such role."""
         added = self._added_tokens()
-        # A template may write whatever role it is given; a role that has a token of its own is the one it was made for.
+        # Some templates write any role; prefer a role with its own token.
         for role in sorted(TOOL_ROLES, key=lambda role: f"<|{role}|>" not in added):
             is_named = role == "tool" or re.search(rf"\b{role}\b", self.writer.chat_template) is not None
             probe = TemplateProbe(replace(self.writer, result_role=role))
@@ -146,21 +146,21 @@ class TemplateProbe:
         return None
 
     def are_orphans_shown(self) -> bool:
-        """Return whether a tool's result is written after an answer without calls, too."""
+        """Return whether a tool result is also written after an answer without calls."""
         return self._after_mark(PLAIN_ANSWER, _ORPHAN_RESULT) is not None
 
     def are_result_names_written(self) -> bool:
-        """Return whether the name of its function is written with a tool's result."""
+        """Return whether a tool result is written with the name of its function."""
         after = self._after_mark(calling(), _TOOL_RESULT)
         return after is not None and _TOOL_NAME in after
 
     def are_parallel_calls_shown(self) -> bool:
-        """Return whether two calls of one message are both rendered."""
+        """Return whether two calls in one message are both rendered."""
         text = self.text([USER, calling("f", "g"), _TOOL_RESULT])
         return text is not None and text.count(ANSWER) == 2
 
     def _after_mark(self, answer: Message, following: Message) -> str | None:
-        """Return what is written between an assistant's message and the next; None unless that one follows there."""
+        """Return the text between an assistant message and the next; None if the next is not written there."""
         text = self.text([USER, answer, following])
         if text is None or ANSWER not in text:
             return None
@@ -169,14 +169,13 @@ class TemplateProbe:
         return after if content in after else None
 
     def generation_prompt(self) -> str:
-        """Return a prompt; raises RenderingError if the template refuses a single user message."""
+        """Return the prompt of one user message; raises RenderingError if the template refuses it."""
         return self.writer.write([USER], is_prompt=True)
 
     def find_answer_ending(self) -> Ending:
-        """Return how a plain answer ends when the user speaks next.
+        """Return the ending of a plain answer before a user message.
 
-        Raises RenderingError if no token ends it, so that turns cannot be told apart exactly, or if that token also
-        stands within a turn.
+        Raises RenderingError if no token ends the answer, or if the same token also occurs within a turn.
         """
         after = self.writer.write([USER, PLAIN_ANSWER, NEXT_USER], is_prompt=True)
         if ANSWER not in after:
@@ -193,7 +192,7 @@ class TemplateProbe:
         return ending
 
     def turn_marks(self) -> set[str]:
-        """Return the added tokens that begin or end turns, or a tool's result, whether called special or not."""
+        """Return the added tokens, special or not, around turns and tool results."""
         frames = [self._after_mark(PLAIN_ANSWER, NEXT_USER), self._after_mark(calling(), _TOOL_RESULT)]
         endings = [self.ending(is_call=False, role="user"), self.ending(is_call=True, role="tool")]
         text = "".join(
@@ -206,7 +205,7 @@ class TemplateProbe:
         return {token for token in self._added_tokens() if token in text} - is_of_thoughts
 
     def _check_turn_is_one_message(self, end: str) -> None:
-        """Refuse formats with turns of several messages, reasoning and answer, each ended alike (harmony)."""
+        """Raise RenderingError if reasoning and answer are separate messages with the same end token (harmony)."""
         for key in ("reasoning_content", "reasoning", "thinking"):
             text = self.text([USER, {**PLAIN_ANSWER, key: REASONING}], is_prompt=False) or ""
             _, found, after = text.partition(REASONING)
@@ -221,9 +220,9 @@ class TemplateProbe:
                 )
 
     def ending(self, *, is_call: bool, role: str) -> Ending | None:
-        """Return how an answer, or a message that calls functions, ends when `role` speaks next.
+        """Return the ending of an answer, or of a message with calls, before a message of `role`.
 
-        None where the template does not write such a conversation, or no added token ends the turn there.
+        None if the template does not write such a conversation, or no added token ends the turn.
         """
         key = (is_call, "tool" if role in TOOL_ROLES else role)
         if key not in self._endings:
@@ -244,7 +243,7 @@ class TemplateProbe:
         before, _, after = text.rpartition(ANSWER)
         if following["content"] not in after:
             return None
-        # The user's content is one letter, and may stand in the text between.
+        # The user's content is one letter, which may also occur in the text between.
         find = after.rindex if role == "user" else after.index
         between = after[: find(following["content"])]
         tokenizer = self.writer.tokenizer
@@ -257,7 +256,7 @@ class TemplateProbe:
             end_of_text = {tokenizer.eos_token: tokenizer.eos_token_id}
         candidates = [end_of_text, self._added_tokens()]
         if is_call:
-            # Marks that close a call may be added tokens too: the ending is none that stands between two calls.
+            # Marks that close a call may be added tokens, too; a token between two calls is not the ending.
             within = before[before.find(ANSWER) :] if ANSWER in before else ""
             known = {}
             if self.answer_ending is not None:
@@ -282,7 +281,7 @@ class TemplateProbe:
 
     @staticmethod
     def _first_token(text: str, tokens: dict[str, int]) -> tuple[int, int] | None:
-        """Return the offset and id of the token that starts first in a text, the longest where several do."""
+        """Return offset and id of the first token in a text; the longest if several start there."""
         found = [(text.find(token), -len(token), token_id) for token, token_id in tokens.items() if token in text]
         if not found:
             return None
@@ -290,7 +289,7 @@ class TemplateProbe:
         return offset, token_id
 
     def rewriting_features(self) -> frozenset[frozenset[str]]:
-        """Return the sets of `chat_features` with which some turn is rendered differently once others follow it."""
+        """Return the sets of `chat_features` for which later turns change the rendering of an earlier one."""
         return frozenset(
             chat_features([*asked, answer], tools, self.thoughts)
             for tools, asked, answer, following in self._turns()
@@ -327,16 +326,16 @@ class TemplateProbe:
         return False
 
     def _comparable(self, text: str | None) -> str | None:
-        """Return a rendering without empty reasoning blocks, which say nothing wherever a template writes them."""
+        """Return a rendering without empty reasoning blocks."""
         thoughts = self.thoughts
         return text if text is None or thoughts is None else thoughts.without_empty(text)
 
     def written_call(self, name: str, arguments: Arguments, *, num_calls: int = 1) -> str | None:
-        """Return what the template writes for a message that calls a function, from the prompt's end to the turn's.
+        """Return the template's text for a message with calls, from the prompt's end to the end of the turn.
 
-        The mark must be the last argument. None where it writes no such message.
+        The mark must be the last argument. None if the template does not write such a message.
         """
-        # Some templates write a call's id in place of its name.
+        # Some templates write a call's id instead of its name.
         ids = [f"functions.{name}:{index}" for index in range(num_calls)]
         written = (self._written_call(name, arguments, num_calls, each) for each in (None, ids))
         return next((text for text in written if text is not None and name in text), None)
@@ -352,13 +351,13 @@ class TemplateProbe:
                 continue
             start = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
             if start < len(prompt):
-                # The prompt opens something that this turn has not, reasoning say: go back to where that began.
+                # The prompt opens a block that the turn lacks, such as reasoning: return to the start of that block.
                 start = max((text.rfind(mark, 0, start) + 1 for mark in "\n>]"), default=0)
             return text[start : text.rindex(ANSWER) + len(ANSWER) + ending.offset]
         return None
 
     def is_call_read(self, parser: ToolCallParser) -> bool:
-        """Return whether a parser reads what the template writes for calls, parallel ones where it writes these."""
+        """Return whether a parser reads the template's calls, including parallel ones if it writes them."""
         num_calls = 2 if self.shows_parallel_calls else 1
         text = self.written_call(_TOOL_NAME, _ARGUMENTS, num_calls=num_calls)
         if text is None:

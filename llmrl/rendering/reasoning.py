@@ -1,4 +1,4 @@
-"""Splitting a completion into reasoning and answer."""
+"""Separation of reasoning and answer in a completion."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from llmrl.data import text_of
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """What a model writes before and after its reasoning."""
+    """Text that a model writes before and after its reasoning."""
 
     opening: str = "<think>"
     closing: str = "</think>"
 
     def split(self, text: str, *, is_open: bool = False) -> tuple[str | None, str]:
-        r"""Return the reasoning (None when there is none) and the rest of a completion's text.
+        r"""Return the reasoning, None if there is none, and the rest of a completion's text.
 
-        Args:
-            text: as sampled.
-            is_open: whether the prompt already opened the reasoning, so that the text starts inside it.
+        `is_open` means that the prompt opened the reasoning, so the text starts within it.
 
         Example:
             >>> marks = ThoughtMarks()
@@ -37,11 +35,11 @@ class ThoughtMarks:
         return reasoning.strip("\n"), rest.lstrip("\n") if closing else ""
 
     def is_open_at_end(self, prompt: str) -> bool:
-        """Return whether a prompt ends with reasoning that it has opened."""
+        """Return whether a prompt ends with the opening mark of reasoning."""
         return prompt.rstrip().endswith(self.opening)
 
     def without_empty(self, text: str) -> str:
-        r"""Return a text without its empty reasoning blocks, of which some templates write the closing mark alone.
+        r"""Return a text without its empty reasoning blocks, some of which only have the closing mark.
 
         Example:
             >>> ThoughtMarks().without_empty("a <think>\n\n</think>\n\nb </think>c <think>d</think>e")
@@ -53,17 +51,16 @@ class ThoughtMarks:
         return re.sub(rf"({held})|(?:{opening}\s*)?{closing}\s*", r"\1", text, flags=re.DOTALL)
 
     def without_empty_first(self, text: str) -> str:
-        """Return a text without the empty reasoning block with which it begins."""
+        """Return a text without an empty reasoning block at its start."""
         opening = re.escape(self.opening)
         closing = re.escape(self.closing)
         return re.sub(rf"\A\s*(?:{opening}\s*)?{closing}\s*", "", text)
 
 
 def said_after(lead: str, text: str, thoughts: ThoughtMarks | None) -> str | None:
-    r"""Return what was said after a prompt's end `lead`, where the template writes the answer's turn as `text`.
+    r"""Return the text sampled after a prompt's end `lead`, given the template's `text` of the answer's turn.
 
-    An empty reasoning block says nothing, whether the prompt has it, or the answer, and however it is spelled:
-    templates that ask without reasoning drop it later. None where the template writes something else than the prompt.
+    Empty reasoning blocks are ignored in both. None if the template's text does not continue the prompt.
 
     Example:
         >>> thoughts = ThoughtMarks()
@@ -84,25 +81,25 @@ def said_after(lead: str, text: str, thoughts: ThoughtMarks | None) -> str | Non
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What stands around an answer and around reasoning, and how a message hands its reasoning to the template."""
+    """Text around answers and reasoning, and the message field for reasoning."""
 
     thoughts: ThoughtMarks | None
-    """None where the template knows no reasoning."""
+    """None if the template has no reasoning."""
     field: str
-    """The template's own name of `reasoning_content`; with a `.` in front that of a part of the content."""
+    """Template's name for `reasoning_content`; a leading `.` means a part of the content."""
     opening: str
-    """What is sampled before an answer."""
+    """Sampled text before an answer."""
     closing: str
-    """What is sampled between an answer and the end of its turn."""
+    """Sampled text between an answer and the end of its turn."""
 
     def written(self, message: Mapping[str, object]) -> dict[str, object]:
-        """Return a message with its reasoning where the template reads it."""
+        """Return a message with its reasoning in the field that the template reads."""
         written = dict(message)
         reasoning = written.get("reasoning_content")
         content = text_of(written.get("content"))
         if written["role"] != "assistant" or self.field == "reasoning_content":
             return written
-        if self.field == ".thoughts":  # such a template takes one answer as text only where it takes all so
+        if self.field == ".thoughts":  # such a template requires all answers in the same form
             thoughts = [{"type": "thoughts", "text": reasoning}] if reasoning else []
             answer = [{"type": "response", "text": content}] if content else []
             written["content"] = {"blocks": [*thoughts, *answer]}
@@ -115,7 +112,7 @@ class AnswerFormat:
         return written
 
     def said(self, text: str) -> str:
-        """Return the answer in a text that was sampled, without what stands around it.
+        """Return the answer in a sampled text, without the text around it.
 
         Example:
             >>> AnswerFormat(None, "", "<|START_RESPONSE|>", "<|END_RESPONSE|>").said("<|START_RESPONSE|>four")
@@ -123,7 +120,7 @@ class AnswerFormat:
         """
         opening = self.opening.strip()
         closing = self.closing.strip()
-        if opening.endswith((">", "]")) and text.lstrip().startswith(opening):  # a tag, whatever white space is there
+        if opening.endswith((">", "]")) and text.lstrip().startswith(opening):  # a tag, with any white space around it
             text = text.lstrip().removeprefix(opening)
         else:
             text = text.removeprefix(self.opening)
@@ -133,4 +130,4 @@ class AnswerFormat:
 
 
 NO_MARKS = AnswerFormat(None, "reasoning_content", "", "")
-"""Of a template before it is asked."""
+"""Format before the template is probed."""

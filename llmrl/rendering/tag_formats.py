@@ -1,4 +1,4 @@
-"""Formats of tool calls with arguments between tags, one by one, most of them as bare text."""
+"""Parsers of tool calls with each argument between tags, mostly as bare text."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from llmrl.rendering.tool_calls import (
 
 
 class _Tags:
-    """Calls with name and arguments between tags, values as bare text.
+    """Patterns of calls with name and arguments between tags.
 
     Args:
-        begin: what begins a call, its name in the group `name`.
-        argument: one argument, in the groups `key` and `value`; `kind`, where the format says it, is `string` or `true`
-            for a value that is text and anything else for JSON; without it the tool's schema decides.
-        end: what ends a call.
+        begin: start of a call, with its name in the group `name`.
+        argument: one argument, in the groups `key` and `value`; an optional group `kind` is `string` or `true` for
+            text and anything else for JSON. Without it the tool's schema determines the type.
+        end: end of a call.
     """
 
     def __init__(self, begin: str, argument: str, end: str) -> None:
@@ -38,10 +38,7 @@ class _Tags:
         self._begin, self._argument, self._end = (re.compile(rf"\s*{piece}", re.DOTALL) for piece in pieces)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[ToolCall]:
-        """Return the calls that a text consists of.
-
-        Raises ValueError if something else stands in it, or an argument is written twice.
-        """
+        """Return the calls in a text; raises ValueError if it has other text or a duplicate argument."""
         calls: list[ToolCall] = []
         position = 0
         while begun := self._begin.match(text, position):
@@ -70,12 +67,12 @@ class _Tags:
 
 
 def _functions(value: str) -> _Tags:
-    """Return the tags `<function=NAME>` and `<parameter=KEY>`, with a value as this pattern finds it between them."""
+    """Return the tags `<function=NAME>` and `<parameter=KEY>`, with this pattern for the value."""
     return _Tags(r"<function=(?P<name>[^>\s]+)>", rf"<parameter=(?P<key>[^>\s]+)>{value}</parameter>", r"</function>")
 
 
 def _invocations(prefix: str = "") -> _Tags:
-    """Return the tags `invoke` and `parameter`, with names as attributes, and perhaps a word before each tag's name."""
+    """Return the tags `invoke` and `parameter` with names as attributes and an optional prefix of each tag."""
     kind = r'(?: string="(?P<kind>true|false)")?'
     return _Tags(
         rf'<{prefix}invoke name="(?P<name>[^"]+)">',
@@ -93,7 +90,7 @@ _PAIRS = _Tags(
 
 @dataclass(frozen=True)
 class _Tagged:
-    """A parser of calls as `tags` reads them, one or several between two marks; not a closure, so that it pickles."""
+    """Parser of one or more calls between two marks; a class so that it can be pickled."""
 
     opening: str
     closing: str
@@ -122,7 +119,7 @@ _MAX_DEPTH = 100
 
 @register_tool_call_parser("minimax_m3")
 def parse_minimax_m3(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read calls with arguments that are elements, which nest, a mark of its own before each tag.
+    """Read calls with nested elements as arguments and a mark before each tag.
 
     Example:
         >>> written = '<tool_call><invoke name="add"><a>1</a></invoke></tool_call>'
@@ -148,7 +145,7 @@ def parse_minimax_m3(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls
 def _read_elements(
     text: str, position: int, schema: Callable[[str], Json], depth: int = 0
 ) -> tuple[list[tuple[str, Json]], int]:
-    """Return the elements that stand at a place, and where they end; `schema` says what the value of a key is."""
+    """Return the elements at a position and their end; `schema` returns the schema of a key's value."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"at most {_MAX_DEPTH} elements may stand in each other")
     elements: list[tuple[str, Json]] = []
@@ -180,7 +177,7 @@ def _empty_or_read(text: str, schema: Json) -> Json:
 
 
 def _schema_within(schema: Json, key: str) -> Json:
-    """Return the schema of a child element: of an array's item, or of an object's property."""
+    """Return the schema of a child element: an array's item or an object's property."""
     if not isinstance(schema, Mapping):
         return None
     properties = schema.get("properties")
@@ -190,7 +187,7 @@ def _schema_within(schema: Json, key: str) -> Json:
 
 
 def _after(closing: str, text: str, position: int) -> int:
-    """Return where the text goes on after a tag that must stand here, white space aside."""
+    """Return the position after a required closing tag, which white space may precede."""
     rest = text[position:].lstrip() if position >= 0 else ""
     if not rest.startswith(closing):
         raise ValueError(f"{closing} is expected at {rest!r:.60}")

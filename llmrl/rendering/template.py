@@ -1,4 +1,4 @@
-"""`TemplateRenderer`: any Hugging Face chat template, incremental by rendering a delta after a fixed base."""
+"""`TemplateRenderer`: renders with any Hugging Face chat template, whole or as a delta."""
 
 from __future__ import annotations
 
@@ -33,42 +33,40 @@ from llmrl.rendering.writer import TemplateWriter
 
 _CARRY_RESULTS = "; or carry results as the user's messages: TemplateRenderer(tokenizer, tool_results='user')."
 
-# Tokens of a prompt in which the mark that opens reasoning ends it.
+# Number of last tokens of a prompt in which the opening mark of reasoning is searched.
 _NUM_END_TOKENS = 32
 
-# A few megabytes.
+# Limits the cache to a few megabytes.
 _NUM_REMEMBERED_TURNS = 4096
 
 
 class TemplateRenderer:
-    """Renders with a chat template, whole or as a delta that costs the new messages alone.
+    """Renders with a chat template, either whole or as a delta that costs only the new messages.
 
-    A delta is what the template writes after the answer of a short fixed conversation when the new messages follow
-    it, from the end-of-turn token on: special tokens are boundaries of tokenization, so the delta's ids are those of
-    the full rendering. At construction the template is probed: its end-of-turn token is found, `is_history_rewritten`
-    is set, and a template for which the delta is not exact is refused.
+    A delta is rendered after the answer of a short fixed conversation, from the end-of-turn token on; special tokens
+    are tokenization boundaries, so its ids are those of the full rendering. The constructor probes the template and
+    refuses one for which deltas are not exact.
 
-    A template that does not show tools gets them through the system message (the first message where it knows no
-    system role), with an example of a call (`is_tool_prompt_added`): as the template itself writes calls, or in the
-    Hermes convention where it writes none. So they are never dropped silently. A template that shows tools
-    but writes calls that no parser reads is refused where tools are used (`check_tools`).
+    If the template does not show tools, the system message (or the first message) shows them with an example call
+    (`is_tool_prompt_added`), in the template's own format or Hermes's. If it shows tools but no parser reads its
+    calls, tools are refused (`check_tools`).
 
     Args:
-        tokenizer: tokenizer of Hugging Face.
-        chat_template: Jinja text; the tokenizer's own by default.
-        tool_parser: name of a tool-call parser; `auto` takes the one that reads what the template writes for a call;
-            `none` where no tools are used.
-        tool_results: `tool` writes results as messages of the template's role for them; `user` as messages of the
-            user, for templates that have no such role (Gemma, Cohere's Command R).
-        reasoning_parser: `auto` takes what the template writes around reasoning for its marks; `think` takes `<think>`
-            and `</think>`, and `none` takes nothing for reasoning.
-        template_kwargs: variables that the template reads, such as `enable_thinking`.
+        tokenizer: a Hugging Face tokenizer.
+        chat_template: Jinja text; the tokenizer's by default.
+        tool_parser: name of a tool-call parser; `auto` selects the one that reads the template's calls, `none`
+            disables tools.
+        tool_results: `tool` writes results under the template's role for them, `user` as user messages, for templates
+            without such a role (Gemma, Cohere's Command R).
+        reasoning_parser: `auto` detects the template's reasoning marks, `think` uses `<think>` and `</think>`, `none`
+            does not separate reasoning.
+        template_kwargs: variables of the template, such as `enable_thinking`.
 
     Raises:
-        RenderingError: without a template, or for one that cannot be rendered exactly, or when the named parser
-            does not read its calls, or its marks of reasoning are not found.
-        TypeError: for a template variable that the template does not read.
-        ValueError: for an unknown parser.
+        RenderingError: if there is no template, it cannot be rendered exactly, the named parser does not read its
+            calls, or its reasoning marks are not found.
+        TypeError: if the template does not read a variable.
+        ValueError: if a parser is unknown.
     """
 
     def __init__(
@@ -91,8 +89,8 @@ class TemplateRenderer:
         for name in template_kwargs:
             if not re.search(rf"\b{re.escape(name)}\b", self.chat_template):
                 raise TypeError(f"template_kwargs has {name!r}, which the chat template does not read.")
-        self.content_marks = ContentMarks(tokenizer)  # splits special tokens in contents
-        # Words of a message that switch reasoning on or off in all prompts that follow.
+        self.content_marks = ContentMarks(tokenizer)  # keeps special tokens in contents as plain text
+        # Words in a message that switch reasoning on or off in all later prompts.
         self._switches = sorted(set(re.findall(r"(?<=['\"])/(?:no_)?think\b", self.chat_template)))
         self._turn_ids: dict[str, list[int]] = {}
         self._probe_messages(TemplateWriter(tokenizer, self.chat_template, template_kwargs), tool_results)
@@ -101,7 +99,7 @@ class TemplateRenderer:
         self.content_marks = ContentMarks(tokenizer, [ANSWER, *self._probe.turn_marks()])
 
     def _probe_messages(self, writer: TemplateWriter, tool_results: str) -> None:
-        """Find out which messages the template knows."""
+        """Detect which messages the template supports."""
         writer = replace(writer, are_arguments_text=TemplateProbe(writer).are_arguments_text())
         writer = replace(writer, is_tool_prompt_added=not TemplateProbe(writer).are_tools_shown())
         probe = TemplateProbe(writer)
@@ -124,7 +122,7 @@ class TemplateRenderer:
         self._probe = TemplateProbe(writer, shows_parallel_calls=probe.are_parallel_calls_shown())
 
     def _probe_turns(self, reasoning_parser: str) -> None:
-        """Find out how turns end, what stands around answers, and whether deltas are exact."""
+        """Detect the ends of turns and the text around answers, and check that deltas are exact."""
         prompt = self._probe.generation_prompt()
         ending = self._answer_ending = self._probe.find_answer_ending()
         answer_format = find_answer_format(self.writer, ending, reasoning_parser)
@@ -143,7 +141,7 @@ class TemplateRenderer:
         self._check_bridge(is_system_moved=frozenset({"system"}) in self._rewriting_features)
 
     def _choose_tool_format(self, tool_parser: str) -> None:
-        """Find out how calls are read and written, and whether deltas with tool results are exact."""
+        """Detect how calls are read and written, and check that deltas with tool results are exact."""
         try:
             tool_format = choose_tool_format(self._probe, tool_parser)
         except RenderingError as error:
@@ -170,7 +168,7 @@ class TemplateRenderer:
                 self._know(tool_fault=str(error).rstrip(".") + _CARRY_RESULTS)
 
     def _know(self, **found: Any) -> None:
-        """Note what was found out of the template; endings are probed again."""
+        """Store detected properties of the template; endings are probed again."""
         self._probe = replace(self._probe, writer=replace(self.writer, **found))
 
     @property
@@ -180,16 +178,16 @@ class TemplateRenderer:
 
     @property
     def tool_fault(self) -> str:
-        """Why conversations with tools cannot be rendered; empty when they can."""
+        """Why conversations with tools cannot be rendered; empty if they can."""
         return self.writer.tool_fault
 
     @property
     def is_tool_prompt_added(self) -> bool:
-        """Whether tools are shown by a prompt of ours, since the template shows none."""
+        """Whether llmrl adds a prompt with the tools, because the template does not show them."""
         return self.writer.is_tool_prompt_added
 
     def check_tools(self) -> None:
-        """Raises RenderingError if conversations with tools cannot be rendered; says what to do."""
+        """Raise RenderingError, with a remedy, if conversations with tools cannot be rendered."""
         self.writer.check_tools()
 
     @classmethod
@@ -206,9 +204,8 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Return the token ids of the whole conversation, `[num_tokens]`.
-
-        Raises RenderingError if the template refuses the messages.
+        """Return the token ids of the whole conversation, `[num_tokens]`; raises RenderingError if the template refuses
+        it.
         """
         mark, messages, tools = self.content_marks.mark(messages, tools)
         text = self.writer.write(messages, tools=tools, is_prompt=add_generation_prompt)
@@ -225,10 +222,9 @@ class TemplateRenderer:
         return self.writer.write(messages, tools=tools, is_prompt=add_generation_prompt)
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
-        """Return whether some turn of this conversation may be rendered differently once others follow.
+        """Return whether later turns may change the rendering of an earlier turn in this conversation.
 
-        A template that drops earlier reasoning rewrites nothing where there is none, nor one that moves the tools'
-        schemas where there are none: those conversations need no comparison.
+        A template that drops earlier reasoning, for example, rewrites only conversations with reasoning.
         """
         new = list(takewhile(lambda message: message["role"] != "assistant", reversed(messages)))
         if len(new) < len(messages) and self._roles_written_elsewhere(new):
@@ -249,41 +245,40 @@ class TemplateRenderer:
         *,
         tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
-        """Return what to append after `token_ids`, which end with a completion as sampled, to ask for the next one.
+        """Return the ids to append after `token_ids`, which end with a sampled completion, to prompt the next one.
 
-        The end-of-turn token is added where the completion was cut, the template's text between turns exactly once.
-
-        Raises RenderingError if the template refuses the messages.
+        The end-of-turn token is added if the completion lacks it. Raises RenderingError if the template refuses the
+        messages.
         """
         if elsewhere := self._roles_written_elsewhere(new_messages):
             raise RenderingError(
                 f"The chat template writes messages of role {elsewhere} elsewhere than after an answer, or not at all."
             )
         if self.is_tool_prompt_added:
-            tools = None  # they stand in the system message, which the base has not
+            tools = None  # the system message has them, and the base has no system message
         mark, new_messages, tools = self.content_marks.mark(new_messages, tools)
         base, ending, end_ids = self._base(new_messages)
         text = self.writer.write([*base, *new_messages], tools=tools, is_prompt=True)
         start = text.rindex(ANSWER) + len(ANSWER) + ending.offset
         delta = self.content_marks.encode(text[start:], mark) if mark else self.encode(text[start:])
-        # The longest part of the text between turns that is already there, from an end-of-turn token on.
+        # Skip the longest part of the text between turns that `token_ids` already end with, from an end-of-turn token on.
         for count in range(min(len(delta), len(token_ids), 4), 0, -1):
             tail = list(token_ids[len(token_ids) - count :])
             if tail[0] in end_ids and tail[1:] == delta[1:count]:
                 return delta[count:]
         lead_ids = list(ending.lead_ids)
-        if lead_ids and list(token_ids[-len(lead_ids) :]) == lead_ids:  # all but the end of the turn is there
+        if lead_ids and list(token_ids[-len(lead_ids) :]) == lead_ids:  # only the end-of-turn token is missing
             return delta
         return [*lead_ids, *delta]
 
     def _base(self, new_messages: Sequence[Message]) -> tuple[list[Message], Ending, frozenset[int]]:
-        """Return the conversation that new messages are rendered after, its ending, and the tokens that may be that.
+        """Return the conversation before the new messages, its ending, and the tokens that may end it.
 
-        These are what the template ends an answer or a call with when the same role follows: where turns end with
-        what opens the next role's, the token of another role does not.
+        Only tokens before the same role count: in templates without end-of-turn tokens, a turn ends with the token
+        that opens the next role's turn.
         """
         results = list(takewhile(lambda message: message["role"] in TOOL_ROLES, new_messages))
-        # A result without name and id tells that a call could not be read: it answers none.
+        # A result without name and id reports a malformed call, so it answers no call.
         answers = [result for result in results if result.get("name") or result.get("tool_call_id")]
         is_carried = self.writer.are_results_carried or (not answers and self.writer.are_orphans_carried)
         role = new_messages[0]["role"] if new_messages else "user"
@@ -304,7 +299,8 @@ class TemplateRenderer:
         return [USER, PLAIN_ANSWER], endings[False] or self._answer_ending, end_ids
 
     def _roles_written_elsewhere(self, messages: Iterable[Message]) -> list[str]:
-        """Return the roles of messages that the template does not write after an answer (some hoist system ones)."""
+        """Return the roles that the template does not write after an answer (some move system messages to the front).
+        """
         roles = {message["role"] for message in messages} - {"user", *TOOL_ROLES}
         return sorted(role for role in roles if self._probe.ending(is_call=False, role=role) is None)
 
@@ -315,11 +311,10 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> ParsedCompletion:
-        """Read sampled tokens as an assistant message; never raises.
+        """Return sampled tokens as an assistant message; never raises.
 
-        `tools` say what type an argument has; whether a named tool exists is for the caller that executes it to say.
-        `prompt_ids` are what the tokens were sampled after, or the end of that, and say whether they begin within
-        reasoning; without them they begin as after a conversation of one message.
+        `tools` only provide argument types; names of tools are not checked. `prompt_ids`, the prompt or its last
+        tokens, show whether the completion starts within reasoning; the default is that of a prompt with one message.
         """
         ids = list(completion_ids)
         is_complete = bool(ids) and ids[-1] in self._end_ids
@@ -332,7 +327,7 @@ class TemplateRenderer:
             reasoning, text = self.thought_marks.split(text, is_open=is_open)
         try:
             calls = self._parse_calls(text, tools or ())
-        except Exception as error:  # a registered parser of someone else's
+        except Exception as error:  # a user's registered parser may raise any exception
             failure = MalformedToolCall(text, f"{type(error).__name__}: {error}")
             message = {"role": "assistant", "content": text}
             return ParsedCompletion(message, is_complete, (failure,))
@@ -348,11 +343,11 @@ class TemplateRenderer:
         return self.writer.encode(text)
 
     def encode_turns(self, text: str, mark: str = "") -> list[int]:
-        """Encode turn by turn, since most were rendered before; `mark` is in special tokens of `ContentMarks`."""
+        """Encode a text turn by turn with a cache; `mark` is the mark in special tokens of `ContentMarks`."""
         if mark:
             return self.content_marks.encode(text, mark)
         token_ids: list[int] = []
-        # A piece begins with the token before it: some tokenizers read the beginning of a text otherwise.
+        # A piece includes the end-of-turn token before it, since some tokenizers encode the start of a text differently.
         first, *pieces = text.split(self._end_text)
         *turns, rest = [first, *(self._end_text + piece for piece in pieces)]
         for turn in turns:
@@ -373,12 +368,9 @@ class TemplateRenderer:
         return self.writer.decode(token_ids)
 
     def _check_bridge(self, *, is_system_moved: bool) -> None:
-        """Compare deltas with full renderings after longer conversations than the fixed base.
+        """Raise RenderingError if deltas differ from full renderings after longer conversations than the fixed base.
 
-        Args:
-            is_system_moved: leave out conversations with a system message, since later turns move it.
-
-        Raises RenderingError if they differ.
+        `is_system_moved` skips conversations with a system message, since later turns move it.
         """
         self._check_deltas(
             [
@@ -390,7 +382,7 @@ class TemplateRenderer:
         )
 
     def _check_tool_bridge(self) -> None:
-        """Compare them after conversations with tool calls; raises RenderingError if they differ."""
+        """Raise RenderingError if deltas differ from full renderings after tool calls."""
         called = [USER, calling("f"), {"role": "tool", "name": "f", "content": "r", "tool_call_id": "call00000"}]
         asked = [calling("g", call_ids=["call00007"])]
         self._check_deltas([[*called, {"role": "assistant", "content": "c"}]], NEXT_USER)

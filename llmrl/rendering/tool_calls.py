@@ -1,4 +1,4 @@
-"""Tool calls: what a parser of them is, which there are, and what all of their formats share."""
+"""Registry of tool-call parsers, and the functions that their formats share."""
 
 from __future__ import annotations
 
@@ -13,54 +13,51 @@ from llmrl.data import MalformedToolCall, ToolSchema
 from llmrl.data.message import encodable
 
 Json: TypeAlias = Any
-"""A value as JSON has it, whichever that is."""
+"""A JSON value."""
 
 Arguments: TypeAlias = Mapping[str, Json]
-"""A call's arguments by name."""
+"""Arguments of a call by name."""
 
 ToolCall: TypeAlias = dict[str, Json]
-"""`{"type": "function", "id"?, "function": {"name", "arguments"}}`, arguments a dict."""
+"""`{"type": "function", "id"?, "function": {"name", "arguments"}}`, with arguments as a dict."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedCalls:
-    """A text split into what is said and what is called."""
+    """Content and tool calls of a completion."""
 
     content: str
-    """The text without its well-formed calls; malformed ones stay in it, so that the history shows them."""
+    """The text without its well-formed calls; malformed calls stay in it, so the history shows them."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """`{"type": "function", "function": {"name", "arguments"}}`, arguments a dict."""
+    """`{"type": "function", "function": {"name", "arguments"}}` each, with arguments as a dict."""
     malformed: tuple[MalformedToolCall, ...] = ()
 
 
 class ToolCallParser(Protocol):
-    """Splits the text of a completion."""
+    """Protocol of parsers of a completion's text."""
 
     def __call__(self, text: str, tools: Sequence[ToolSchema] = (), /) -> ParsedCalls:
-        """Read what `text` says and calls; never raises. `tools` say what type an argument has where it does not."""
+        """Return content and calls of `text`; never raises. `tools` provide argument types that the format omits."""
         ...
 
 
 ToolCallWriter = Callable[[str, Arguments], str]
-"""Writes one call, of a name and its arguments, as the model is to write it."""
+"""Function of a name and arguments that returns a call as the model should write it."""
 
 TOOL_CALL_PARSERS: dict[str, ToolCallParser] = {}
-"""Known parsers by name."""
+"""Registered parsers by name."""
 
 TOOL_CALL_WRITERS: dict[str, ToolCallWriter] = {}
-"""Writers by their parser's name, for templates that write no calls themselves."""
+"""Writers by parser name, for templates that do not write calls."""
 
-# json.loads, ast.parse and ast.literal_eval raise these, and nothing else, on hostile text.
+# All exceptions that json.loads, ast.parse and ast.literal_eval raise on malformed text.
 UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 
 
 def register_tool_call_parser(
     name: str, *, write: ToolCallWriter | None = None
 ) -> Callable[[ToolCallParser], ToolCallParser]:
-    """Make a parser known, as a decorator, under `name`, with the writer of its format where there is one.
-
-    Raises ValueError if the name is taken.
-    """
+    """Return a decorator that registers a parser, with an optional writer; raises ValueError if the name is taken."""
 
     def register(parser: ToolCallParser) -> ToolCallParser:
         if name in TOOL_CALL_PARSERS:
@@ -74,16 +71,16 @@ def register_tool_call_parser(
 
 
 def find_tool_call_parser(name: str) -> ToolCallParser:
-    """Return the parser of that name. Raises ValueError if there is none, naming those there are."""
+    """Return the parser of that name; raises ValueError, with all names, if it is unknown."""
     if name not in TOOL_CALL_PARSERS:
         raise ValueError(f"tool_parser must be one of {sorted(TOOL_CALL_PARSERS)}, got {name!r}.")
     return TOOL_CALL_PARSERS[name]
 
 
 def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = None) -> ToolCall:
-    """Return a tool call in the chat-template convention, lone surrogates in its texts replaced: JSON may escape them.
+    """Return a tool call in the chat-template convention, with lone surrogates replaced.
 
-    Raises ValueError if an argument is no JSON value: not a number, infinite, bytes or a set.
+    Raises ValueError if an argument is not JSON, such as NaN, bytes or a set.
 
     Example:
         >>> make_tool_call("add", {"a": 1, "b": (2, 3)})
@@ -100,7 +97,7 @@ def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = Non
 
 
 def check_call(value: Json, *, default_id: str | None = None) -> ToolCall:
-    """Check a call that was written as JSON, and return it. Raises ValueError if it is none, saying what is missing."""
+    """Return a call that was written as JSON in the standard form; raises ValueError if it is malformed."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
@@ -118,12 +115,12 @@ def check_call(value: Json, *, default_id: str | None = None) -> ToolCall:
 
 
 def finish(content: str, calls: Sequence[ToolCall], malformed: Sequence[MalformedToolCall]) -> ParsedCalls:
-    """Return what was read; content beside calls loses the white space that templates put there themselves."""
+    """Return the parsed text; content next to calls is stripped of the template's white space."""
     return ParsedCalls(content.strip() if calls else content, tuple(calls), tuple(malformed))
 
 
 def read_between(text: str, opening: str, closing: str, read: Callable[[str], list[ToolCall]]) -> ParsedCalls:
-    """Return what `read` finds between each pair of marks; the rest is content. `closing` may be empty: the end."""
+    """Return the calls that `read` finds between the marks; other text is content. An empty `closing` means the end."""
     content: list[str] = []
     calls: list[ToolCall] = []
     malformed: list[MalformedToolCall] = []
@@ -146,12 +143,12 @@ def read_between(text: str, opening: str, closing: str, read: Callable[[str], li
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a call cannot be read, in words that may be shown to the model."""
+    """Return the reason of a parsing error as text for the model."""
     return f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
 
 
 def read_value(text: str, name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
-    """Read an argument that a format writes as bare text: by its schema, else as JSON where it is JSON.
+    """Return the value of an argument written as bare text, by its schema, otherwise as JSON if it is valid.
 
     Example:
         >>> properties = {"zip": {"type": "string"}}
@@ -163,13 +160,13 @@ def read_value(text: str, name: str, key: str, tools: Sequence[ToolSchema]) -> J
 
 
 def read_text(text: str, schema: Json) -> Json:
-    """Read bare text by the schema of its value, None where that is not known."""
+    """Return the value of bare text by its schema, None if unknown."""
     types = schema_types(schema)
     value: Json = text
     try:
         value = json.loads(text)
     except UNREADABLE:
-        if types - {"string"}:  # some templates write Python's values
+        if types - {"string"}:  # some templates write Python literals
             with contextlib.suppress(*UNREADABLE):
                 value = ast.literal_eval(text)
     if types and isinstance(value, str) and "string" in types:
@@ -180,7 +177,7 @@ def read_text(text: str, schema: Json) -> Json:
 
 
 def schema_of(name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
-    """Return the schema of an argument; None where the tools do not say it."""
+    """Return the schema of an argument; None if unknown."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
@@ -191,7 +188,7 @@ def schema_of(name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
 
 
 def schema_types(schema: Json) -> set[str]:
-    """Return the names of the JSON types that a schema allows; empty where it does not say."""
+    """Return the JSON types that a schema allows; empty if unspecified."""
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
@@ -219,7 +216,7 @@ def _json_types(value: Json) -> set[str]:
 
 @register_tool_call_parser("anthropic")
 def parse_anthropic(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read a text that is JSON: a list of Anthropic's blocks, or a message with them, calls as `tool_use`.
+    """Read a JSON list of Anthropic's blocks, or a message with them, with calls as `tool_use`.
 
     Example:
         >>> parse_anthropic('[{"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}]').tool_calls[0]["id"]

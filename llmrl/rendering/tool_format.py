@@ -1,4 +1,4 @@
-"""Choosing the format of a chat template's tool calls: the parser that reads what the template itself writes."""
+"""Selection of the parser that reads a chat template's tool calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmrl.rendering.tool_calls import (
     find_tool_call_parser,
 )
 
-# Marks of families with templates that show tools but leave it to the caller to write calls.
+# Marks of model families with templates that show tools but do not write calls.
 _MARKS_OF_UNWRITTEN = {
     "<|tool_list_start|>": "lfm2",
     "<|tool_call_start|>": "lfm2",
@@ -28,23 +28,22 @@ _MARKS_OF_UNWRITTEN = {
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How calls are read, and written where the template leaves that to the caller."""
+    """Parser of calls, and their writer if the template does not write calls."""
 
     name: str
-    """Of the parser."""
+    """Name of the parser."""
     parse: ToolCallParser
     write: ToolCallWriter | None
-    """Writes a call into a message's content; None where the template writes calls."""
+    """Writes a call into a message's content; None if the template writes calls."""
 
 
 def choose_tool_format(probe: TemplateProbe, tool_parser: str) -> ToolFormat:
-    """Return the format of that name, or for `auto` the one in which the template writes calls.
+    """Return the format of that name; `auto` selects the format of the template's calls.
 
-    Where it writes none, or shows no tools and writes calls in a format that nothing reads, calls are written in a
-    format of ours, which the prompt then shows.
+    If the template writes no calls, or shows no tools and writes calls that no parser reads, llmrl writes the calls.
 
-    Raises RenderingError if the template shows tools and what it writes for a call is not read, and ValueError for an
-    unknown parser, or one without a writer where calls have to be written.
+    Raises RenderingError if the template shows tools and its calls are not parsed, and ValueError if the parser is
+    unknown or lacks a required writer.
     """
     writer = probe.writer
     is_tool_prompt_added = writer.is_tool_prompt_added
