@@ -73,9 +73,6 @@ class ImportanceBound:
     - `mask`: `w` within `[floor, cap]`, otherwise 0 (IcePop, in Ring-1T, arXiv:2510.18855; for sequences: Liu et al.,
       2025, "When speed kills stability").
 
-    Raises:
-        ValueError: if the level or mode is unknown, or unless `0 <= floor < cap`, or for a floor with `truncate`.
-
     Example:
         >>> bound = ImportanceBound(2.0, floor=0.5, mode="mask")
         >>> bound.bounded(torch.tensor([-1.0, 0.0, 1.0]))

@@ -12,10 +12,7 @@ from llmrl.data.sampling_mask import SAMPLING_MASK_KEY
 
 
 def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options: object) -> list[torch.Tensor]:
-    """Return the log-probs of a batch of rows or turns, one `[num_tokens]` tensor per row; the batch is not changed.
-
-    `options` are passed to the policy, which writes the log-probs under its `log_probs_key` or the first of its
-    `out_keys`.
+    """Return the log-probs of a batch, one `[num_tokens]` tensor per row or turn; `options` are passed to the policy.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

@@ -29,12 +29,8 @@ _THINKING_VARIABLE = re.compile(r"\b(?:enable_thinking|thinking_mode)\b")
 def find_answer_format(writer: TemplateWriter, ending: Ending, reasoning_parser: str) -> AnswerFormat:
     """Return the format of answers and reasoning in a template.
 
-    Args:
-        writer: writer of the template.
-        ending: ending of a plain answer.
-        reasoning_parser: `auto` detects the reasoning marks, `think` uses `<think>` and `</think>`, `none` has none.
-
-    Raises RenderingError if the template supports reasoning but its marks are not found.
+    `ending` is that of a plain answer; for `reasoning_parser` see `TemplateRenderer`. Raises RenderingError if the
+    template supports reasoning but its marks are not found.
     """
     field = "reasoning_content"
     thoughts = None

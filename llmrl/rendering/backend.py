@@ -25,8 +25,8 @@ def make_renderer(
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        backend: `template` renders the chat template; `renderers` uses the optional package of that name; `auto` uses
-            the template if it can be rendered exactly and its calls are parsed, otherwise the package if it knows the
+        backend: `template` renders the chat template; `renderers` uses the package of that name; `auto` uses the
+            template if it can be rendered exactly and its calls are parsed, otherwise the package if it knows the
             model.
         template_arguments: arguments of `TemplateRenderer`.
 
@@ -81,10 +81,7 @@ class PackageRenderer:
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Return the token ids of the whole conversation, `[num_tokens]`.
-
-        Raises RenderingError if the package refuses the messages, or a message contains a special token.
-        """
+        """Return the conversation's token ids; raises RenderingError, for example if a message has a special token."""
         self._content_marks.refuse(messages, tools)
         try:
             return list(
@@ -111,10 +108,7 @@ class PackageRenderer:
         *,
         tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
-        """Return the ids to append after `token_ids`, which end with a sampled completion, to prompt the next one.
-
-        Raises RenderingError if the package cannot append the messages, or a message contains a special token.
-        """
+        """Return the ids to append; raises RenderingError, for example if a message has a special token."""
         self._content_marks.refuse(new_messages, tools)
         # Only the last token can end this turn; earlier end tokens are those of earlier turns.
         before = list(token_ids[:-1])

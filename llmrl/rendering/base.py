@@ -28,8 +28,7 @@ class Renderer(Protocol):
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Return the token ids of the whole conversation, `[num_tokens]`; raises RenderingError for invalid messages.
-        """
+        """Return the token ids of the whole conversation, `[num_tokens]`; raises RenderingError if it is refused."""
         ...
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
@@ -52,7 +51,6 @@ class Renderer(Protocol):
         They are the end of the turn if it is missing, the new messages and the generation prompt. Only the last tokens
         of `token_ids` are read. Tool results need the `name` of their function
         (`llmrl.rendering.results.name_results`) if the template writes it; results without name and id answer no call.
-
         Raises RenderingError if the template refuses the messages or a required name is missing.
         """
         ...
@@ -64,10 +62,7 @@ class Renderer(Protocol):
         tools: Sequence[ToolSchema] | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> ParsedCompletion:
-        """Return sampled tokens as an assistant message; never raises.
-
-        `prompt_ids` are the prompt or its last tokens, which may open the reasoning.
-        """
+        """Return sampled tokens as an assistant message; never raises. `prompt_ids` may end within reasoning."""
         ...
 
     def encode(self, text: str) -> list[int]:

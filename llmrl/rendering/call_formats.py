@@ -180,7 +180,7 @@ def parse_gemma4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("deepseek")
 def parse_deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function` and fenced JSON (V3, R1)."""
+    """Read `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function` with fenced JSON."""
     parsed = read_between(
         text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", lambda body: [_read_deepseek_call(body)]
     )

@@ -31,16 +31,12 @@ class Conversation:
     """The prompts and completions of one conversation, and the derivation of the next prompt.
 
     Immutable: `with_prompt` and `with_completion` return new values that share tokens with this one. Several steps
-    from the same value create branches. Create a conversation with `start`.
-
-    Modes:
+    from the same value create branches. Create a conversation with `start`. Modes:
 
     - `token`: a prompt is the existing tokens plus a delta for new messages, even if the template would render earlier
-      turns differently. If messages or tools were rewritten, the prompt is rendered anew, and the row forks or is
-      realigned.
+      turns differently. If messages or tools changed, the prompt is rendered anew, and the row forks or is realigned.
     - `message`: as `token`, but if the template renders earlier turns differently, the model sees that rendering in a
-      new row, and each answer is trained as it was sampled. An answer that parses to the same message stays as
-      sampled.
+      new row. Each answer is trained as sampled, and stays in the row if it parses to the same message.
     - `auto`: `message`, which shows the model the prompts it was trained on.
 
     Example:
@@ -198,7 +194,7 @@ class Conversation:
         return shown[len(shown) - len(delta) + start :] == delta[start:]
 
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
-        """Return the conversation with these ids as its next prompt, `[num_prompt_tokens]`; ValueError if there are none.
+        """Return the conversation with its next prompt, `[num_prompt_tokens]`; raises ValueError if it is empty.
 
         The prompt is compared with the held tokens: it is appended, or the row is realigned or forked.
         """
@@ -210,10 +206,7 @@ class Conversation:
         return self._compared(prompt_ids)
 
     def _compared(self, prompt_ids: list[int], *, is_answer_kept_whole: bool = False) -> Conversation:
-        """Compare a whole prompt with the held tokens, then append, realign or fork.
-
-        `is_answer_kept_whole` forks instead of realigning within the last answer.
-        """
+        """Append, realign or fork for a whole prompt; `is_answer_kept_whole` excludes a realign."""
         num_kept = common_prefix_length(self.prompt_ids, prompt_ids)
         if num_kept < self._num_tokens and is_answer_kept_whole and self.node is not None:
             num_kept = min(num_kept, self._num_tokens - self.node.num_completion_tokens)
@@ -256,10 +249,7 @@ class Conversation:
         sampling_mask: Sequence[array[int] | None] | None = None,
         routed_experts: np.ndarray | None = None,
     ) -> Conversation:
-        """Return the conversation after a completion, with columns of `[num_completion_tokens]` each.
-
-        Raises ValueError if no prompt is pending, or if a column is missing or too short.
-        """
+        """Return the conversation after a completion; raises ValueError without a prompt or if columns do not match."""
         if self._before is None:
             raise ValueError("there is no prompt to complete; call with_prompt first.")
         held = self._extendable()

@@ -27,12 +27,6 @@ def demonstrate(
     trained. A message with `"weight": 0` is context. If a template renders earlier turns differently, each turn has
     its own row, as if sampled. Log-probs are NaN and versions -1.
 
-    Args:
-        renderer: renderer of the model.
-        messages: messages of the conversation.
-        tools: tools that the prompts show.
-        mode: mode of `Conversation`.
-
     Raises TypeError or ValueError if a message is malformed or none is trained, and RenderingError if the template
     refuses the messages, or its text for an answer cannot be a completion or does not parse to the same message.
 

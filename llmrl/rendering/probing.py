@@ -173,10 +173,7 @@ class TemplateProbe:
         return self.writer.write([USER], is_prompt=True)
 
     def find_answer_ending(self) -> Ending:
-        """Return the ending of a plain answer before a user message.
-
-        Raises RenderingError if no token ends the answer, or if the same token also occurs within a turn.
-        """
+        """Return the ending of a plain answer before a user message; raises RenderingError if no token marks it."""
         after = self.writer.write([USER, PLAIN_ANSWER, NEXT_USER], is_prompt=True)
         if ANSWER not in after:
             raise RenderingError("The chat template does not write an assistant's content; it cannot be bridged.")
@@ -220,10 +217,7 @@ class TemplateProbe:
                 )
 
     def ending(self, *, is_call: bool, role: str) -> Ending | None:
-        """Return the ending of an answer, or of a message with calls, before a message of `role`.
-
-        None if the template does not write such a conversation, or no added token ends the turn.
-        """
+        """Return the ending of an answer, or of a message with calls, before a message of `role`; None if unknown."""
         key = (is_call, "tool" if role in TOOL_ROLES else role)
         if key not in self._endings:
             self._endings[key] = self._find_ending(*key)
@@ -331,10 +325,7 @@ class TemplateProbe:
         return text if text is None or thoughts is None else thoughts.without_empty(text)
 
     def written_call(self, name: str, arguments: Arguments, *, num_calls: int = 1) -> str | None:
-        """Return the template's text for a message with calls, from the prompt's end to the end of the turn.
-
-        The mark must be the last argument. None if the template does not write such a message.
-        """
+        """Return the template's text of a turn with calls, None if it has none; the last argument must be the mark."""
         # Some templates write a call's id instead of its name.
         ids = [f"functions.{name}:{index}" for index in range(num_calls)]
         written = (self._written_call(name, arguments, num_calls, each) for each in (None, ids))

@@ -1,15 +1,13 @@
 """Effect of a prompt on the current training row: append, realign or fork.
 
-For each turn, k is the number of tokens that the prompt shares with the row, and drift the number of row tokens after
-k.
+For each turn, k is the number of tokens that the prompt shares with the row, and drift the number of row tokens after.
 
 - clean (drift 0): the rest of the prompt is appended as context.
 - realign (k within the last answer, drift below the threshold and at most half of that answer): the tokens after k are
   replaced by context; tokens before k keep their mask and log-probs.
 - fork (otherwise): the prompt starts a new row as context, and the previous row keeps all its trained tokens.
 
-Invariant `held_is_prompt_and_completion`: after each turn the current row is exactly the engine's prompt and
-completion.
+Invariant `held_is_prompt_and_completion`: after each turn the row is exactly the engine's prompt and completion.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ ReconciliationKind = Literal["clean", "realigned", "forked"]
 
 
 def classify(num_held: int, num_kept: int, num_answer: int, *, fork_threshold_tokens: int) -> ReconciliationKind:
-    """Return the effect of a prompt that keeps the first `num_kept` of `num_held` tokens.
-
-    `num_answer` is the length of the answer at the end of the held tokens.
+    """Return the effect of a prompt that keeps `num_kept` of `num_held` tokens; `num_answer` is the last answer's length.
 
     Example:
         >>> classify(10, 10, 4, fork_threshold_tokens=3), classify(10, 8, 4, fork_threshold_tokens=3)

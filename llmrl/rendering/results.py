@@ -49,11 +49,7 @@ def carry_results(messages: Iterable[Message], *, carry_all: bool, carry_orphans
     """Return the messages with tool results as user messages, each between `<tool_response>` tags.
 
     Consecutive results and a user message after them are merged, since many templates require alternating roles.
-
-    Args:
-        messages: a conversation or its end.
-        carry_all: convert all results.
-        carry_orphans: convert results that answer no call: after an answer without calls, or without name and id.
+    `carry_all` converts all results, `carry_orphans` those after an answer without calls, or without name and id.
     """
     written: list[Message] = []
     has_calls = is_open = False

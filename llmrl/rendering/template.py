@@ -204,9 +204,7 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Return the token ids of the whole conversation, `[num_tokens]`; raises RenderingError if the template refuses
-        it.
-        """
+        """Return the token ids of the whole conversation, `[num_tokens]`; raises RenderingError if it is refused."""
         mark, messages, tools = self.content_marks.mark(messages, tools)
         text = self.writer.write(messages, tools=tools, is_prompt=add_generation_prompt)
         return self.encode_turns(text, mark)
@@ -222,10 +220,7 @@ class TemplateRenderer:
         return self.writer.write(messages, tools=tools, is_prompt=add_generation_prompt)
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
-        """Return whether later turns may change the rendering of an earlier turn in this conversation.
-
-        A template that drops earlier reasoning, for example, rewrites only conversations with reasoning.
-        """
+        """Return whether later turns may change the rendering of an earlier turn in this conversation."""
         new = list(takewhile(lambda message: message["role"] != "assistant", reversed(messages)))
         if len(new) < len(messages) and self._roles_written_elsewhere(new):
             return True
@@ -245,11 +240,7 @@ class TemplateRenderer:
         *,
         tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
-        """Return the ids to append after `token_ids`, which end with a sampled completion, to prompt the next one.
-
-        The end-of-turn token is added if the completion lacks it. Raises RenderingError if the template refuses the
-        messages.
-        """
+        """Return the ids to append to `token_ids` for the next completion; raises RenderingError if refused."""
         if elsewhere := self._roles_written_elsewhere(new_messages):
             raise RenderingError(
                 f"The chat template writes messages of role {elsewhere} elsewhere than after an answer, or not at all."
@@ -261,7 +252,7 @@ class TemplateRenderer:
         text = self.writer.write([*base, *new_messages], tools=tools, is_prompt=True)
         start = text.rindex(ANSWER) + len(ANSWER) + ending.offset
         delta = self.content_marks.encode(text[start:], mark) if mark else self.encode(text[start:])
-        # Skip the longest part of the text between turns that `token_ids` already end with, from an end-of-turn token on.
+        # Skip the longest part of the text between turns that already ends `token_ids`, from an end-of-turn token on.
         for count in range(min(len(delta), len(token_ids), 4), 0, -1):
             tail = list(token_ids[len(token_ids) - count :])
             if tail[0] in end_ids and tail[1:] == delta[1:count]:
@@ -272,11 +263,7 @@ class TemplateRenderer:
         return [*lead_ids, *delta]
 
     def _base(self, new_messages: Sequence[Message]) -> tuple[list[Message], Ending, frozenset[int]]:
-        """Return the conversation before the new messages, its ending, and the tokens that may end it.
-
-        Only tokens before the same role count: in templates without end-of-turn tokens, a turn ends with the token
-        that opens the next role's turn.
-        """
+        """Return the conversation before the new messages, its ending, and the tokens that may end it."""
         results = list(takewhile(lambda message: message["role"] in TOOL_ROLES, new_messages))
         # A result without name and id reports a malformed call, so it answers no call.
         answers = [result for result in results if result.get("name") or result.get("tool_call_id")]
@@ -299,8 +286,7 @@ class TemplateRenderer:
         return [USER, PLAIN_ANSWER], endings[False] or self._answer_ending, end_ids
 
     def _roles_written_elsewhere(self, messages: Iterable[Message]) -> list[str]:
-        """Return the roles that the template does not write after an answer (some move system messages to the front).
-        """
+        """Return the roles that the template does not write after an answer, such as moved system messages."""
         roles = {message["role"] for message in messages} - {"user", *TOOL_ROLES}
         return sorted(role for role in roles if self._probe.ending(is_call=False, role=role) is None)
 
@@ -313,8 +299,8 @@ class TemplateRenderer:
     ) -> ParsedCompletion:
         """Return sampled tokens as an assistant message; never raises.
 
-        `tools` only provide argument types; names of tools are not checked. `prompt_ids`, the prompt or its last
-        tokens, show whether the completion starts within reasoning; the default is that of a prompt with one message.
+        `tools` only provide argument types. `prompt_ids`, the prompt or its last tokens, show whether the completion
+        starts within reasoning; the default is that of a prompt with one message.
         """
         ids = list(completion_ids)
         is_complete = bool(ids) and ids[-1] in self._end_ids
@@ -347,7 +333,7 @@ class TemplateRenderer:
         if mark:
             return self.content_marks.encode(text, mark)
         token_ids: list[int] = []
-        # A piece includes the end-of-turn token before it, since some tokenizers encode the start of a text differently.
+        # A piece includes the end-of-turn token before it: some tokenizers encode the start of a text differently.
         first, *pieces = text.split(self._end_text)
         *turns, rest = [first, *(self._end_text + piece for piece in pieces)]
         for turn in turns:
@@ -368,10 +354,7 @@ class TemplateRenderer:
         return self.writer.decode(token_ids)
 
     def _check_bridge(self, *, is_system_moved: bool) -> None:
-        """Raise RenderingError if deltas differ from full renderings after longer conversations than the fixed base.
-
-        `is_system_moved` skips conversations with a system message, since later turns move it.
-        """
+        """Raise RenderingError if deltas are not exact; `is_system_moved` skips conversations with system messages."""
         self._check_deltas(
             [
                 [USER, {"role": "assistant", "content": "c"}],

@@ -21,10 +21,7 @@ _MIN_CAPACITY = 256
 
 
 class TokenBuffer:
-    """Append-only columns shared by successive values of a conversation, each of which sees a prefix.
-
-    Tensors are created on first use and then updated with new tokens only.
-    """
+    """Append-only columns shared by successive values of a conversation, each of which sees a prefix."""
 
     __slots__ = ("_mirrors", "columns")
 

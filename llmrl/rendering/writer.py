@@ -71,8 +71,7 @@ class TemplateWriter:
     def write(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None, is_prompt: bool = False
     ) -> str:
-        """Return the whole conversation as text, a prompt with its generation prompt; raises RenderingError if refused.
-        """
+        """Return the whole conversation as text; raises RenderingError if the template refuses it."""
         if tools or any(message["role"] in TOOL_ROLES for message in messages):
             self.check_tools()
         carried = carry_results(

@@ -27,14 +27,12 @@ class MCAdvantageSelector(KnownArguments):
 
     - `first`: in order of arrival;
     - `uniform`: evenly spaced in the sorted returns;
-    - `balanced`: mean closest to the middle of `keep_return_bounds`, ties by the widest range; without bounds
-      `uniform`;
+    - `balanced`: mean nearest the middle of `keep_return_bounds`, then the widest range; `uniform` without bounds;
     - `max_variance`: the subset with the greatest variance (PODS, arXiv:2504.13818, theorem 1).
 
     Args:
         strategy: one of the strategies above.
-        max_combinations: maximum number of subsets that `balanced` compares; above it only unions of lowest and
-            highest returns.
+        max_combinations: most subsets that `balanced` compares; above it only unions of lowest and highest returns.
         in_keys: entries for `select`: `return` and, for subclasses, `trajectories`, the candidates' rows.
 
     Example:
@@ -68,14 +66,8 @@ class MCAdvantageSelector(KnownArguments):
     ) -> list[int] | None:
         """Return the indices of the selected candidates in ascending order; all if there are at most `group_size`.
 
-        Args:
-            candidates: their returns, or a TensorDict with one element each and the returns in the first of `in_keys`.
-            group_size: number of candidates to select.
-            keep_return_bounds: return None unless the selected mean is strictly within them (DAPO, arXiv:2503.14476,
-                equation 11).
-
-        Raises:
-            ValueError: if a candidate has more than one return.
+        `candidates` are returns, or a TensorDict with the returns in the first of `in_keys`. Returns None unless the
+        selected mean is strictly within `keep_return_bounds` (DAPO, arXiv:2503.14476, equation 11).
         """
         returns = candidates
         if isinstance(candidates, TensorDictBase):
@@ -118,9 +110,6 @@ def _squares(values: Sequence[float]) -> float:
 @dataclass(frozen=True, slots=True)
 class CandidateChoice:
     """Group size, number of candidates and selection rule of a group's rollouts.
-
-    Raises:
-        ValueError: if a size is below 1, the sizes contradict each other, or the bounds are not ascending.
 
     Example:
         >>> CandidateChoice(2, 4, selector=MCAdvantageSelector("max_variance")).choose([0.4, 0.0, 1.0, 0.6])
@@ -168,10 +157,7 @@ class CandidateChoice:
     def choose(
         self, returns: Sequence[float], rollouts: Callable[[], Sequence[TensorDictBase]] | None = None
     ) -> Sequence[int] | None:
-        """Return the indices of the rollouts to train on; None if the group is too easy or too hard.
-
-        `rollouts` returns the rows of each candidate, for selectors that read them.
-        """
+        """Return the indices of the rollouts to train on, or None; `rollouts` returns each candidate's rows."""
         if self.num_candidates is None and self.bounds is None:
             return range(len(returns))
         candidates = TensorDict({"return": torch.tensor(returns, dtype=torch.float64)}, batch_size=[len(returns)])

@@ -43,11 +43,7 @@ class GroupKeys:
         return [self.group or self.rollout, self.rewards]
 
     def rows(self, tensordict: TensorDictBase) -> list[TensorDictBase]:
-        """Return the rows of a batch; turns without a rollout id are assigned to trajectories, which end at `done`.
-
-        Raises:
-            RuntimeError: if a trajectory does not end.
-        """
+        """Return a batch's rows, with turns assigned to trajectories; raises RuntimeError if one does not end."""
         rows = list(flat_batch(tensordict).unbind(0)) if tensordict.batch_size.numel() else []
         turns = [row for row in rows if not has_entry(row, self.rollout) and has_entry(row, self.done)]
         name = ""
@@ -101,11 +97,8 @@ class GroupKeys:
     ) -> dict[Hashable, float]:
         """Return the number under `key`, summed over its entries, for each rollout of one group's rows.
 
-        `turns` reduces the numbers of turns to one of their trajectory.
-
-        Raises:
-            KeyError: if a row has no such entry.
-            ValueError: if a value is not finite, or rows of one rollout disagree.
+        `turns` reduces the numbers of a trajectory's turns. Raises KeyError if a row has no such entry, and ValueError
+        if a value is not finite or rows of one rollout disagree.
         """
         values: dict[Hashable, float] = {}
         numbers: dict[Hashable, list[torch.Tensor]] = {}

@@ -46,16 +46,16 @@ class MCAdvantage(KnownArguments, GroupCounters):
     replay buffer (`inv`, on `extend`) rows are held back until their group is complete. Its size is the number in the
     rows or `grpo_size`; without `grpo_size` every group counts as complete.
 
-    Turns without a rollout id, such as those of TorchRL's collectors, have their own rewards; `("next", "done")` ends
-    their trajectories.
+    Turns without a rollout id, such as those of TorchRL's collectors, have their own rewards. Their trajectories end
+    at `("next", "done")`; RuntimeError is raised if the last one does not end.
 
     REINFORCE++ (arXiv:2501.03262) is `normalization="none", normalize_batch=True, kl_penalty=KLPenalty(coeff)`; its
     variant with a group baseline is `normalization="mean", normalize_batch=True` with a KL in the loss. The batch's
     mean and deviation include groups without signal.
 
     Args:
-        grpo_size: rollouts in a group, scored or not; with candidates, the number to train on. Must match the
-            environment's `repeats` in a collector.
+        grpo_size: rollouts in a group, scored or not; with candidates, the number to train on. A collector requires
+            that it matches the environment's `repeats`.
         prompt_key: entry that identifies groups instead of the group id.
         rewards_key, advantage_key, done_key: entries read and written.
         verbose: print statistics of groups to stderr.
@@ -77,12 +77,8 @@ class MCAdvantage(KnownArguments, GroupCounters):
             `grpo_size`; if the selection is out of bounds, more rollouts are awaited, up to `candidate_group_size`.
         candidate_selector: selection rule.
         keep_return_bounds: drop groups with a mean return not strictly within these bounds.
-        drop_constant_groups: drop groups in which all returns are equal (DAPO, arXiv:2503.14476, equation 11), except
-            with `normalization="none"`.
-
-    Raises:
-        ValueError: if a value is out of range, or options contradict each other.
-        RuntimeError: if a trajectory of turns does not end.
+        drop_constant_groups: drop groups with all returns equal (DAPO, equation 11), except with
+            `normalization="none"`.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -338,9 +334,6 @@ class MCAdvantage(KnownArguments, GroupCounters):
 
     def has_signal(self, rollouts: Sequence[Rollout]) -> bool:
         """Return whether any rollout of a collected group would stay in a batch; for `GroupRules(group_filter=)`.
-
-        Raises:
-            KeyError: if a rollout has no component of `component_weights`.
 
         Example:
             >>> group = [Rollout(rollout_id=str(i), group_id="g", sample_index=i, group_size=2, is_scored=True)

@@ -15,11 +15,8 @@ class TopKRewardSelector(KnownArguments, Transform):
     """Keeps the rollouts with the highest rewards of each group, for expert iteration or rejection sampling.
 
     A group is identified by `("rollout", "group_id")`. At most `topk_size` of its scored rollouts with rewards above
-    the group's mean are kept, best first. (TorchRL groups by prompt text and compares with the median, which drops a
-    group if most of its rollouts succeed.)
-
-    In a replay buffer (`inv`, on `extend`) rows are held back until `total_dialog_turns` rollouts of their group have
-    arrived. A collector takes `postproc=selector.select`.
+    the group's mean (TorchRL: median) are kept, best first. In a replay buffer (`inv`, on `extend`) rows are held back
+    until `total_dialog_turns` rollouts of their group have arrived. A collector takes `postproc=selector.select`.
 
     Args:
         total_dialog_turns: rollouts in a group, scored or not.

@@ -1,7 +1,4 @@
-"""Weights that aggregate per-token losses.
-
-Weights are computed once for the whole batch, so micro-batches add up to exactly the batch's loss.
-"""
+"""Aggregation weights per token of the whole batch; micro-batches add up to exactly the batch's loss."""
 
 from __future__ import annotations
 

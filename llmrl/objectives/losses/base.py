@@ -145,10 +145,7 @@ class LLMLoss(LossModule):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> Iterable[MicroLoss]:
-        """Yield the loss of each micro-batch; a policy that cannot pack rows has a single one.
-
-        With several ranks, each of which has the whole batch, each rank gets its share of the micro-batches.
-        """
+        """Yield the losses of this rank's micro-batches; a policy that cannot pack rows has a single one."""
         if self.actor_network is None:
             raise ValueError("The loss has no policy: give actor_network.")
         if hasattr(self.actor_network, "packed_log_probs"):
@@ -213,11 +210,7 @@ class LLMLoss(LossModule):
         return losses.sum() if self.is_scalar else losses
 
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
-        """Return the loss and measurements of a batch of training rows, holding the whole batch's graph.
-
-        Raises:
-            KeyError, ValueError: if an entry is missing or misaligned, or the batch is empty.
-        """
+        """Return the loss and measurements of a batch; raises KeyError or ValueError if the batch is invalid."""
         if not tensordict.batch_size.numel():
             raise ValueError("The batch has no row: there is nothing to compute a loss of.")
         inputs = self.prepare(tensordict)

@@ -29,8 +29,7 @@ class GivesDivergence(Protocol):
 
     @property
     def packed_divergence(self) -> Callable[..., torch.Tensor]:
-        """Function of a student, a micro-batch, a direction and scored tokens' entries; returns `[num_scored]` values.
-        """
+        """Function of a student, a micro-batch, a direction and scored entries that returns `[num_scored]` numbers."""
         ...
 
 
@@ -54,11 +53,8 @@ class DistillationLoss(KnownArguments, SequenceLoss):
             student), for tokens that the teacher sampled; with `teacher` also `js`, for any tokens.
         kl_estimator: `k2` or `k3` (`kl_estimate`); ignored with `teacher`.
         teacher: `TeacherDistribution` or `TeacherTopK` of `llmrl.trainer`.
-        reduction: reduction over sequences or tokens, as in `SequenceLoss`.
-        normalize_by_seq_length: divide a sequence's KL by its number of trained tokens.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
-        tokenizer, tokenizer_kwargs: for conversations without tokens, as in `SequenceLoss`.## DistillationLoss.prepare
-    Read a whole batch and compute the weight of every trained token; `teacher` needs a policy that packs rows.
+        reduction, normalize_by_seq_length, tokenizer, tokenizer_kwargs: as in `SequenceLoss`.
     """
 
     @dataclass
@@ -134,10 +130,7 @@ class DistillationLoss(KnownArguments, SequenceLoss):
         return self.tensor_keys.log_probs
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
-        """Read a whole batch and give every trained token its share of the loss.
-
-        Raises:
-            TypeError: if the policy does not pack rows, and has no distributions to compare with a teacher's.
+        """Read a whole batch and compute token weights; with `teacher`, raises TypeError unless the policy packs rows.
         """
         if self.teacher is not None and not hasattr(self.actor_network, "packed_head"):
             raise TypeError(

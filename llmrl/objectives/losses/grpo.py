@@ -52,8 +52,8 @@ class GRPOLoss(LLMLoss):
         kl_mask_threshold: exclude tokens with `0.5 * (log pi - log pi_sampler)^2` above it from the objective.
         max_staleness: exclude tokens sampled by a policy more than this many versions old. The current version is
             `self.policy_version`, or the newest in the batch if that is None.
-        aggregation: method of `aggregation_weights`; a sequence is a rollout, whose rows count together. Excluded
-            tokens still count in the denominator, so the result does not depend on micro-batches.
+        aggregation: method of `aggregation_weights`; a sequence is a rollout with all its rows. Excluded tokens still
+            count in the denominator, so that micro-batches add up.
         fixed_length: sequence length for `aggregation="fixed_length"`.
         entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`; a coefficient, 0.01 by default, implies the
             bonus.
@@ -62,14 +62,12 @@ class GRPOLoss(LLMLoss):
         kl_estimator: `k1`, `k2` or `k3` (`kl_estimate`); `KLPenalty` puts the KL into the reward instead.
         importance_cap: upper bound of each token's trainer-to-sampler weight, or an `ImportanceBound`, which can also
             mask tokens or weight sequences; a sequence is a row here.
-        masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.##
-            GRPOLoss._is_around_sampler
-    Whether clipped tokens are excluded, with clip bounds relative to the sampler's policy (DPPO).
+        masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
     """
 
     output_type: type[LLMLossOutput] = GRPOLossOutput
     _is_around_sampler = False
-    """Whether what is clipped is left out, and lies around the policy that sampled, whatever the ratio is to."""
+    """Whether clipped tokens are excluded, with clip bounds relative to the sampler's policy (DPPO)."""
     _has_sequence_ratio = False
     """Whether the ratio is that of a row (GSPO), not of each token."""
 
@@ -234,7 +232,7 @@ class GRPOLoss(LLMLoss):
         """Return the loss of `[num_tokens]` trained tokens, from their current log-probs."""
         current = log_probs.detach()
         sampler = tokens["sample_log_probs"]
-        # The trainer's log-probs before the first update; they differ from the sampler's only by the engine and its version.
+        # The trainer's log-probs before the first update on the batch.
         own = tokens.columns.get("old_log_probs", current)
         is_to_own = self.importance is not None or ("old_log_probs" in tokens and not self._is_around_sampler)
         old = own if is_to_own else sampler

@@ -188,11 +188,8 @@ def with_tokens(
 ) -> TensorDictBase:
     """Return a batch of conversations with their tokens and the mask of the assistant's tokens.
 
-    Args:
-        tensordict: the batch, which is not changed; it is returned as is if it has tokens or no conversations.
-        tokenizer: encodes the conversations; None returns the batch as is.
-        tokens_key, mask_key: entries written.
-        template: options of `History.apply_chat_template`.
+    A batch with tokens or without conversations is returned as is, as is any batch without a tokenizer. `template` are
+    options of `History.apply_chat_template`.
     """
     if tokenizer is None or has_entry(tensordict, tokens_key) or not has_entry(tensordict, _HISTORY):
         return tensordict

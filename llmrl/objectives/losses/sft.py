@@ -30,16 +30,14 @@ class SFTLoss(KnownArguments, SequenceLoss):
 
     Args:
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `log_probs`' entry with gradients.
-        reduction: reduction over sequences or tokens, as in `SequenceLoss`; most trainers of language models use
-            `token_mean`.
-        normalize_by_seq_length: divide a sequence's log-likelihood by its number of trained tokens.
         kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_prob`.
         kl_estimator: estimator of `kl_estimate`; an estimate of the KL only for tokens that the policy sampled.
         loss_function: `sft`, or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of a row's log-likelihoods
             (arXiv:2408.10642, equation 8), which excludes `kl_to_ref_coeff` and `token_mean`.
         beta: coefficient of `minor_sft`.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
-        tokenizer, tokenizer_kwargs: for conversations without tokens, as in `SequenceLoss`.
+        reduction, normalize_by_seq_length, tokenizer, tokenizer_kwargs: as in `SequenceLoss`. Most trainers of
+            language models use the reduction `token_mean`.
     """
 
     @dataclass

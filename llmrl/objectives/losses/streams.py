@@ -116,13 +116,9 @@ class StreamsLoss(LLMLoss):
     - a KL with its own denominator: `DistillationLoss` with the reference's entry as `teacher_log_prob`.
 
     Args:
-        actor_network: the policy, as for `GRPOLoss`; the streams' losses must not have one.
-        streams: distinct loss objects by name, with `masking_strategy="rlhf"`.
+        actor_network: the policy, as for `GRPOLoss`.
+        streams: distinct scalar losses by name, without a policy or `teacher`, and with `masking_strategy="rlhf"`.
         coeffs: factor of each stream's loss, 1 by default.
-
-    Raises:
-        ValueError: if there is no stream, a loss is unsuitable (has a policy, other masking, no scalar loss, or whole
-            distributions), or a coefficient has no stream.
 
     Example:
         >>> from llmrl.objectives import GRPOLoss, SFTLoss

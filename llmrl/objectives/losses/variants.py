@@ -16,12 +16,8 @@ from llmrl.objectives.ratios import bounded_exp
 class DrGRPOLoss(GRPOLoss):
     """GRPO with token losses divided by a fixed length (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
-    The paper's advantage, without division by the standard deviation, is `MCAdvantage(normalization="mean")`.
-
-    Args:
-        actor_network: the policy, as for `GRPOLoss`.
-        fixed_length: generation budget; divisor of every sequence.
-        arguments: other keywords of `GRPOLoss`.
+    `fixed_length` is the generation budget. The paper's advantage, without division by the standard deviation, is
+    `MCAdvantage(normalization="mean")`.
     """
 
     def __init__(
@@ -36,13 +32,7 @@ class DPPOLoss(GRPOLoss):
     A token's loss is `-r A`, or 0 if its update would leave the region (`is_within_trust_region`); `clip_fraction` is
     the fraction of such tokens. Region and ratio are relative to the sampler's policy, as in the paper, even if the
     batch has `old_log_prob`. With `importance_cap` only the ratio is to the trainer's log-probs before the update,
-    times their bounded weight.
-
-    Args:
-        actor_network: the policy, as for `GRPOLoss`.
-        max_divergence: upper bound of the divergence per token.
-        divergence: `tv` (total variation) or `kl`, see `is_within_trust_region`.
-        arguments: other keywords of `GRPOLoss`, without `clip_epsilon` and `dual_clip`.
+    times their bounded weight. `clip_epsilon` and `dual_clip` are not accepted.
     """
 
     _is_around_sampler = True

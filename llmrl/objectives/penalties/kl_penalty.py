@@ -28,10 +28,9 @@ class KLPenalty(Transform):
     rewards. For single turns use `llmrl.transforms.KLComputation`.
 
     Args:
-        coeff: coefficient of the KL.
-        estimator: estimator of `kl_estimate`.
         log_prob_key: the policy's log-probs, by default the sampler's; `("old_log_probs", "full")` are the trainer's.
-        other_log_prob_key: the other's, by default the reference's; `("log_probs", "full")` are the inference policy's.
+        other_log_prob_key: the other's, by default the reference's; `("log_probs", "full")` are the inference
+            policy's.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -119,7 +118,6 @@ def dense_reward(
         reward: `[1, 1]`, added at the last sampled token, or dense, `[num_tokens, 1]`.
         divergences: `[num_tokens]`, 0 outside the mask.
         mask: `[num_tokens]` bool: the turn's sampled tokens.
-        coeff: coefficient of the divergences.
 
     Example:
         >>> dense_reward(torch.ones(1, 1), torch.tensor([0.0, 2.0, 4.0]), torch.tensor([False, True, True]), 0.1)

@@ -57,14 +57,10 @@ def group_relative_length(lengths: Sequence[int], rewards: Sequence[float], *, r
 class LengthPenalty(Transform):
     """Adds `coeff` times a function of lengths to the rewards of rollouts, before `MCAdvantage`.
 
-    The length of a rollout is its number of sampled tokens over all turns and rows. The addition is written as
-    `"length_penalty"`, `[1, 1]` per row; a batch that has it is returned as is. `GroupRules` filters by rewards before
-    the addition, `MCAdvantage` by those after it.
-
-    Args:
-        length_reward: `partial(soft_overlong, max_length=..., cache_length=...)`, `group_relative_length`, or any
-            function of a group's lengths and rewards.
-        coeff: coefficient of the addition.
+    The length of a rollout is its number of sampled tokens over all turns and rows. `length_reward` is
+    `partial(soft_overlong, max_length=..., cache_length=...)`, `group_relative_length`, or any function of a group's
+    lengths and rewards. The addition is written as `"length_penalty"`, `[1, 1]` per row; a batch that has it is
+    returned as is. `GroupRules` filters by rewards before the addition, `MCAdvantage` by those after it.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -84,11 +80,7 @@ class LengthPenalty(Transform):
         self.out_keys = [self.keys.rewards, _WRITTEN]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Change the rewards of a batch of complete groups in place.
-
-        Raises:
-            ValueError: if the function does not return one number per rollout, or if rows are turns.
-        """
+        """Change the rewards of a batch of complete groups in place; raises ValueError for turns."""
         batch = flat_batch(tensordict)
         if not batch.batch_size.numel() or has_entry(batch, _WRITTEN):
             return tensordict
