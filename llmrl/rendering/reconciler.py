@@ -23,7 +23,7 @@ ReconciliationKind = Literal["clean", "realigned", "forked"]
 
 
 def classify(num_held: int, num_kept: int, num_answer: int, *, fork_threshold_tokens: int) -> ReconciliationKind:
-    """Return the effect of a prompt that keeps `num_kept` of `num_held` tokens; `num_answer` is the last answer's length.
+    """Return the effect of a prompt that keeps `num_kept` of `num_held` tokens after an answer of `num_answer` tokens.
 
     Example:
         >>> classify(10, 10, 4, fork_threshold_tokens=3), classify(10, 8, 4, fork_threshold_tokens=3)

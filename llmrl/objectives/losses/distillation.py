@@ -130,8 +130,7 @@ class DistillationLoss(KnownArguments, SequenceLoss):
         return self.tensor_keys.log_probs
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
-        """Read a whole batch and compute token weights; with `teacher`, raises TypeError unless the policy packs rows.
-        """
+        """Read a whole batch and compute token weights; `teacher` requires a policy that packs rows (TypeError)."""
         if self.teacher is not None and not hasattr(self.actor_network, "packed_head"):
             raise TypeError(
                 f"teacher= compares distributions, and actor_network is a {type(self.actor_network).__name__}, which "
