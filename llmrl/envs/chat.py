@@ -273,12 +273,6 @@ def unlock_batch_size(env: EnvBase) -> None:
 
     Raises:
         ValueError: if the environment has a fixed batch size and is not a `ChatEnv`.
-
-    Example:
-        >>> env = ChatEnv(batch_size=(2,))
-        >>> unlock_batch_size(env)
-        >>> env.batch_size, env.batch_locked
-        (torch.Size([]), False)
     """
     if not env.batch_locked:
         return

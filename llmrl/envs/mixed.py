@@ -93,13 +93,7 @@ class MixedPrompts:
         return chosen, []
 
     def choose_many(self, count: int, group_size: int) -> list[tuple[str, list[int]]]:
-        """Return up to `count` results of `choose`; only the last environment may have reached the end of its data.
-
-        Example:
-            >>> samplers = {name: PromptSampler([{}], num_epochs=1) for name in ("a", "b")}
-            >>> [name for name, _ in MixedPrompts(samplers).choose_many(9, 1)]
-            ['a', 'b', 'a']
-        """
+        """Return up to `count` results of `choose`; only the last environment may have reached the end of its data."""
         chosen: list[tuple[str, list[int]]] = []
         num_new = Counter[str]()
         while len(chosen) < count and (choice := self.choose(group_size)) is not None:

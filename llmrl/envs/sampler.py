@@ -157,12 +157,7 @@ class PromptSampler:
         return copied(self.items[index]), f"{self.name}/{epoch}/{index}", sample_index
 
     def item_of(self, group_id: str) -> Row:
-        """Return the item of a group id.
-
-        Example:
-            >>> PromptSampler([{"query": "a"}, {"query": "b"}]).item_of("train/3/1")
-            {'query': 'b'}
-        """
+        """Return the item of a group id."""
         return self.items[int(group_id.rpartition("/")[2])]
 
     def skip_to_group(self) -> None:
@@ -184,11 +179,6 @@ class PromptSampler:
 
         Raises:
             ValueError: if the rows are streamed and their end has not been read.
-
-        Example:
-            >>> sampler = PromptSampler([{"query": "a"}], num_epochs=1)
-            >>> sampler.draw()[1], sampler.begin_anew(), sampler.draw()[1]
-            ('train/0/0', None, 'train/1/0')
         """
         if isinstance(self.items, StreamedRows):
             self.items.read(self._position // self.num_samples + 1)
@@ -236,12 +226,7 @@ class PromptSampler:
 
 
 def columns_of(items: Sequence[Row]) -> tuple[str, ...]:
-    """Return the column names of a dataset; those of the first row if rows are read on demand.
-
-    Example:
-        >>> columns_of([{"query": "a"}, {"query": "b", "answer": "1"}])
-        ('query', 'answer')
-    """
+    """Return the column names of a dataset; those of the first row if rows are read on demand."""
     rows = items if isinstance(items, list | tuple) else [items[0]]
     return tuple(dict.fromkeys(name for row in rows for name in row))
 
@@ -251,10 +236,6 @@ def with_columns(item: Row, columns: Sequence[str]) -> Row:
 
     Raises:
         ValueError: if the row has a further column.
-
-    Example:
-        >>> with_columns({"query": "a"}, ["query", "answer"])
-        {'query': 'a', 'answer': None}
     """
     if len(item) == len(columns) and all(name in item for name in columns):
         return item

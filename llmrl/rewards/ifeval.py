@@ -68,11 +68,7 @@ class IFEvalScoreData(KnownArguments):
 
 
 def check_instructions(instruction_id_list: Sequence[str], kwargs: Sequence[Mapping[str, object] | None]) -> None:
-    """Raise ValueError if an instruction is unknown or does not accept its arguments.
-
-    Example:
-        >>> check_instructions(["punctuation:no_comma"], [{}])
-    """
+    """Raise ValueError if an instruction is unknown or does not accept its arguments."""
     if len(instruction_id_list) != len(kwargs):
         raise ValueError(
             f"kwargs must have one entry an instruction, got {len(kwargs)} for {len(instruction_id_list)}."

@@ -38,12 +38,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 class MathVerifier:
-    r"""Compares answers in a child process, which is started on demand and restarted if it hangs.
-
-    Example:
-        >>> MathVerifier().is_equal("0.5", r"\frac{1}{2}")
-        True
-    """
+    r"""Compares answers in a child process, which is started on demand and restarted if it hangs."""
 
     def __init__(self, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
         self.timeout_seconds = timeout_seconds

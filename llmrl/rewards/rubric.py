@@ -161,12 +161,6 @@ class JointRubric(Rubric):
 
     If one of them fails, the rollout is not scored. Each keeps its own time limit. ValueError is raised if two reward
     functions have the same name.
-
-    Example:
-        >>> from llmrl._utils.asynchronous import run_sync
-        >>> rubrics = [Rubric(RewardFn(lambda: 10.0, name="a")), Rubric(RewardFn(lambda: 0.5, name="b"))]
-        >>> run_sync(JointRubric(rubrics).score(RewardInput(())))
-        Score(reward=10.5, breakdown={'a': 10.0, 'b': 0.5}, is_scored=True, error='')
     """
 
     def __init__(self, rubrics: Sequence[Rubric]) -> None:

@@ -79,10 +79,6 @@ class LLMEnv(KnownArguments, EnvBase):
             dataloader: see `DataLoadingPrimer`.
             repeats: episodes per row.
             options: see the class.
-
-        Example:
-            >>> LLMEnv.from_dataloader([{"text": "7 + 8 =", "answer": "15"}]).reset()["text"]
-            '7 + 8 ='
         """
         return TransformedEnv(cls(**options), DataLoadingPrimer(dataloader, repeats=repeats))
 

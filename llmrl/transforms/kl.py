@@ -305,15 +305,6 @@ class KLRewardTransform(RetrieveKL):
         ref_model, ref_model_factory, add_to_reward, options: see `RetrieveKL`.
         coef: weight of the KL in the reward.
         log_prob_key: the policy's log-probs; by default those that the sampler reported.
-
-    Example:
-        >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictModule
-        >>> model = TensorDictModule(lambda ids: ids.float() - 3, [("tokens", "full")], [("log_probs", "full")])
-        >>> turn = TensorDict({"tokens": {"full": torch.tensor([0, 1])}, "log_probs": {"full": torch.tensor([0.0, -1])},
-        ...     "masks": {"all_assistant_mask": torch.tensor([False, True])}, "next": {"reward": torch.ones(1, 1)}})
-        >>> KLRewardTransform(model, coef=0.5)(turn)["next", "reward"].flatten()
-        tensor([0.0000, 0.5000])
     """
 
     def __init__(

@@ -40,12 +40,6 @@ def writes_reward(env: EnvBase) -> bool:
     """Return whether a part of an environment may write a reward.
 
     Parts of llmrl declare this with an attribute `writes_reward`; other parts without it are assumed to write one.
-
-    Example:
-        >>> from llmrl.envs import ChatEnv
-        >>> from torchrl.envs import RewardSum
-        >>> writes_reward(ChatEnv()), writes_reward(ChatEnv().append_transform(RewardSum()))
-        (False, True)
     """
     return _declares(env, "writes_reward")
 

@@ -81,12 +81,7 @@ class TextArenaGame(Game):
 
 
 def role_names(num_players: int) -> tuple[str, ...]:
-    """Return the names of the players in TextArena's order.
-
-    Example:
-        >>> role_names(2)
-        ('player_0', 'player_1')
-    """
+    """Return the names of the players in TextArena's order."""
     if num_players < 1:
         raise ValueError(f"num_players must be at least 1, got {num_players}.")
     return tuple(f"player_{number}" for number in range(num_players))

@@ -235,12 +235,7 @@ def named_task(name: str, about: str) -> Callable[[Maker], Maker]:
 def task_rows(
     dataset: Dataset, *, split: str | None, query: str, columns: Sequence[str] = (), subset: str | None = None
 ) -> Rows:
-    """Return the rows of a dataset (see `load_rows`), with the column `query` copied from the question's column.
-
-    Example:
-        >>> task_rows([{"problem": "1 + 1 ="}], split=None, query="problem")
-        [{'problem': '1 + 1 =', 'query': '1 + 1 ='}]
-    """
+    """Return the rows of a dataset (see `load_rows`), with the column `query` copied from the question's column."""
     rows = load_rows(dataset, split=split, subset=subset, columns=(query, *columns))
     return [{**row, "query": row[query]} for row in rows]
 
