@@ -33,19 +33,18 @@ class AgentEnv(DatasetChatEnv):
 
     A `RolloutLimits` of the collector refuses further requests (`max_turns`, `max_completion_tokens`) or stops the
     agent (`rollout_timeout_seconds`); the rollout is then truncated and keeps its turns. A completion that is cut by
-    its length does not end the rollout. `env.step` alone raises RuntimeError. Train on groups: a batch of turns or
-    trajectories contains only the last answered turn of a rollout.
+    its length does not end the rollout. Train on groups: a batch of turns or trajectories contains only the last
+    answered turn of a rollout.
 
     Args:
         play: a function of a row and an `AgentModel`, or a `command`. It returns a number, a mapping of named scores
             that are summed, or None to leave the rollout unscored. Async functions share one event loop; each plain
             function runs in its own thread, which is not stopped when the rollout ends.
-        dataset: the rows; unlike in `DatasetChatEnv`, they need no query.
-        split, **draws: see `DatasetChatEnv`.
+        dataset, split, **draws: see `DatasetChatEnv`; the rows need no query.
 
     Raises:
         TypeError: if `play` is not callable.
-        FileNotFoundError, ValueError: see `DatasetChatEnv`; ValueError also if a command reads a missing column.
+        ValueError: if a command reads a missing column; see also `DatasetChatEnv`.
 
     Example:
         >>> async def play(row, model):

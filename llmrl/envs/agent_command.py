@@ -55,7 +55,6 @@ def command(
     Args:
         text: the command line, split as by a shell; `{NAME}` is replaced with that column of the row.
         env: further environment variables, in which `{base_url}`, `{api_key}` and `{model}` are replaced.
-        timeout_seconds: time limit of the program.
         score: a plain or async function that returns the rollout's score from the row and a `CommandResult`.
 
     Raises:
@@ -93,12 +92,7 @@ class Command:
             )
 
     async def __call__(self, row: Row, model: AgentModel) -> Score:
-        """Run the program on a row and score its result.
-
-        Raises:
-            AgentTimeout: if the program exceeds its time limit.
-            OSError: if the program cannot be started.
-        """
+        """Run the program on a row and score its result; raise AgentTimeout at the time limit."""
         words = [word.format_map(row) for word in self._words]
         fields = {"base_url": model.base_url, "api_key": model.api_key, "model": model.name}
         more = {name: value.format_map(fields) for name, value in self._env.items()}
@@ -140,8 +134,6 @@ class Command:
 
 
 class _Tail:
-    """The end of a program's output."""
-
     def __init__(self) -> None:
         self._bytes = b""
 

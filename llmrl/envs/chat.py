@@ -30,22 +30,18 @@ WRITTEN_BY_POLICIES = (
 class ChatEnv(KnownArguments, EnvBase):
     """A conversation: reset opens it with a query, and each step appends the policy's answer.
 
-    The environment never ends a conversation and gives no reward. Transforms do both: they read `("history",
-    "full")`, append messages to `("next", "history", "prompt")`, and write rewards and done flags.
-
-    The environment is stateless, so one instance serves any number of conversations. Without `batch_size` it is not
-    batch-locked, and `reset` and `step` accept tensordicts of any batch shape.
+    Rewards and done flags come from transforms, which read `("history", "full")` and may append messages to
+    `("next", "history", "prompt")`. The environment is stateless, so one instance serves any number of conversations.
 
     Args:
         input_mode: what the policy reads: `history` (messages; exact multi-turn tokens), `text` or `tokens`.
-        batch_size: a fixed batch shape; by default any.
+        batch_size: a fixed batch shape; by default `reset` and `step` accept any.
         system_prompt: first message of every conversation whose query has no system message.
         data_key: entry of the reset tensordict that holds the query: a string, a list of messages, or token ids in
             `tokens` mode.
         tokenizer: renders a query's messages with its chat template in the modes `text` and `tokens`; without it, the
             query must already be text or token ids.
         template_kwargs: further arguments of the chat template.
-        system_role, user_role: names of the roles.
 
     Raises:
         ValueError: if `input_mode` is unknown, if `system_prompt` has no effect, or if reset gets no query.
@@ -167,11 +163,8 @@ class ChatEnv(KnownArguments, EnvBase):
     def opening_messages(self, query: object) -> tuple[Message, ...]:
         """Return the messages that open a conversation: the system prompt, then the query.
 
-        Args:
-            query: a string, a message, a list of messages, or a `History` of one conversation.
-
-        Raises:
-            TypeError, ValueError: if the query has another type.
+        `query` is a string, a message, a list of messages, or a `History` of one conversation; TypeError and
+        ValueError are raised otherwise.
         """
         if isinstance(query, str):
             messages: tuple[Message, ...] = ({"role": self.user_role, "content": query},)
@@ -224,10 +217,7 @@ class ChatEnv(KnownArguments, EnvBase):
         """Return the opening messages and the policy's last answer of a `text` or `tokens` conversation after a step.
 
         Special tokens at the end of the answer are removed. Turns between the opening and the last answer are
-        omitted.
-
-        Raises:
-            ValueError: if there is no tokenizer to decode the answer.
+        omitted. ValueError is raised if there is no tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError(f"rewards of input_mode={self.input_mode!r} need tokenizer=, which reads the answer.")
@@ -269,11 +259,7 @@ class ChatEnv(KnownArguments, EnvBase):
 
 
 def unlock_batch_size(env: EnvBase) -> None:
-    """Let an environment of conversations accept batches of any shape.
-
-    Raises:
-        ValueError: if the environment has a fixed batch size and is not a `ChatEnv`.
-    """
+    """Let a `ChatEnv` accept batches of any shape; raise ValueError for other environments with a fixed batch size."""
     if not env.batch_locked:
         return
     chat_env = environment_parts(env)[0]

@@ -22,13 +22,12 @@ class DatasetChatEnv(ChatEnv):
     """A `ChatEnv` that draws the next prompt of a dataset at each reset.
 
     The dataset's columns are non-tensor entries of the conversation, which reward functions read by name. They are at
-    the root, or under `"columns"` if the name is in `RESERVED_ENTRIES`; missing values are None. `("rollout",
-    "group_id" | "sample_index" | "group_size")` identify the group of a conversation.
+    the root, or under `"columns"` if the name is in `RESERVED_ENTRIES`; missing values are None.
+    `("rollout", "group_id" | "sample_index" | "group_size")` identify the group of a conversation.
 
     Args:
-        dataset: a hub name, a file or folder, a Hugging Face `Dataset`, or an iterable of mappings or strings; see
-            `load_rows`.
-        split: split of the dataset, if it has several.
+        dataset, split: a hub name, a file or folder, a Hugging Face `Dataset`, or an iterable of mappings or strings;
+            see `load_rows`.
         data_key: column with the query.
         repeats: group size, the number of conversations per prompt.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
@@ -100,10 +99,7 @@ class DatasetChatEnv(ChatEnv):
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], **kwargs: Any) -> DatasetChatEnv:
-        """Return an environment over the rows of one pass over a `DataLoader`, in order.
-
-        Batches are columns of equal length, lists of rows, or TensorDicts. A loader without a length is read on
-        demand and may be endless.
+        """Return an environment over the rows of one pass over a `DataLoader`; one without a length is read on demand.
 
         Example:
             >>> from torch.utils.data import DataLoader

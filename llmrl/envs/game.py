@@ -78,8 +78,8 @@ class GameEnv(MessageChatEnv):
 
     The rollouts of a group are the roles of its games in order: for a game of two roles, `repeats=8` is four games of
     self-play, or eight games against an opponent. Each rollout has its own reward and stores its role under
-    `("rollout", "role")`, so `MCAdvantage(by="role")` compares it only with rollouts of the same role.
-    Opponents' messages are excluded from the loss.
+    `("rollout", "role")`, so `MCAdvantage(by="role")` compares it only with rollouts of the same role. Opponents'
+    messages are excluded from the loss.
 
     A player leaves the game (`Game.leave`) if its answer was cut or its turns are used up. If a conversation fails,
     no role of its game is scored. A rollout whose game ends before its first turn is completed without a turn. Games
@@ -88,14 +88,13 @@ class GameEnv(MessageChatEnv):
     Args:
         make_game: function that creates the game of a row.
         dataset: rows; by default one empty row, which is repeated.
-        roles: roles of the game.
         opponents: players in place of the policy, by role.
         repeats: rollouts per row; by default one per role that the policy plays.
         **order: `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
     Raises:
-        ValueError: if opponents have unknown roles or play all roles, or if `repeats` is not a multiple of the number
-            of roles that the policy plays.
+        ValueError: if opponents have unknown roles or play all roles, or if `repeats` is no multiple of the policy's
+            roles.
 
     Example:
         >>> from llmrl.envs import Game
@@ -229,18 +228,13 @@ class _Table:
         self._game: Game | None = None
 
     async def begin(self, make_game: Callable[[], Game]) -> None:
-        """Start the game unless it has started."""
         if self._game is None and self._failure is None:
             with self._failing_all():
                 self._game = make_game()
             await self._go_on(self._game)
 
     async def turn_of(self, role: str) -> str | None:
-        """Wait for a player's turn and return its observation, or None if the game is over.
-
-        Raises:
-            RuntimeError: if the game failed because of another player.
-        """
+        """Return a player's observation at its next turn; None if the game is over, RuntimeError if it failed."""
         await self._woken[role].wait()
         if self._failure is not None:
             raise RuntimeError(f"the game has ended: {describe(self._failure)}") from self._failure
@@ -250,7 +244,6 @@ class _Table:
         return self._observation
 
     async def act(self, text: str) -> None:
-        """Apply the answer of the player to move."""
         assert self._game is not None
         if not self.results and self._failure is None:  # otherwise a player has left
             with self._failing_all():
@@ -325,7 +318,6 @@ class _Player(MessageEnv):
         self._is_over = False  # its last move ended the game
 
     async def sit_down(self) -> None:
-        """Start the game unless another player has started it."""
         await self.table.begin(self._make_game)
 
     async def init(self) -> Sequence[Message]:

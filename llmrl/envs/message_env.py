@@ -44,8 +44,7 @@ class MessageStep:
 class MessageEnv(ABC):
     """One conversation: `init` opens it, and `step` answers the assistant. Each conversation has its own instance.
 
-    The three methods run in one event loop, which all conversations share. An exception ends only its own
-    conversation.
+    The three methods run in one event loop, shared by all conversations. An exception ends only its own conversation.
 
     Example:
         >>> class Riddle(MessageEnv):
@@ -145,7 +144,6 @@ class MessageChatEnv(DatasetChatEnv):
         return tensordict_of({"message_env": non_tensor(Opened(drawn, message_env, messages))})
 
     def _home(self, drawn: Drawn) -> BackgroundLoop:
-        """Return the event loop for a conversation's environment."""
         return self._loops.current
 
     def _made(self, drawn: Drawn) -> MessageEnv:
@@ -241,11 +239,7 @@ class MessageChatEnv(DatasetChatEnv):
         }
 
     def release(self, element: TensorDictBase) -> None:
-        """Close the environment of a finished conversation, and wait until it is closed.
-
-        Raises:
-            Exception: any exception of the environment's `close`.
-        """
+        """Close the environment of a finished conversation; any exception of its `close` is raised."""
         message_env = plain(element.get("message_env", None))
         if isinstance(message_env, Opened):
             message_env = message_env.env

@@ -41,12 +41,7 @@ Weights = Mapping[str, float] | Callable[[Mapping[str, EnvProgress]], Mapping[st
 class MixedPrompts:
     """Chooses the environment of each group by smooth weighted round-robin, and stores the position in each dataset.
 
-    After any number of draws, each environment has received its share up to one group. The choice is deterministic,
-    so a restored state continues the same sequence.
-
-    Args:
-        samplers: prompt samplers by environment name.
-        weights: weights by name; None for equal weights.
+    The choice is deterministic, so a restored state continues the same sequence. `weights=None` means equal weights.
 
     Raises:
         ValueError: if the weights are invalid or do not match the environments.
@@ -144,11 +139,7 @@ class MixedPrompts:
         }
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore a saved state.
-
-        Raises:
-            ValueError: if it was saved with other environments.
-        """
+        """Restore a saved state; raise ValueError if it was saved with other environments."""
         if list(state["samplers"]) != self._names:
             raise ValueError(f"the saved state is of the environments {list(state['samplers'])}, not {self._names}.")
         for name, sampler in self._samplers.items():

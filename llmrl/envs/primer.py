@@ -34,8 +34,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
     """Draws a row at each reset and writes its columns, which stay in the conversation.
 
     Use it for environments that read a column at reset; for conversations, `DatasetChatEnv` does the same without a
-    transform. Collectors handle groups, the end of the data and saved positions in the same way for both. A reset
-    draws nothing if its tensordict already has the first column.
+    transform. A reset draws nothing if its tensordict already has the first column.
 
     Args:
         dataloader: a `DataLoader`, which may be endless, or any source of `load_rows`. It is read once.
@@ -44,8 +43,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         shuffle, seed, num_epochs, name: see `PromptSampler`.
 
     Raises:
-        ValueError: unless exactly one of dataloader and dataloader_factory is given, if the data is empty, or if a
-            column name is reserved.
+        ValueError: unless exactly one source is given, if it is empty, or if a column name is reserved.
 
     Example:
         >>> from llmrl.envs import ChatEnv

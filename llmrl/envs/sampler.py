@@ -37,11 +37,7 @@ class DrawOptions(OrderOptions, total=False):
 
 
 class EndOfData(Exception):
-    """A dataset has fewer samples left than requested; none of them is drawn.
-
-    Args:
-        num_left: number of samples that can still be drawn.
-    """
+    """A dataset has only `num_left` samples, fewer than requested; none of them is drawn."""
 
     def __init__(self, message: str, *, num_left: int = 0) -> None:
         super().__init__(message)
@@ -177,8 +173,7 @@ class PromptSampler:
     def begin_anew(self) -> None:
         """Continue at the beginning of the next epoch, and count `num_epochs` from there.
 
-        Raises:
-            ValueError: if the rows are streamed and their end has not been read.
+        ValueError is raised if the rows are streamed and their end has not been read.
         """
         if isinstance(self.items, StreamedRows):
             self.items.read(self._position // self.num_samples + 1)
@@ -205,11 +200,7 @@ class PromptSampler:
         return {**order, "seed": self.seed, "name": self.name, "digest": self._digest}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore a saved position.
-
-        Raises:
-            ValueError: if it was saved with another dataset, group size, order, seed or name.
-        """
+        """Restore a position; raise ValueError if it was saved with other prompts, order, seed, name or group size."""
         saved = state.get("order", {})
         own = self._meaning()
         differing = [
@@ -232,11 +223,7 @@ def columns_of(items: Sequence[Row]) -> tuple[str, ...]:
 
 
 def with_columns(item: Row, columns: Sequence[str]) -> Row:
-    """Return a row with all columns, None for missing ones.
-
-    Raises:
-        ValueError: if the row has a further column.
-    """
+    """Return a row with all columns, None for missing ones; raise ValueError if it has a further column."""
     if len(item) == len(columns) and all(name in item for name in columns):
         return item
     further = [name for name in item if name not in columns]

@@ -249,9 +249,6 @@ _READERS: dict[str, Callable[[Path], object]] = {
 def rows_of_batches(batches: Iterable[object]) -> list[Row]:
     """Return the rows of batches, each of which is columns of equal length, a list, a TensorDict or a single row.
 
-    Raises:
-        TypeError: if a batch has another type.
-
     Example:
         >>> rows_of_batches([{"query": ["a", "b"], "answer": ["1", "2"]}, [{"query": "c", "answer": "3"}]])
         [{'query': 'a', 'answer': '1'}, {'query': 'b', 'answer': '2'}, {'query': 'c', 'answer': '3'}]

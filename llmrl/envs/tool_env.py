@@ -142,7 +142,6 @@ class _OpenedByTools(MessageChatEnv):
 
     @property
     def loop(self) -> BackgroundLoop:
-        """Event loop on which conversations are opened."""
         return self._loops.current
 
     def _opened_step(self, opened: Opened | None) -> TensorDictBase:

@@ -38,8 +38,6 @@ class _Detector(Protocol):
 
 
 class _DetectorFactory(Protocol):
-    """langdetect's language profiles."""
-
     def create(self) -> _Detector: ...
 
 

@@ -55,7 +55,6 @@ class Judge:
         read: function from the reply to the score, in place of the last number and `scale`.
         name: name of the reward function.
         base_url, api_key: URL and key of the API; by default `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
-        max_concurrent_requests: maximum number of requests in flight.
         requests_per_minute: maximum rate of requests; None for no limit.
         timeout_seconds: time limit of one attempt.
         cache_path: JSON lines file of replies, shared between runs; by default they are cached in memory.
@@ -63,8 +62,7 @@ class Judge:
         options: further arguments of a request, such as `{"temperature": 0}`.
 
     Raises:
-        ValueError: if the prompt contains no names or invalid ones, if the scale is empty, or if a number is not
-            positive.
+        ValueError: if the prompt contains no names or invalid ones, or if a number or the scale is invalid.
 
     Example:
         >>> judge = Judge("a-model", "Rate the answer to {query} from 0 to 10: {completion}", api_key="-")
@@ -133,12 +131,7 @@ class Judge:
         self._set_up()
 
     async def __call__(self, **inputs: object) -> float:
-        """Return the score of an answer.
-
-        Raises:
-            ValueError: if the reply contains no valid score.
-            openai.OpenAIError: if the request fails.
-        """
+        """Return the score of an answer; see `ask` and `score_of` for the errors."""
         return self.score_of(await self.ask(**inputs))
 
     def score_of(self, reply: str) -> float:
@@ -188,7 +181,6 @@ class _Questions:
         self._client = openai.AsyncOpenAI(**judge.client_options, http_client=openai.DefaultAsyncHttpxClient())
 
     async def ask(self, request: Mapping[str, object]) -> str:
-        """Return the reply to a request; equal requests are sent only once."""
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
         known = self._replies.get(digest)
         asked = self._asked.get(digest)

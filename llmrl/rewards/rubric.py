@@ -19,11 +19,7 @@ logger = logging.getLogger("llmrl")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A rollout's reward.
-
-    Raises:
-        TypeError, ValueError: if the reward or a part of the breakdown is not a finite number.
-    """
+    """A rollout's reward; TypeError or ValueError is raised unless its numbers are finite."""
 
     reward: float
     """The weighted mean; 0 if the rollout was not scored."""
@@ -211,12 +207,8 @@ def _sum(scores: Sequence[Score]) -> Score:
 async def scores_of(rubric: Rubric, rollouts: Sequence[RewardInput], *, parent: str = "") -> list[Score]:
     """Score finished rollouts, in order: together if the rubric scores groups, otherwise each in its own tracing span.
 
-    Args:
-        rollouts: rollouts; those of one group if the rubric scores groups.
-        parent: parent span, if it belongs to another thread.
-
-    Raises:
-        Exception: any exception of a user's rubric.
+    If the rubric scores groups, the rollouts must be one group. `parent` is the parent span, if another thread has
+    it.
     """
     if rubric.is_group_scored:
         return await rubric.score_group(rollouts)

@@ -73,13 +73,7 @@ class LLMEnv(KnownArguments, EnvBase):
 
     @classmethod
     def from_dataloader(cls, dataloader: Source, *, repeats: int = 1, **options: Any) -> TransformedEnv:
-        """Return an environment that draws a row of a `DataLoader` at each reset; one column must be named `str_key`.
-
-        Args:
-            dataloader: see `DataLoadingPrimer`.
-            repeats: episodes per row.
-            options: see the class.
-        """
+        """Return an environment that draws rows as a `DataLoadingPrimer` does; one column must be named `str_key`."""
         return TransformedEnv(cls(**options), DataLoadingPrimer(dataloader, repeats=repeats))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:

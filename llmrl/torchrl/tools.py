@@ -181,7 +181,6 @@ class SimpleToolTransform(ExecuteToolsInOrder):
     r"""Runs functions by name sequentially and answers each call in its own message.
 
     Args:
-        tools: functions by name.
         tool_schemas: schemas of the tools, which are not shown to the model.
         parser: returns the calls of a message; by default uses `tool_call_pattern`.
         tool_call_pattern: regular expression with two groups, a tool's name and its arguments as JSON.

@@ -135,8 +135,7 @@ class Tokenizer(KnownArguments, Transform):
         in_keys, out_keys: text entries of the environment's output, and entries for their token ids.
         in_keys_inv, out_keys_inv: text entries that the environment reads, and the policy's token ids for them.
         tokenizer: a Hugging Face tokenizer, or its name.
-        skip_special_tokens: whether to omit special tokens when decoding.
-        add_special_tokens: whether to add the tokenizer's special tokens when encoding.
+        skip_special_tokens, add_special_tokens: options of decoding and encoding.
         return_attention_mask: whether to write `"attention_mask"`, ones of the same length, next to the token ids.
         call_before_reset: whether to tokenize the input of a reset instead of the output; to include a primer's rows,
             insert this transform before the primer.
@@ -265,14 +264,12 @@ class TemplateTransform(Transform):
     sampled tokens, and in collectors, let the policy read the history instead.
 
     Args:
-        tokenizer: a tokenizer with a chat template.
-        chat_template: Jinja template in place of the tokenizer's.
+        tokenizer: a tokenizer; `chat_template`, a Jinja template, replaces its own.
         renderer: converts messages to text and back; alternative to `tokenizer`.
 
     Raises:
         ValueError: unless exactly one of tokenizer and renderer is given.
-        RenderingError: if the template cannot be parsed back (see `TemplateRenderer`); in a step, if a message
-            contains a special token.
+        RenderingError: if the template cannot be parsed back, or if a message contains a special token.
 
     Example:
         >>> from llmrl.testing.embedded_model import ensure_embedded_model

@@ -22,11 +22,8 @@ class IncrementalTokenizer(KnownArguments, Transform):
     output. Both share the same `Conversation`, so only messages that are new since the last turn are tokenized, once.
 
     Args:
-        renderer: converts messages to tokens; alternative to `tokenizer`.
+        tokenizer, renderer: exactly one is needed; a renderer converts messages to tokens.
         mode, fork_threshold_tokens: see `Conversation.start`.
-
-    Raises:
-        ValueError: unless exactly one of tokenizer and renderer is given.
 
     Example:
         >>> from llmrl.testing.embedded_model import ensure_embedded_model

@@ -47,16 +47,14 @@ class RetrieveLogProb(KnownArguments, Transform):
         model: `TransformersWrapper`, or any TensorDict module that reads these entries and writes `[num_tokens]`
             log-probs.
         model_factory: function that builds the model at first use; alternative to `model`.
-        log_probs_full_key: entry written under `next`; by default the model's own key, or else `("ref_log_probs",
-            "full")`.
+        log_probs_full_key: entry under `next`; by default the model's own key, or else `("ref_log_probs", "full")`.
         detach: whether to score without gradients.
         assistant_only: whether to score only the loss mask's tokens; False needs a `TransformersWrapper`.
         tokenizer, tokenizer_kwargs: for conversations without tokens, the tokenizer and the options of
             `History.apply_chat_template`; by default the model's tokenizer and template.
 
     Raises:
-        ValueError: unless exactly one of model and model_factory is given, or if `assistant_only` is set for a model
-            with `input_mode="text"`.
+        ValueError: unless exactly one model or factory is given, or if `assistant_only` is set for a model of text.
         TypeError: if the model is not callable.
 
     Example:
@@ -152,8 +150,7 @@ class KLComputation(KnownArguments, Transform):
 
     Args:
         gen_log_probs_full_key: the policy's log-probs, under `next` or else at the root, where samplers write them.
-        ref_log_probs_full_key: the reference's log-probs, under `next`.
-        kl_key: entry written under `next`.
+        ref_log_probs_full_key, kl_key: the reference's log-probs and the output, under `next`.
         assistant_only: whether to count only the loss mask's tokens; False needs both log-probs for all tokens.
 
     Example:
@@ -244,7 +241,7 @@ class RetrieveKL(KnownArguments, Compose):
             log-probs that the sampler reported are used.
         ref_model, ref_model_factory: the reference model, or a function that builds it.
         gen_log_probs_full_key, ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
-        options: `detach`, `assistant_only`, `tokenizer` and `tokenizer_kwargs` of `RetrieveLogProb`.
+        options: see `RetrieveLogProb`.
 
     Raises:
         ValueError: if only one of the models pads, or if `assistant_only` is False without a `gen_model`.
@@ -302,7 +299,6 @@ class KLRewardTransform(RetrieveKL):
     """`RetrieveKL` under TorchRL's earlier name and arguments.
 
     Args:
-        ref_model, ref_model_factory, add_to_reward, options: see `RetrieveKL`.
         coef: weight of the KL in the reward.
         log_prob_key: the policy's log-probs; by default those that the sampler reported.
     """

@@ -18,16 +18,12 @@ from llmrl._utils.types import StateDict
 class PolicyVersion(KnownArguments, Transform):
     """Writes the version of the policy's weights to `"policy_version"` at reset and step: `[*batch]` int64, or a uuid.
 
-    Per-token versions, which are exact also if weights change within a completion, are in `("policy_versions",
-    "full")`.
+    Per-token versions, which are exact also if weights change within a completion, are in
+    `("policy_versions", "full")`.
 
     Args:
         version_type: `int` (or `"int"`) for a count, or `str` (or `"uuid"`) for a uuid that is unique across runs.
-        source: function that returns the current count, such as the engine's counter; by default the transform's own
-            counter.
-
-    Raises:
-        ValueError: if the version type is unknown.
+        source: function that returns the current count, such as the engine's counter; by default its own counter.
 
     Example:
         >>> transform = PolicyVersion()

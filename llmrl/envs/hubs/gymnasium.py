@@ -13,13 +13,9 @@ if TYPE_CHECKING:
 
 
 class GymnasiumTextEnv(MessageEnv):
-    """Adapts a `gymnasium.Env` with strings as observations and actions to `MessageChatEnv`.
+    """A `gymnasium.Env` with strings as observations and actions, for `MessageChatEnv`; it runs in a thread.
 
-    Observations are user messages, and the policy's answers are actions. The environment runs in a thread.
-
-    Args:
-        env: environment of one conversation; those of GEM (`gem.make`) work, too.
-        seed: seed of its reset.
+    Observations are user messages, and the policy's answers are actions. Environments of GEM (`gem.make`) work, too.
 
     Raises:
         TypeError: if an observation is not a string.

@@ -148,9 +148,8 @@ def make_mlgym(
     Args:
         task, tasks: name of one task, such as `prisonersDilemma`, or of several.
         max_steps: maximum number of commands per conversation.
-        reward_wrong_format: reward added for a reply without a command.
+        reward_wrong_format: see `MLGymWrapper`.
         repeats: group size, the number of conversations per task.
-        seed, container_type: arguments of MLGym.
 
     Raises:
         ValueError: unless exactly one of `task` and `tasks` is given.

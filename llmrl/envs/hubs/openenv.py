@@ -36,8 +36,7 @@ class OpenEnvChatEnv(MessageChatEnv):
     retried while the server is unreachable or full. A lost session ends its rollout with an error.
 
     Args:
-        url: URL of the server, such as `http://127.0.0.1:8000`.
-        dataset: the rows, see `MessageChatEnv`; by default one empty row.
+        dataset, **draws: see `MessageChatEnv`.
         action_adapter: converts the text of an answer to the action, a dict. By default the text is the only required
             field of the server's action schema.
         observation_adapter: converts each observation, a dict, before it is used; if the result is a dict, it is
@@ -45,7 +44,6 @@ class OpenEnvChatEnv(MessageChatEnv):
         history_content_adapter: converts an observation to the text of a message; by default its only field, or all
             of its fields as JSON.
         timeout: time limit of opening a session and of each answer, in seconds.
-        **draws: see `MessageChatEnv`.
 
     Raises:
         ValueError: if `timeout` is not positive.

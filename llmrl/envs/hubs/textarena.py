@@ -20,11 +20,7 @@ class TextArenaGame(Game):
     """A TextArena game, in which each player sees the messages since its own last move.
 
     TextArena handles illegal moves. A player that leaves a game with others gets -1 and the others get 0; a single
-    player that leaves gets 0. Each game has its own state of Python's random numbers; the global state is not
-    changed.
-
-    Args:
-        env_id: id of the game, such as `TicTacToe-v0`.
+    player that leaves gets 0. Python's global random state is not changed.
 
     Raises:
         MissingExtraError: if TextArena is not installed.
@@ -101,9 +97,8 @@ def make_textarena_env(
 
     Args:
         env_id: id of the game, such as `TicTacToe-v0`.
-        opponents: players in place of the policy, by role: functions of the messages that the role has seen.
         seeds: seeds of the games, one per group.
-        system_prompt, repeats, **order: see `GameEnv`.
+        opponents, system_prompt, repeats, **order: see `GameEnv`.
 
     Raises:
         MissingExtraError: if TextArena is not installed.

@@ -99,9 +99,6 @@ class CountdownEnv(DeclaredTaskEnv):
 
     A custom dataset has the columns `query`, `numbers` and `target`.
 
-    Raises:
-        ValueError: if the bounds leave no problem.
-
     Example:
         >>> env = CountdownEnv(num_count=2, max_number=9)
         >>> len(env.reset()[0]["numbers"])

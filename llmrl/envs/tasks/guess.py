@@ -83,8 +83,6 @@ def _range(low: int, high: int) -> str:
 
 
 class _HintingEnv(DatasetChatEnv):
-    """Responds to guesses with hints."""
-
     def _stepped(self, tensordict: TensorDictBase) -> TensorDictBase:
         step = super()._stepped(tensordict)
         if tensordict.batch_size or self.input_mode != "history":
@@ -105,12 +103,9 @@ class GuessEnv(TaskEnv):
     For `highest=10`, bisection gets 0.81 on average and five distinct guesses that ignore the hints get 0.4.
 
     Args:
-        split: `train` or `test`, the prefix of the group ids.
-        highest: largest possible number; the smallest is 1.
-        **options: see `TaskOptions`; by default `train` is shuffled.
-
-    Raises:
-        ValueError: if the split is unknown or `highest` is less than 2.
+        split: `train`, which is shuffled by default, or `test`; also the prefix of the group ids.
+        highest: largest possible number; the smallest is 1. ValueError is raised if it is less than 2.
+        **options: see `TaskOptions`.
 
     Example:
         >>> GuessEnv(repeats=4).reset()[0]["history"].prompt.content[-1]

@@ -23,7 +23,7 @@ Kwargs = Sequence[Row | None]
 
 
 class IfEvalScorer(RubricReward):
-    """Rewards the followed instructions by a weighted mean of the four IFEval accuracies, which are the breakdown.
+    """A reward for followed instructions: the weighted mean of the four IFEval accuracies, which are the breakdown.
 
     Args:
         format_weights: weights of `prompt_level_strict_acc`, `inst_level_strict_acc`, `prompt_level_loose_acc` and
@@ -31,8 +31,7 @@ class IfEvalScorer(RubricReward):
         aggregate_reward: True for the weighted mean, or a function that returns the reward (`"aggregate"` in the
             breakdown) from an `IFEvalScoreData` and, if it has such parameters, `think_blocks` and `answer_blocks`
             (contents of these tags) and `complete` (whether the rollout was completed).
-        set_done_if_answer: whether an answer ends the conversation.
-        reasoning: whether the answer is inside `<answer>` tags.
+        set_done_if_answer, reasoning: see `AnswerReward`.
 
     Raises:
         ValueError: unless there are four weights, and if `aggregate_reward` is false.

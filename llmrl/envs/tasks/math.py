@@ -13,12 +13,10 @@ from llmrl.rewards import boxed_answer, extract_answer, is_math_right
 
 
 class MATHRewardParser(AnswerReward):
-    r"""Rewards an answer that math-verify finds equal to the reference; see `AnswerReward`.
+    r"""A reward for an answer that math-verify finds equal to the reference; see `AnswerReward`.
 
-    Without `reasoning`, the answer is the last `\boxed{…}`, or else the last line.
-
-    Raises:
-        MissingExtraError: if math-verify is not installed.
+    Without `reasoning`, the answer is the last `\boxed{…}`, or else the last line. MissingExtraError is raised if
+    math-verify is not installed.
 
     Example:
         >>> MATHRewardParser().rubric.names

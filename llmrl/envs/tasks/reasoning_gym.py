@@ -30,8 +30,6 @@ class ReasoningGymProblems:
         tasks: a task's name, or weights by name.
         num_problems: number of problems per epoch.
         split: `train` or `test`, which use different seeds.
-        seed: seed of the mix and of the problems.
-        raise_at, window: mean score and number of scores at which a level rises.
         config: arguments of reasoning-gym's configuration, by task.
 
     Raises:
@@ -201,12 +199,7 @@ class ReasoningGymOptions(TaskOptions, total=False):
 class ReasoningGymEnv(TaskEnv):
     """One or several tasks of reasoning-gym, scored by its own scorers.
 
-    Args:
-        tasks, split, num_problems, curriculum, raise_at, window, config: see `ReasoningGymProblems`.
-        reasoning, **options: see `DeclaredTaskEnv`.
-
-    Raises:
-        ValueError: see `ReasoningGymProblems`.
+    See `ReasoningGymProblems` for the arguments and errors, and `DeclaredTaskEnv` for `reasoning` and `**options`.
 
     Example:
         >>> env = ReasoningGymEnv({"chain_sum": 2.0, "spell_backward": 1.0}, num_problems=8)

@@ -107,7 +107,7 @@ class SearchEnv(TaskEnv):
     """Questions that can only be answered with the search tool.
 
     The reward is the weighted mean of naming the answer in the last message (weight 1) and of a successful search
-    (weight 0.2).
+    (0.2).
 
     Args:
         dataset: questions with the columns `query`, `answer` and `documents` (texts); searches cover the documents of
@@ -116,7 +116,6 @@ class SearchEnv(TaskEnv):
         num_people: number of people in the generated corpus, which has three facts about each.
         num_results: number of documents that a search returns.
         show_example: whether every conversation begins with an example.
-        tool_parser: see `ToolTransform`.
         **options: see `TaskOptions`; by default `train` is shuffled.
 
     Raises:

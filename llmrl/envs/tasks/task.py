@@ -57,7 +57,6 @@ class TaskEnv(KnownArguments, TransformedEnv):
         problems: rows with a column `query` and the columns that the reward reads.
         reward: transform that ends and scores conversations.
         reasoning: whether the prompt also asks for `<think>` and `<answer>` tags.
-        options: see `TaskOptions`.
         chat_env: class of the inner environment.
 
     Raises:
