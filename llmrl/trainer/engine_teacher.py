@@ -79,11 +79,6 @@ class EngineTeacher:
     def scores(self, batch: TensorDictBase, *, top_k: int = 0, assistant_only: bool = True) -> list[TokenScores]:
         """Return the teacher's scores of each row's tokens; where nothing is scored, log-probs are 0 and ids -1.
 
-        Args:
-            batch: training rows.
-            top_k: number of most likely ids per token.
-            assistant_only: score only trained tokens.
-
         Raises:
             ValueError: if rows were sampled from truncated distributions, or exceed the engine's context.
             EngineError: if an engine fails, here or on another rank.
@@ -122,11 +117,7 @@ class EngineTeacher:
 
 
 def check_same_tokenizer(ours: Tokenizer, theirs: Tokenizer, *, teacher: str) -> None:
-    """Check that a teacher has the student's vocabulary.
-
-    Raises:
-        ValueError: if the vocabularies differ; the message names the first differing entry.
-    """
+    """Raise ValueError if a teacher's vocabulary differs from the student's, naming the first differing entry."""
     entries = {*ours.get_vocab().items()} ^ {*theirs.get_vocab().items()}
     if differing := sorted(entries, key=lambda entry: entry[1]):
         token, number = differing[0]
@@ -138,10 +129,7 @@ def check_same_tokenizer(ours: Tokenizer, theirs: Tokenizer, *, teacher: str) ->
 
 
 def _check_served_tokenizer(engine: ServerScores, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a server tokenizes the text of the student's vocabulary differently.
-
-    Servers have no route that returns the vocabulary; this text covers nearly all ids of the student.
-    """
+    """Raise ValueError if a server tokenizes the student's vocabulary differently; it cannot report its own."""
     words = [tokenizer.decode([number]) for number in sorted(tokenizer.get_vocab().values())]
     texts = ["\n".join(words[start : start + _NUM_WORDS]) for start in range(0, len(words), _NUM_WORDS)]
 

@@ -28,9 +28,7 @@ REF_LOG_PROBS: NestedKey = ("next", "ref_log_probs", "full")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters (arXiv:2106.09685) of linear layers, trained in place of the model's weights.
-
-    There is no dropout, as the trainer's distribution must be the sampler's.
+    """Low-rank adapters (arXiv:2106.09685) of linear layers, trained without dropout in place of the model's weights.
 
     Raises:
         ValueError: if rank or alpha is below 1.
@@ -61,7 +59,6 @@ def load_model(
 
     Args:
         path: folder or hub name.
-        device: device of the model.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         lora: adapters, which are then the only trained parameters.
 
@@ -107,10 +104,7 @@ def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[T
 
 
 def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: Tokenizer) -> TransformersWrapper:
-    """Load a frozen teacher that `write_log_probs` can score with; it is sharded like the policy.
-
-    Raises ValueError if the teacher's tokenizer differs from the student's, `tokenizer`.
-    """
+    """Load a frozen teacher, sharded like the policy; ValueError if its vocabulary is not that of `tokenizer`."""
     from transformers import AutoTokenizer
 
     check_same_tokenizer(tokenizer, AutoTokenizer.from_pretrained(path), teacher=str(path))

@@ -27,11 +27,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: str | Path) -> ModelShape:
-        """Read the shape from `config.json` in a model's folder.
-
-        Raises:
-            ValueError: if the model is of another kind, such as one with experts.
-        """
+        """Read the shape from `config.json` in a folder; ValueError if the model is not dense."""
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
         config = config.get("text_config") or config
         needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -120,15 +116,10 @@ class MemoryPlan:
 
 
 def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
-    """Estimate the memory of each device of a trainer.
+    """Estimate the memory of each device of a trainer; a test compares the estimates with measurements.
 
     Activations per token and layer in float32 are 8 times the hidden size, 5.5 times the query size, 4.5 times the
-    key size and 5 times the feed-forward size; under autocast, residuals and norms stay in float32. A test compares
-    the estimates with measurements.
-
-    Args:
-        model: shape of the model.
-        training: training options.
+    key size and 5 times the feed-forward size; under autocast, residuals and norms stay in float32.
 
     Example:
         >>> small = ModelShape(hidden_size=896, intermediate_size=4864, num_layers=24, vocab_size=151936,
@@ -168,7 +159,6 @@ def _num_tokens(training: TrainingShape) -> int:
 
 
 def _activations(model: ModelShape, training: TrainingShape) -> int:
-    """Return the bytes that autograd keeps of a micro-batch."""
     tokens = _num_tokens(training)
     hidden = model.hidden_size
     queries = model.query_size
@@ -215,7 +205,6 @@ def _head(model: ModelShape, training: TrainingShape) -> int:
 
 
 def _weight_size(training: TrainingShape) -> int:
-    """Return the bytes of a weight in the compute dtype."""
     return 2 if training.is_bfloat16 else 4
 
 

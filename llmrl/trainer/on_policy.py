@@ -71,10 +71,6 @@ def check_difference(
     The result is empty if no tokens are known to be on-policy: the weights were never sent to an engine, or have
     changed since. The warning is repeated if the difference doubles or exceeds its bound anew. For int8 engines the
     bound is twice the difference of the first batch, at most 0.5 nats.
-
-    Args:
-        record: record of the policy's model.
-        batch, log_probs, keys: see `on_policy_difference`.
     """
     version = record.engine_version
     if record.num_updates or not has_entry(batch, keys.policy_version):

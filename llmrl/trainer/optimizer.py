@@ -110,11 +110,7 @@ class WarmupSchedule(LRScheduler):
         return [rate * self.factor(self.last_epoch) for rate in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance to the next step, even if the optimizer skipped this one.
-
-        Raises:
-            ValueError: if `epoch` is given, or the decay has ended.
-        """
+        """Advance to the next step; ValueError if `epoch` is given, or the decay has ended."""
         if epoch is not None:
             raise ValueError(f"the schedule counts steps itself: call step() without epoch={epoch!r}.")
         if self.schedule != "constant" and self.num_steps is not None and self.last_epoch >= self.num_steps:

@@ -47,13 +47,12 @@ def write_log_probs(
     If the model is sharded, every rank must pass the same batch; the ranks share the work and each has all results.
 
     - `("old_log_probs", "full")`: the trainer's own, before the first of several updates on a batch;
-    - `("next", "ref_log_probs", "full")`: a reference's; with LoRA, `disable_adapter` uses the trained model without
-      its adapters, which needs no second copy of the weights;
+    - `("next", "ref_log_probs", "full")`: a reference's, which with LoRA is the trained model with `disable_adapter`;
     - `("next", "teacher_log_probs", "full")`: a teacher's.
 
     Args:
         policy: model that scores, or an `EngineTeacher`.
-        batch: training rows, ragged; changed in place.
+        batch: training rows; changed in place.
         key: entry to write, without gradient.
         disable_adapter: score with the adapters of a peft model disabled.
         assistant_only: score trained tokens; False scores all, as losses with `masking_strategy="generic"` need.
@@ -109,7 +108,6 @@ def write_top_k(
 def _top_k_of(
     teacher: TransformersWrapper, rows: TensorDictBase, top_k: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each row's most likely ids and their log-probs, `[num_tokens, top_k]`."""
     token_ids = ragged_column(rows, _TOKENS)
     masks = [mask.bool() for mask in ragged_column(rows, _MASK)]
     lengths = [len(ids) for ids in token_ids]
@@ -203,11 +201,7 @@ def _with_prompt(row: TensorDictBase, num_replaced: int, prompt_ids: list[int]) 
 
 @contextlib.contextmanager
 def adapters_off(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Disable a peft model's adapters within the context.
-
-    Raises:
-        TypeError: if the model has no adapters.
-    """
+    """Disable a peft model's adapters within the context; TypeError if it has none."""
     if not hasattr(model, "disable_adapter"):
         raise TypeError(
             f"disable_adapter needs a peft model, got {type(model).__name__}; score with a reference model instead."

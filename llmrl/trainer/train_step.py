@@ -138,7 +138,6 @@ def train_step(
 
 
 def _rows_of(parts: Iterable[tuple[torch.Tensor, torch.Tensor | None]], inputs: LossInputs) -> list[torch.Tensor]:
-    """Return the values of trained tokens as one tensor per row."""
     column = torch.full((inputs.is_scored.shape[0],), torch.nan)
     for flat_index, values in parts:
         if values is not None:

@@ -40,8 +40,7 @@ class TransformersWrapper(LLMWrapperBase):
     *Generating*, it is a policy over a `TransformersEngine` of the model; see `LLMWrapperBase`.
 
     *Scoring*, it reads `("tokens", "full")` and `("masks", "all_assistant_mask")` and writes `(log_probs_key,
-    "full")`: `[num_tokens]` float32 per row, differentiable, and 0 outside the mask and at a row's first token. Rows
-    are computed without padding, with shared prefixes once.
+    "full")`: `[num_tokens]` float32 per row, differentiable, and 0 outside the mask and at a row's first token.
 
     - Without a mask, every token is scored.
     - Without tokens, they are made from `("history", "full")` with the chat template, and the mask from its assistant
@@ -49,8 +48,7 @@ class TransformersWrapper(LLMWrapperBase):
     - A `"sampling_mask"` restricts a token's distribution to the ids that truncation kept; `"routed_experts"` sets
       the experts of each token (see `Routers`).
 
-    The model always stays in eval mode, with gradients and with gradient checkpointing (`set_scoring_mode`): dropout
-    would make the trainer's distribution differ from the sampler's.
+    The model always stays in eval mode: dropout would make the trainer's distribution differ from the sampler's.
 
     Args:
         model: a causal language model, or its name or folder (loaded in float32, with its tokenizer).
@@ -61,9 +59,8 @@ class TransformersWrapper(LLMWrapperBase):
         autocast_dtype: for example `torch.bfloat16` over float32 weights; None computes in the weights' dtype, and
             `auto` in bfloat16 over float32 weights on a GPU, else in the weights' dtype. It should be the engine's
             dtype: updates smaller than the engine's rounding are lost, and weight sync warns.
-        head_kernel: kernel of the log-probs: `torch`, or `liger`, liger-kernel on a GPU (extra `gpu`), which in
-            bfloat16 rounds logits (an error of 0.01 to 0.02 nats per token). Entropies and log-probs of truncated
-            distributions always use `torch`.
+        head_kernel: `torch`, or `liger`, liger-kernel on a GPU (extra `gpu`), which in bfloat16 rounds logits (an
+            error of 0.01 to 0.02 nats per token). Entropies and truncated distributions always use `torch`.
         compile_layers: compile the decoder's layers (`torch.compile`); attention on CUDA is always compiled.
         offload_activations: store what gradient checkpointing keeps, each layer's input, in host memory.
         options: see `LLMWrapperBase`. Scoring uses the temperature in `generate_kwargs`; `pad_output` pads on the
@@ -128,7 +125,6 @@ class TransformersWrapper(LLMWrapperBase):
             self._prepare_scoring(autocast_dtype or weights_dtype)
 
     def _prepare_scoring(self, compute_dtype: torch.dtype) -> None:
-        """Choose how the model is computed, and record its compute dtype."""
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}; greedy samples have no log-probs.")
         trained_model(self.model).compute_dtype = compute_dtype
@@ -163,10 +159,9 @@ class TransformersWrapper(LLMWrapperBase):
         return self
 
     def _autocast(self) -> torch.autocast:
-        """Return the configured autocast, or the surrounding one.
+        """Return the configured autocast, or the surrounding one, without its cache of cast weights.
 
-        The cache of cast weights is off. It would outlive the call in an outer region and miss optimizer steps, and
-        would lose the gradients of sharded parameters, which are gathered anew each time.
+        The cache could outlive an optimizer step, and would lose the gradients of sharded parameters.
         """
         device_type = self.device.type
         dtype = self.autocast_dtype
@@ -205,10 +200,7 @@ class TransformersWrapper(LLMWrapperBase):
     def packed_log_probs(
         self, packed: PackedRows, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probs of the scored tokens, `[num_scored]`, and their entropies if asked.
-
-        For tokens sampled from a truncated distribution, both are those of the truncated distribution.
-        """
+        """Return the log-probs of the scored tokens, `[num_scored]`, and their entropies if asked."""
         if not packed.num_scored:
             nothing = torch.zeros(0, device=self.device)
             return nothing, nothing if return_entropy else None
@@ -341,7 +333,6 @@ class TransformersWrapper(LLMWrapperBase):
         return token_ids, [mask.bool() for mask in ragged_column(batch, _MASK)], replay
 
     def _tokenize(self, tensordict: TensorDictBase) -> None:
-        """Write the tokens and masks of each row's text or history."""
         if self.tokenizer is None or not has_entry(tensordict, self.input_key):
             raise ValueError(
                 f"Expected {_TOKENS!r} in the tensordict, or {self.input_key!r} and a policy with tokenizer=; it has "

@@ -1,16 +1,15 @@
 """Divergences of two models' next-token distributions, computed without storing their logits.
 
-Both heads are applied to a chunk of positions at a time, in the forward and again in the backward pass. With the
-student's `p` and the teacher's `q`, the gradient with respect to the student's logits is
+Both heads are applied to a chunk of positions at a time, forward and again backward. With the student's `p` and the
+teacher's `q`, the gradient with respect to the student's logits is
 
 - reverse, KL(p || q): `p (log p - log q - KL)`;
 - forward, KL(q || p): `p - q`;
 - js, `beta KL(q || m) + (1 - beta) KL(p || m)` with `m = beta q + (1 - beta) p` (GKD, arXiv:2306.13649, equation 3):
-  `(1 - beta) p (log p - log m - E_p[log p - log m])`, as the terms through `m` sum to 0.
+  `(1 - beta) p (log p - log m - E_p[log p - log m])`.
 
-If only the teacher's most likely ids are known, all other ids are merged into one, the *tail*, with the remaining
-probability (arXiv:2608.14728); renormalising over the known ids instead would leave the student's tail unconstrained.
-Merging never increases a divergence, so the result is a lower bound of the one over the vocabulary. The gradient of
+If only the teacher's most likely ids are known, all others are merged into one, the *tail*, with the remaining
+probability (arXiv:2608.14728), so the result is a lower bound of the divergence over the vocabulary. The gradient of
 the tail is distributed over its ids in proportion to `p`.
 """
 
@@ -102,14 +101,12 @@ def chunked_divergence(
 
 
 def _rounded(head: Head) -> Head:
-    """Return a head with operands in its compute dtype."""
     dtype = head.dtype or torch.promote_types(head.states.dtype, head.weight.dtype)
     bias = None if head.bias is None else rounded_operand(head.bias, dtype)
     return Head(rounded_operand(head.states, dtype), rounded_operand(head.weight, dtype), bias, head.transform, dtype)
 
 
 def _held(teacher: Head | TopK) -> Head | TopK:
-    """Return a teacher with rounded operands."""
     return teacher if isinstance(teacher, TopK) else _rounded(teacher)
 
 
@@ -130,7 +127,6 @@ class _Compared:
 
     @classmethod
     def of(cls, student: Head, teacher: Head | TopK, part: slice) -> _Compared:
-        """Compute the distributions at some positions."""
         ours, derivative = student.transform.apply(head_logits(student.states[part], student.weight, student.bias))
         if isinstance(teacher, TopK):
             all_log_p = ours.log_softmax(-1)
@@ -150,7 +146,6 @@ class _Compared:
         return cls(log_p, log_q.clamp_(min=MIN_LOG_PROB), derivative, log_p, None)
 
     def log_mixture(self, beta: float) -> torch.Tensor:
-        """Return `log m` of `js`."""
         return torch.logaddexp(self.log_q + math.log(beta), self.log_p + math.log1p(-beta))
 
     def values(self, divergence: Divergence, beta: float) -> torch.Tensor:
@@ -254,9 +249,6 @@ def chunked_top_k(teacher: Head, top_k: int, *, chunk_size: int | None = None) -
 class TeacherDistribution:
     """Teacher with its whole distribution as the target of each trained token: `DistillationLoss(teacher=...)`.
 
-    The rows may come from the student, a teacher or a data set. Both models compute the same packed rows, the teacher
-    without gradient.
-
     Args:
         policy: wrapper of the teacher's model, as returned by `load_teacher`.
         beta: weight of the divergence `js`.
@@ -275,11 +267,7 @@ class TeacherDistribution:
     def packed_divergence(
         self, student: TransformersWrapper, packed: PackedRows, divergence: Divergence
     ) -> torch.Tensor:
-        """Return the divergence at each scored token of a micro-batch, `[num_scored]`.
-
-        Raises:
-            ValueError: if tokens were sampled from truncated distributions, as their vocabularies differ.
-        """
+        """Return the divergence at each scored token, `[num_scored]`; ValueError for truncated distributions."""
         _check_whole(packed)
         if not packed.num_scored:
             return torch.zeros(0, device=student.device)
@@ -290,10 +278,9 @@ class TeacherDistribution:
 
 
 class TeacherTopK:
-    """Teacher with its most likely ids as the target of each trained token: `DistillationLoss(teacher=...)`.
+    """Teacher with the most likely ids written by `write_top_k` as the target: `DistillationLoss(teacher=...)`.
 
-    `write_top_k` writes the ids into the batch, from a model or an engine. All other ids are merged into one; see
-    `chunked_divergence`.
+    All other ids are merged into one; see `chunked_divergence`.
 
     Args:
         beta: weight of the divergence `js`.
@@ -319,8 +306,7 @@ class TeacherTopK:
     ) -> torch.Tensor:
         """Return the divergence at each scored token, `[num_scored]`, from columns of `[num_scored, top_k]`.
 
-        Raises:
-            ValueError: if tokens were sampled from truncated distributions, or the teacher did not score them.
+        Raises ValueError if tokens were sampled from truncated distributions, or the teacher did not score them.
         """
         _check_whole(packed)
         if not packed.num_scored:

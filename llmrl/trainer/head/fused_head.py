@@ -24,17 +24,9 @@ def fused_log_probs(
     bias: torch.Tensor | None = None,
     transform: LogitTransform,
 ) -> torch.Tensor:
-    """Return the log-prob of each target, like `chunked_log_probs`, with liger-kernel's Triton kernel.
+    """Return the log-prob of each target with liger-kernel's Triton kernel; arguments are those of `chunked_log_probs`.
 
     A position that scores several targets is computed once per target.
-
-    Args:
-        hidden: `[num_positions, hidden_size]`.
-        weight: `[vocab_size, hidden_size]`.
-        targets: `[num_scored]` ids.
-        positions: `[num_scored]` indices into `hidden`.
-        bias: `[vocab_size]`, if the head has one.
-        transform: scale and temperature; no soft cap.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 

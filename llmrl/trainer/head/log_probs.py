@@ -1,9 +1,9 @@
 """Log-probs of chosen tokens from hidden states, computed without storing `[num_tokens, vocab_size]`.
 
-The output head is applied to a chunk of positions at a time, in the forward and again in the backward pass. The
-gradient of `log p(t) = z_t - logsumexp(z)` with respect to the logits is `onehot(t) - softmax(z)`; that of the
-entropy `H = -sum_k p_k log p_k` is `-p_k (log p_k + H)`. Operands may have low precision, as the engine's do; their
-products are summed in float32, and logits are never rounded to the operands' dtype.
+The output head is applied to a chunk of positions at a time, forward and again backward. The gradient of
+`log p(t) = z_t - logsumexp(z)` with respect to the logits is `onehot(t) - softmax(z)`; that of the entropy
+`H = -sum_k p_k log p_k` is `-p_k (log p_k + H)`. Products of low-precision operands are summed in float32, and
+logits are never rounded to the operands' dtype.
 """
 
 from __future__ import annotations
@@ -215,13 +215,12 @@ def chunked_log_probs(
 
     Args:
         hidden: `[num_positions, hidden_size]`.
-        weight: `[vocab_size, hidden_size]` of the output head, tied or not.
+        weight: `[vocab_size, hidden_size]` of the output head.
         targets: `[num_scored]` ids.
         positions: `[num_scored]` ascending indices into `hidden`, which may repeat; by default `i` for target `i`.
-        bias: `[vocab_size]` of the output head, if it has one.
+        bias: `[vocab_size]` of the output head.
         transform: scale, soft cap and temperature; none by default.
         chunk_size: number of positions with logits in memory at once; `default_chunk_size` by default.
-        return_entropy: also return the entropies.
 
     Returns:
         `[num_scored]` log-probs and `[num_scored]` entropies or None, float32 (float64 for float64 inputs).

@@ -11,9 +11,6 @@ from torch.distributed.tensor import DTensor, Partial
 class OutputHead:
     """Weight and bias of a linear output head, which may be tied, sharded, or adapted or replaced by peft.
 
-    Args:
-        head: the model's output embeddings.
-
     Raises:
         TypeError: if the head is not linear, or has DoRA or a LoRA bias.
 
@@ -27,7 +24,6 @@ class OutputHead:
         self._linear()
 
     def _linear(self) -> torch.nn.Linear:
-        """Return the linear layer that currently holds the weight."""
         head = self._head
         if hasattr(head, "modules_to_save"):  # peft trains a copy
             head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
@@ -47,9 +43,8 @@ class OutputHead:
     def weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return `[vocab_size, hidden_size]`, differentiable; with LoRA, the sum of the base weight and its update.
 
-        Args:
-            dtype: dtype of the result; the weight's own by default. A sharded weight is cast before it is gathered,
-                and its gradient is summed over ranks in the weight's own dtype.
+        With `dtype`, a sharded weight is cast before it is gathered; its gradient is summed in the weight's own
+        dtype.
         """
         head = self._head
         is_adapted = hasattr(head, "lora_A") and not head.disable_adapters and not head.merged

@@ -1,7 +1,7 @@
 """Log-probs under a truncated distribution, normalised over the ids kept by top-k, top-p or min-p.
 
-With `l` the log-probs over all ids, the log-prob of token `t` among the kept ids `K` is `l_t - logsumexp_{j in K}
-l_j`. `chunked_log_probs` therefore scores all kept ids of a position as targets.
+With `l` the log-probs over all ids, the log-prob of token `t` among the kept ids `K` is
+`l_t - logsumexp_{j in K} l_j`, so `chunked_log_probs` scores all kept ids of a position as targets.
 """
 
 from __future__ import annotations
@@ -35,13 +35,9 @@ def truncated_log_probs(
     """Return each target's log-prob within the kept ids, and the entropy of that distribution if asked; differentiable.
 
     Args:
-        hidden: `[num_positions, hidden_size]`.
-        weight: `[vocab_size, hidden_size]` of the output head.
-        targets: `[num_scored]` ids.
+        hidden, weight, targets, options: see `chunked_log_probs`.
         sampling_mask: kept ids of each target; a target without any is scored over all ids.
         positions: `[num_scored]` ascending indices into `hidden`.
-        return_entropy: also return the entropies.
-        options: see `chunked_log_probs`.
 
     Raises:
         ValueError: if a target is not exactly once among its kept ids.

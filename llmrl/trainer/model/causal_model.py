@@ -37,13 +37,8 @@ _NUM_COMPILED = 32
 class CausalModel:
     """The parts of a causal language model: hidden states of packed rows, output head and logit transform.
 
-    The way rows are computed is chosen by trial (`ExactnessProbe`): packed with the configured attention, packed with
-    `eager`, or one row per bin without a mask. The first way whose logits match those of the model in `eager`, one
-    row at a time, is used.
-
-    Args:
-        model: a transformers model with a linear output head.
-        temperature: see `LogitTransform`.
+    Rows are computed in the first of these ways whose logits match those of the model in `eager`, one row at a time:
+    packed with the configured attention, packed with `eager`, or one row per bin without a mask (`ExactnessProbe`).
 
     Raises:
         TypeError: if the output head is not linear, the logits computed from the parts differ from the model's, peft
@@ -86,11 +81,7 @@ class CausalModel:
         return getattr(self.model, "is_gradient_checkpointing", False)
 
     def offload_activations(self, *, offload: bool) -> None:
-        """Set whether the activations kept by gradient checkpointing are stored in host memory.
-
-        Raises:
-            ValueError: if gradient checkpointing is off.
-        """
+        """Store checkpointed activations in host memory or not; ValueError if gradient checkpointing is off."""
         if offload and not self.is_checkpointing:
             raise ValueError(
                 "offload_activations=True needs gradient checkpointing (model.gradient_checkpointing_enable()): "
@@ -99,11 +90,7 @@ class CausalModel:
         self._is_offloading = offload
 
     def compile_layers(self) -> None:
-        """Compile each layer of the decoder in place, once for rows of all lengths.
-
-        Raises:
-            TypeError: if the decoder has no list of layers.
-        """
+        """Compile each layer in place, once for all row lengths; TypeError if the decoder has no list of layers."""
         layers = getattr(self.decoder, "layers", None)
         if layers is None:
             raise TypeError(f"{type(self.decoder).__name__} has no `layers` to compile one by one.")
@@ -157,10 +144,7 @@ class CausalModel:
         return hidden
 
     def _attention_length(self) -> float:
-        """Estimate `attention_length` from operation counts: 2 per weight, and 4 per key and hidden unit in each layer.
-
-        Outside `FUSED_DEVICES`, masked query-key pairs are computed too.
-        """
+        """Estimate `attention_length` from operations: 2 per weight, and 4 per key and hidden unit in each layer."""
         width, num_layers = (getattr(self.config, name, None) for name in ("hidden_size", "num_hidden_layers"))
         is_fused = self.config._attn_implementation == IMPLEMENTATION and self.head.device.type in FUSED_DEVICES
         if is_fused or not width or not num_layers:
@@ -177,11 +161,7 @@ class CausalModel:
         return chosen in ("sdpa", "flex_attention") or (is_fused and "flash" in chosen)
 
     def _choose_computation(self, probe: ExactnessProbe) -> None:
-        """Choose the first exact way of computing rows, and warn if it is not the preferred one.
-
-        Raises:
-            TypeError: if no way is exact.
-        """
+        """Choose the first exact way of computing rows; TypeError if there is none, warning if it is a fallback."""
         name = type(self.model).__name__
         chosen = self.config._attn_implementation
         register_packed_attention()

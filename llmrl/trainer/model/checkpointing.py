@@ -14,11 +14,7 @@ def set_scoring_mode(model: torch.nn.Module) -> None:
 
     transformers checkpoints a layer only in training mode, which also activates dropout, router noise and sampled
     experts. A layer is therefore in training mode when it decides to checkpoint, and in eval mode whenever it is
-    computed, including in the backward pass. Its submodules are always in eval mode.
-
-    Args:
-        model: transformers model. If it does not checkpoint with transformers' layers, its checkpointing modules are
-            left in training mode; `ExactnessProbe` checks the result.
+    computed. Models with their own checkpointing stay in training mode; `ExactnessProbe` checks the result.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 def decoder_hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_packed: bool) -> torch.Tensor:
     """Return the last hidden states `[num_bins, bin_length, hidden_size]` of a transformers model's decoder.
 
-    Args:
-        model: the model; its configuration selects the attention implementation.
-        packed: rows; packed with `one_row_per_bin` if `is_packed` is False.
-        is_packed: whether to pass a packed mask and positions. Otherwise the model computes its own; bins are padded
-            on the right, where no token attends to the padding.
+    If `is_packed` is False, `packed` must have one row per bin, and the model computes its own mask and positions;
+    bins are padded on the right, where no token attends to the padding.
     """
     replayed = {} if packed.routed_experts is None else {ROUTED_EXPERTS: packed.routed_experts}
     if not is_packed:

@@ -43,10 +43,6 @@ class ExactnessProbe:
     logits reveal a missing mask, state that leaks between rows, wrong positions and non-causal attention. If reducing
     a configured window has no effect, these short rows prove nothing and the model does not count as packable.
 
-    Args:
-        model: a transformers model; neither its weights nor its attention is changed.
-        head: its output head.
-
     Raises:
         TypeError: if the logits computed from decoder, head and transform differ from the model's, or a forward pass
             changes the model's weights.
@@ -94,11 +90,7 @@ class ExactnessProbe:
 
     @torch.no_grad()
     def check_adapted(self, adapted: PeftModel) -> None:
-        """Compare a peft model with its base model, which is the one trained and sent to engines.
-
-        Raises:
-            TypeError: if they differ; prompt and prefix tuning insert their own tokens before each row.
-        """
+        """Compare a peft model with its base model, which is trained and sent to engines; TypeError if they differ."""
         row = self.rows[0]
         logits = [one.eval()(input_ids=row[None], use_cache=False).logits[0].float() for one in (adapted, self.model)]
         if logits[0].shape != logits[1].shape or _error_of(*logits, quantile=self.quantile) > self.tolerance:
@@ -118,12 +110,7 @@ class ExactnessProbe:
         return "a window that its configuration does not set" if self.has_hidden_window else None
 
     def fault(self, implementation: str, *, is_packed: bool) -> str | None:
-        """Return why a way of computing rows is not exact, in a few words; None if it is exact.
-
-        Args:
-            implementation: attention implementation, as transformers names it.
-            is_packed: see `decoder_hidden_states`.
-        """
+        """Return why a way of computing rows is not exact, in a few words; None if it is exact."""
         if is_packed and implementation != IMPLEMENTATION and "flash" in implementation:
             return f"{implementation} takes no masks"
         try:
@@ -138,10 +125,7 @@ class ExactnessProbe:
 
     @torch.no_grad()
     def _fused_error(self) -> float:
-        """Return the half-precision error of the fused kernels, with and without shared prefixes.
-
-        The reference is `eager` in half precision. The median token counts, as rounding sends some to other experts.
-        """
+        """Return the half-precision error of the fused kernels at the median token, with `eager` as the reference."""
         device_type = self.head.device.type
         if device_type not in FUSED_DEVICES:
             return 0.0
@@ -192,7 +176,6 @@ class ExactnessProbe:
         quantile: float,
         share_prefixes: bool = True,
     ) -> float:
-        """Return the largest error over the rows."""
         model = _copy_of(self.model)
         model.set_attn_implementation(implementation)
         _shrink_windows(model)
@@ -208,7 +191,6 @@ class ExactnessProbe:
         return max(_error_of(one[:-1], expected[:-1], quantile=quantile) for one, expected in pairs)
 
     def _rows(self) -> list[torch.Tensor]:
-        """Return the test rows, without special tokens."""
         config = text_config(self.model)
         special = [value for name, value in config.to_dict().items() if name.endswith(("token_id", "token_index"))]
         is_plain = torch.ones(self.head.weight().shape[0], dtype=torch.bool)
@@ -258,7 +240,6 @@ class ExactnessProbe:
 
 
 def _error_of(logits: torch.Tensor, expected: torch.Tensor, *, quantile: float) -> float:
-    """Return the relative error of a row's logits at a quantile of its tokens."""
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     errors = (logits - expected).norm(dim=-1) / size.clamp(min=1e-12)
     return float(errors.quantile(quantile))

@@ -30,10 +30,10 @@ def packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention over packed rows with the fastest exact implementation.
 
-    With a `PackedMask` (on CUDA), half-precision rows that share nothing use PyTorch's variable-length kernel, and
-    all others compiled `flex_attention`; neither materialises the mask or the weights. Otherwise `sdpa` is used, or
-    plain matrix products if the mask is additive (for short bins on CPU, whose `sdpa` backward pass is several times
-    slower) or scores have a soft cap (which `sdpa` silently ignores).
+    With a `PackedMask` (on CUDA) it is PyTorch's variable-length kernel for half-precision rows that share nothing,
+    and compiled `flex_attention` for all others. Otherwise it is `sdpa`, or matrix products if the mask is additive
+    (for short bins on CPU, where `sdpa`'s backward pass is slow) or scores have a soft cap, which `sdpa` silently
+    ignores.
 
     Args:
         query: `[num_bins, num_heads, length, head_size]`.
@@ -41,7 +41,6 @@ def packed_attention(
         attention_mask: a `PackedMask`, or `[num_bins, 1, length, length]`, either bool or additive; None is causal.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
         s_aux: `[num_heads]` attention sinks (gpt-oss, arXiv:2508.10925); only with a `PackedMask`.
-        position_bias: added to scores; only without a soft cap and without a `PackedMask`.
 
     Raises:
         TypeError: if sinks, biases or dropout are not supported in this combination.

@@ -1,11 +1,9 @@
-"""Assignment of rows to micro-batches: tries are cut into pieces, pieces fill bins, bins fill micro-batches.
+"""Assignment of rows to micro-batches, in O(n log n): tries are cut into pieces, which fill bins and micro-batches.
 
     rows, sorted     a b | c | d e f g            `|` where nothing is shared: three tries
     pieces           a b | c | d e | f g          a trie over the limit is cut; its second piece repeats what `f`
     shares bins             [a b, c] [d e] [f g]         of at most `bin_length` nodes; attention stays within a bin
     micro-batches    [[a b, c], [d e]] [[f g]]    of at most `token_budget` nodes, bins padded to the longest
-
-The cost is O(n log n) in the number of rows, for each of the few bin lengths that are tried.
 """
 
 from __future__ import annotations
@@ -144,11 +142,7 @@ class _Tries:
 
 
 def _fillings(tries: _Tries, bin_length: int) -> Iterator[list[Bin]]:
-    """Yield ways to fill bins of a length.
-
-    Pieces as large as a bin leave a short last piece and a bin of mostly padding. The function therefore searches for
-    the smallest piece limit that needs no more bins.
-    """
+    """Yield ways to fill bins: search for the smallest limit on pieces that needs no more bins, and so pads least."""
     low = max(1, bin_length // 2)
     high = bin_length
     grain = bin_length // 32
@@ -203,7 +197,6 @@ def _best_fit(pieces: list[Piece], bin_length: int) -> list[Bin]:
 
 
 def _fill_evenly(pieces: list[Piece], num_bins: int) -> list[Bin]:
-    """Put each piece, longest first, into the emptiest bin."""
     bins = [Bin() for _ in range(num_bins)]
     loads = [(0, index) for index in range(num_bins)]
     for piece in pieces:

@@ -52,7 +52,6 @@ def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, 
 
 
 def _blocks_mask(packed: PackedRows, window: int | None) -> PackedMask:
-    """Return `PackedRows.attention_mask` as a block mask over flat positions."""
     num_bins, length = packed.input_ids.shape
     bin_starts = torch.arange(0, num_bins * length, length, device=packed.input_ids.device)
     # Copies rather than views, as the kernel is compiled for the bases of views too.
@@ -76,8 +75,7 @@ def _blocks_mask(packed: PackedRows, window: int | None) -> PackedMask:
 def _seen_blocks(end: torch.Tensor, depth: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two bool masks of query and key blocks, `[num_blocks, num_blocks]`: partially and fully visible.
 
-    A node is visible to later nodes up to its `end`. A later block attends to it only if its first node does, and in
-    full if its last node does. With a window the partial blocks are an upper bound; the kernel checks each pair.
+    A node is visible to later nodes up to its `end`. With a window the partial blocks are an upper bound.
     """
     num_blocks = -(-len(end) // _BLOCK_LENGTH)
     missing = num_blocks * _BLOCK_LENGTH - len(end)

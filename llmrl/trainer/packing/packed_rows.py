@@ -42,10 +42,7 @@ DEFAULT_TOKEN_BUDGET = 8192
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A micro-batch: bins of equal length, each with one or several token tries.
-
-    Positions are flat: position `p` is `input_ids.flatten()[p]`.
-    """
+    """A micro-batch: bins of equal length with token tries. Position `p` is `input_ids.flatten()[p]`."""
 
     input_ids: torch.Tensor
     """[num_bins, bin_length] int64."""
@@ -98,10 +95,7 @@ class PackedRows:
         return self.input_ids.numel()
 
     def attention_mask(self, *, window: int | None = None) -> torch.Tensor:
-        """Return the mask, [num_bins, 1, bin_length, bin_length] bool, with queries in dim 2 and keys in dim 3.
-
-        `window` limits attention to the last `window` tokens of a row, including the token itself.
-        """
+        """Return the mask, [num_bins, 1, num_queries, num_keys] bool; `window` counts the query's own token."""
         index = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         mask = (index[:, None] >= index[None, :]) & (index[:, None] < self.subtree_end[:, None, :])
         if window is not None:
@@ -141,15 +135,13 @@ def pack_rows(
 
     Args:
         token_ids: `[num_tokens]` int64 per row.
-        scored_masks: `[num_tokens]` bool per row; True for tokens to score.
+        scored_masks: `[num_tokens]` bool per row.
         token_budget: computed tokens per micro-batch, including padding.
         bin_length: tokens per bin; longer rows get a longer bin. Longer bins share more and make attention costlier;
             None chooses the cheapest of several lengths.
-        attention_length: bin length at which attention costs as much as the rest of the model; by default attention
-            costs nothing.
+        attention_length: bin length at which attention costs as much as the rest of the model.
         share_prefixes: False lays out every row separately, for comparison.
-        one_row_per_bin: give each row a bin of its own, without sharing, so that no mask is needed; for models with
-            recurrent state.
+        one_row_per_bin: one row per bin, which needs no mask; for models with recurrent state.
         routed_experts: `[num_tokens, num_layers, top_k]` int16 per row; tokens with different experts are not shared.
 
     Raises:
@@ -245,7 +237,6 @@ def _numbered(rows: list[np.ndarray], experts: list[np.ndarray]) -> list[np.ndar
 
 
 def _with_experts(packed: PackedRows, experts: list[np.ndarray]) -> PackedRows:
-    """Add the experts at each position; padding gets unknown experts."""
     told = torch.from_numpy(np.concatenate([experts[row] for row in packed.rows.tolist()]))
     column = unknown_experts(packed.num_packed_tokens, told.shape[1:])
     column[packed.token_positions.cpu()] = told
@@ -261,7 +252,6 @@ def _lay_out(
     scored: list[np.ndarray],
     device: torch.device,
 ) -> PackedRows:
-    """Number the nodes of one micro-batch and write its tensors."""
     # Sorted rows write a trie depth first without building it. `path` holds the nodes of the current row. The next
     # row shares the first `num_shared` nodes of `path`; the subtrees of the other nodes end here.
     #     path of 1 2 3: [0, 1, 2];   1 2 4 5 shares 2:   subtree_end[2] = 3,   path: [0, 1, 3, 4]
