@@ -1,7 +1,4 @@
-"""Transfer of new weights from a trainer to running engines.
-
-Names are imported lazily: a vLLM worker imports this package in an environment without the trainer's dependencies.
-"""
+"""Transfer of new weights to running engines; lazy, as vLLM's workers lack the trainer's dependencies."""
 
 from __future__ import annotations
 

@@ -147,7 +147,6 @@ def _as_file(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 class _Adapters:
-    """Connection that sends the staged adapters to one engine."""
 
     def __init__(self, channel: AdapterChannel, client: Client) -> None:
         self._channel = channel

@@ -61,13 +61,7 @@ class PackedLayout:
     def from_plain(
         cls, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> PackedLayout:
-        """Return the layout that `to_plain` described.
-
-        Example:
-            >>> layout = PackedLayout.of([("a", torch.float32, (3,))])
-            >>> PackedLayout.from_plain(**layout.to_plain()) == layout
-            True
-        """
+        """Return the layout that `to_plain` described."""
         dtypes = [getattr(torch, name) for name in dtype_names]
         return cls.of(zip(names, dtypes, shapes, strict=True))
 
@@ -103,20 +97,14 @@ def read_tag(buffer: torch.Tensor) -> str:
 
 
 def checksum_of(buffer: torch.Tensor) -> int:
-    """Return the CRC-32 of a buffer's bytes ([num_bytes] uint8).
-
-    Example:
-        >>> checksum_of(torch.zeros(2, dtype=torch.uint8))
-        1104745215
-    """
+    """Return the CRC-32 of a buffer's bytes ([num_bytes] uint8)."""
     return zlib.crc32(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
 
 class SharedBuffer:
     """A flat buffer that other processes of the same user on this host open by `path`.
 
-    On Linux it is an anonymous file in memory, which `/dev/shm` does not limit and which disappears with the process.
-    Elsewhere it is a temporary file.
+    On Linux it is an anonymous file in memory, without the limit of `/dev/shm`; elsewhere it is a temporary file.
 
     Example:
         >>> shared = SharedBuffer(128)

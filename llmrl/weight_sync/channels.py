@@ -86,11 +86,7 @@ class Channel(ABC):
 
     @abstractmethod
     def stage(self, version: int | None) -> int:
-        """Copy the current weights to where they are sent from; return their version.
-
-        Args:
-            version: version to use; `None` if there are no engines and the channel counts itself.
-        """
+        """Copy the current weights for sending; return their version, which the channel counts if `version` is None."""
 
     @abstractmethod
     def roll_back(self) -> None:
@@ -108,9 +104,8 @@ class Channel(ABC):
 class MemoryChannel(Channel):
     """Channel that packs weights into one flat buffer, which workers on this host map.
 
-    Sharded weights are gathered one by one into the buffer, the trainer's only copy of the whole model; engines that
-    missed an update get it too. An engine on another host receives a broadcast in its own gloo group, so that the
-    death of one replica does not affect the others.
+    The buffer is the trainer's only copy of the whole model. An engine on another host receives a broadcast in its own
+    gloo group, so that the death of one replica does not affect the others.
 
     Args:
         rendezvous: returns address and port where such a group meets.
@@ -185,7 +180,6 @@ class MemoryChannel(Channel):
             self.checksum = checksum_of(buffer)
 
     def _change(self, buffer: torch.Tensor, tag: str, version: int, base: int) -> None:
-        """Pack the weights over the previous ones, and record the changes."""
         header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
         writer = DeltaWriter(buffer, [TAG_PLACE, *self.layout.places])
         write_tag(header, tag)
@@ -316,8 +310,7 @@ class FileChannel(Channel):
     """Channel that writes weights alternately into two files of a folder, of which one is always whole.
 
     Args:
-        folder: folder, as the trainer sees it.
-        worker_folder: the same folder, as the engines' hosts see it.
+        folder, worker_folder: the folder, as the trainer and as the engines' hosts see it.
         anchor_every: see `VLLMDoubleBufferSyncScheme`.
     """
 
@@ -358,7 +351,6 @@ class FileChannel(Channel):
 
 
 class _Files:
-    """Connection that tells workers which file to read."""
 
     def __init__(self, channel: FileChannel, client: Client) -> None:
         self._channel = channel

@@ -34,12 +34,7 @@ class Communicator(Protocol):
 class TimedCommunicator:
     """Communicator that aborts a transfer with an error if no broadcast begins or ends within a timeout.
 
-    NCCL waits forever for a peer that died or hangs. Trainer and workers both use this class, so all survivors
-    return.
-
-    Args:
-        communicator: communicator to watch.
-        timeout_seconds: timeout without progress.
+    NCCL waits forever for a peer that died or hangs. Trainer and workers both use this class, so all survivors return.
     """
 
     def __init__(self, communicator: Communicator, timeout_seconds: float) -> None:

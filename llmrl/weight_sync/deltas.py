@@ -1,7 +1,7 @@
 """Deltas between two versions of a file or buffer of weights: the changed words and their differences.
 
-An optimizer step changes few bfloat16 weights, and those by one or two units in the last place. Positions are stored
-as gaps, and differences as separate planes of low and high bytes; both are small numbers that compress well.
+An optimizer step changes few bfloat16 weights, and by few units in the last place. Gaps between positions and planes of
+low and high bytes are therefore small numbers that compress well.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ class Delta:
             raise ValueError(f"not a delta: {error}") from error
 
     def apply(self, image: torch.Tensor) -> None:
-        """Change the bytes ([num_bytes] uint8) in place.
-
-        Raises ValueError if the data are damaged, or exceed the buffer; the bytes are then undefined.
-        """
+        """Change the bytes ([num_bytes] uint8) in place; ValueError, with undefined bytes, if the data are damaged."""
         words = _words_of(image.numpy())
         # Each gap byte skips or changes at least one word, and each change has at least one gap byte.
         positions, differences = decode(
@@ -101,12 +98,7 @@ def decode(data: bytes, num_gap_bytes: int) -> tuple[Positions, Words]:
 
 
 class DeltaWriter:
-    """Writer of new weights into the bytes of a file, which records the changes.
-
-    Args:
-        image: current bytes of the file, [num_bytes] uint8; changed in place.
-        places: positions of its tensors.
-    """
+    """Writer of new weights into a file's bytes, `image` ([num_bytes] uint8), which records the changes."""
 
     def __init__(self, image: torch.Tensor, places: Iterable[TensorPlace]) -> None:
         self._image = image

@@ -50,18 +50,14 @@ class DoubleBuffer:
     """Weights on a file system, written next to the current ones, which stay whole until the pointer moves.
 
     Readers get whole weights or an error, however the writer died. Each of the two buffers is a folder with one
-    safetensors file.
-
-    With `anchor_every` above 1, most writes are *deltas* from the previous write, starting from the file in the
-    buffer, the *anchor*. A reader with an earlier version reads only the later deltas. The checksum covers the
-    resulting file, which is bit for bit the file of a whole write.
+    safetensors file. With `anchor_every` above 1, most writes are *deltas* from the previous write, starting from the
+    file in the buffer, the *anchor*. The checksum covers the resulting file, which is bit for bit the file of a whole
+    write.
 
     Args:
         folder: folder of the files.
         anchor_every: a whole file is written every `anchor_every` writes, and whenever this process did not make the
-            last write. Above 1, a copy of the file is kept in memory.
-
-    Raises ValueError if `anchor_every` is below 1.
+            last write. Above 1, a copy of the file is kept in memory. ValueError if it is below 1.
 
     Example:
         >>> import tempfile
@@ -90,11 +86,7 @@ class DoubleBuffer:
             raise ValueError(f"the pointer {path} is damaged: {error}") from error
 
     def write(self, weights: ModelWeights | Mapping[str, torch.Tensor], version: int | None = None) -> BufferPointer:
-        """Write into the buffer that is not current, and move the pointer to it.
-
-        Args:
-            weights: tensors by name, or a model's, which are held one at a time.
-            version: the next one by default.
+        """Write into the buffer that is not current, and move the pointer to it; `version` is the next one by default.
 
         Raises ValueError if a source yields other weights than it announced.
         """
@@ -191,7 +183,6 @@ class DoubleBuffer:
         """Return the weights of `pointer`, in memory that the writer cannot change.
 
         Args:
-            pointer: pointer of this folder.
             since: weights read before, to which deltas are applied in place if possible; not to be used afterwards.
             pages_of: returns the pages to keep of a file with this layout; the whole file is still read and checked.
                 Not supported with deltas.
@@ -216,10 +207,7 @@ class DoubleBuffer:
         raise ValueError(f"{path} does not hold the weights of write {pointer.serial}: {why}.")
 
     def _follow(self, start: FileWeights, pointer: BufferPointer) -> FileWeights:
-        """Apply the deltas after `start` in place.
-
-        Raises ValueError or FileNotFoundError if the result is not that of `pointer`.
-        """
+        """Apply the deltas after `start` in place; ValueError or FileNotFoundError if they do not lead to `pointer`."""
         assert start.pointer is not None
         checksum = start.pointer.checksum
         for serial in range(start.pointer.serial + 1, pointer.serial + 1):
@@ -270,7 +258,6 @@ class FileWeights:
 
 
 def _layout_of(head: torch.Tensor, num_bytes: int) -> PackedLayout:
-    """Return the layout of a file of `num_bytes` that begins with `head`."""
     return PackedLayout(tuple(places_of(head)), num_bytes)
 
 
@@ -306,7 +293,6 @@ def _read_file(
 
 
 def _read_into(view: memoryview, file: FileIO, checksum: int = 0) -> tuple[int, int]:
-    """Fill `view`; return the number of bytes read, and the updated CRC-32."""
     end = 0
     while end < len(view) and (num_bytes := file.readinto(view[end : end + _CHUNK])):
         checksum = zlib.crc32(view[end : end + num_bytes], checksum)

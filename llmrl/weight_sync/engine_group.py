@@ -33,15 +33,11 @@ _END_SECONDS = 60.0
 
 
 class EngineGroup:
-    """Engines that hold the same weights and are updated together.
+    """Engines that hold the same weights and are updated together; not thread-safe.
 
-    Dead engines are left out. A sequence of engines is read again at each update, so that replacements are included.
-    An engine hangs if it neither answers a call nor produces tokens within `hang_timeout_seconds` (of
-    `EngineReplicas`, else 300); it is killed and left out. Not thread-safe.
-
-    Args:
-        engines: one, a sequence, or `EngineReplicas`.
-        pause_mode, reset_running_requests: see `VLLMWeightSyncScheme`.
+    Dead engines are left out. A sequence of engines is read again at each update, so that replacements are included. An
+    engine hangs if it neither answers a call nor produces tokens within `hang_timeout_seconds` (of `EngineReplicas`,
+    else 300); it is killed and left out.
 
     Raises EngineError if no engine is alive, and ValueError if there are no engines, or one cannot take the weights.
     """
@@ -140,10 +136,7 @@ class EngineGroup:
             self._replicas.before_serving.append(hook)
 
     def connect(self, members: list[Member], channel: Channel) -> None:
-        """Connect to the engines that are not connected yet.
-
-        Raises EngineError if a worker cannot be reached, or has another model.
-        """
+        """Connect to new members; EngineError if a worker cannot be reached, or has another model."""
         if not channel.is_collective:
 
             def reach(member: Member) -> None:
@@ -184,10 +177,7 @@ class EngineGroup:
         self._resume(members)
 
     def take(self, members: list[Member]) -> None:
-        """Transfer the staged weights to the engines, which load them later unless they are streamed.
-
-        Raises EngineError if an engine that is alive fails.
-        """
+        """Transfer the staged weights to the engines; EngineError if an engine that is alive fails."""
         try:
             if self._shared is not None:
                 self._shared[1].send_weights()
@@ -216,11 +206,7 @@ class EngineGroup:
                 self._replicas.refresh()
 
     def roll_back(self, members: list[Member], *, are_mixed: bool) -> str:
-        """End an update that failed before `commit`; return a sentence on the weights that the engines hold.
-
-        Args:
-            are_mixed: whether weights may have been loaded; the engines then stay paused until an update succeeds.
-        """
+        """End an update that failed before `commit`; return `held_weights`. Engines with mixed weights stay paused."""
         try:
             self.each(members, lambda member: member.abandon(can_discard=not are_mixed))
         except Exception as error:
@@ -319,10 +305,7 @@ class EngineGroup:
 
 @contextlib.contextmanager
 def held_for(engine: UpdatableEngine, lock: threading.RLock) -> Iterator[None]:
-    """Hold the lock of updates for an engine that waits for its weights.
-
-    Raises EngineError if the engine dies meanwhile, as the update may be waiting for its replacement.
-    """
+    """Hold the lock of updates for an engine that waits for its weights; EngineError if it dies meanwhile."""
     while not lock.acquire(timeout=_LOOK_SECONDS):
         if not engine.is_alive:
             raise EngineError("the engine died before it was given the current weights.")

@@ -21,10 +21,7 @@ NOT_FOLLOWED = "the delta does not lead to the weights that were announced"
 
 
 def open_group(address: str, port: int, *, rank: int, world_size: int) -> ProcessGroupGloo:
-    """Open the group; rank 0 listens at `port`.
-
-    vLLM's function is not used because it redirects stdout meanwhile, and permanently if two calls overlap.
-    """
+    """Open the group; rank 0 listens at `port`."""
     store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False)
     return ProcessGroupGloo(PrefixStore("llmrl", store), rank, world_size, timeout=TIMEOUT)
 
@@ -36,11 +33,7 @@ def broadcast(group: ProcessGroupGloo, buffer: torch.Tensor) -> None:
 
 
 class Receiver:
-    """A worker's end of a group, with the buffer that broadcasts fill and deltas change.
-
-    Args:
-        group: group with the trainer as rank 0.
-    """
+    """A worker's end of a group, with the buffer that broadcasts fill and deltas change."""
 
     def __init__(self, group: ProcessGroupGloo) -> None:
         self._group = group
@@ -52,7 +45,6 @@ class Receiver:
         """Receive all weights; return the buffer ([num_bytes] uint8), which the next call overwrites.
 
         Args:
-            num_bytes: size of the buffer.
             pages: pages to keep; None keeps all.
             checksum: CRC-32 of the buffer, if deltas may follow; all pages are then kept and checked.
 
@@ -100,7 +92,6 @@ class Receiver:
         self._buffer = self._checksum = None
 
     def _receive_in_part(self, buffer: torch.Tensor, pages: NeededPages) -> None:
-        """Receive all weights and keep the needed pages in `buffer`, a `pages.new_buffer()`."""
         chunk = torch.empty(min(CHUNK_SIZE, buffer.numel()), dtype=torch.uint8)
         for start in range(0, buffer.numel(), CHUNK_SIZE):
             part = chunk[: buffer.numel() - start]

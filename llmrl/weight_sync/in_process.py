@@ -23,12 +23,7 @@ class LoadsWeights(Protocol):
 
 
 def default_scheme(engine: object) -> InProcessSyncScheme | VLLMWeightSyncScheme:
-    """Return the default weight-sync scheme of an engine.
-
-    Example:
-        >>> type(default_scheme(object())).__name__
-        'VLLMWeightSyncScheme'
-    """
+    """Return the default weight-sync scheme of an engine."""
     return InProcessSyncScheme() if isinstance(engine, LoadsWeights) else VLLMWeightSyncScheme()
 
 

@@ -101,9 +101,8 @@ class ParameterPlan:
 class LoadPlan:
     """Copies from the buffer into the model's parameters, recorded once and repeated at each update.
 
-    vLLM's own loaders are run on weights without data, and their copies are recorded. A linear layer is packed for
-    its kernel directly from the buffer if its parts are contiguous there. vLLM's layerwise reload supports any model
-    and quantisation, but allocates, fills and copies each layer once more.
+    vLLM's own loaders run on weights without data while their copies are recorded. This avoids the additional
+    allocation and copies of vLLM's layerwise reload.
     """
 
     def __init__(self, parameters: list[ParameterPlan], heads: list[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
@@ -139,13 +138,9 @@ def make_load_plan(
 ) -> tuple[LoadPlan | None, NeededPages | None]:
     """Return the plan for a model on CPU, and the pages of the buffer that loading reads.
 
-    The plan is None if the model's loaders do more than copy, or its layers do more than pack. The pages are None if
-    all are needed, or if they are unknown.
-
-    Args:
-        heads: pairs of an output head and the embedding that shares its weight.
-
-    Raises ValueError if the weights do not fit the model, or some are missing.
+    The plan is None if loaders do more than copy, or layers more than pack; the pages are None if all are needed, or
+    unknown. `heads` are pairs of an output head and the embedding that shares its weight. Raises ValueError if the
+    weights do not fit the model, or some are missing.
     """
     source = torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
     with _checkpoint_format(model) as parameters:

@@ -106,10 +106,7 @@ class Member:
             raise
 
     def commit(self, version: int) -> None:
-        """Load the received weights.
-
-        Raises EngineError if the engine received none, as its old weights would get the new version.
-        """
+        """Load the received weights; EngineError if there are none, as the old weights would get the new version."""
         if not self._is_updating:
             raise EngineError("the engine took no weights in this update.")
         self.engine.finish_weight_update(version)

@@ -15,11 +15,7 @@ PAGE_SIZE = 4096
 class NeededPages:
     """Pages of a flat buffer that loading reads; always includes the first page, which has the tag.
 
-    A worker reads a block of a weight's rows, which is one piece, or of its columns, which is one piece per row. If
-    rows are shorter than a page, it needs the whole weight.
-
-    Args:
-        num_bytes: size of the buffer.
+    A worker reads a block of a weight's rows, which is one piece, or of its columns, which is one piece per row.
 
     Example:
         >>> pages = NeededPages(10 * PAGE_SIZE)
@@ -34,13 +30,7 @@ class NeededPages:
         self._is_needed[:1] = True
 
     def add(self, *, offset: int, size: Sequence[int], stride: Sequence[int], itemsize: int) -> None:
-        """Mark the pages of a strided region.
-
-        Args:
-            offset: byte offset of its first element.
-            size, stride: in elements.
-            itemsize: bytes per element.
-        """
+        """Mark the pages of a strided region, with `offset` in bytes, and `size` and `stride` in elements."""
         if 0 in size:
             return
         dims = sorted(zip(stride, size, strict=True))  # strides are never negative
@@ -78,20 +68,13 @@ class NeededPages:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def keep(self, buffer: torch.Tensor, part: torch.Tensor, start: int) -> None:
-        """Copy the needed pages of a part into a `new_buffer`.
-
-        Args:
-            buffer: [num_bytes] uint8.
-            part: [num_part_bytes] uint8, the bytes from `start` on.
-            start: a multiple of `PAGE_SIZE`.
-        """
+        """Copy the needed pages of `part`, the bytes from `start` (a multiple of `PAGE_SIZE`), into a `new_buffer`."""
         for first, last in self._runs(start // PAGE_SIZE, -(-(start + part.numel()) // PAGE_SIZE)):
             begin = first * PAGE_SIZE
             end = min(last * PAGE_SIZE, start + part.numel())
             buffer[begin:end] = part[begin - start : end - start]
 
     def _runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield begin and end of each run of needed pages between two pages."""
         marked = np.concatenate([[False], self._is_needed[first:last], [False]])
         edges = np.flatnonzero(marked[1:] != marked[:-1]) + first
         yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

@@ -32,22 +32,20 @@ class VLLMWeightSyncScheme(KnownArguments):
     Args:
         master_address, master_port: where trainer and workers meet (NCCL, gloo); by default a free port of this host.
             With gloo, a fixed port serves only one engine.
-        pause_mode: requests in flight continue with the new weights (`keep`), are finished first (`wait`), or end
-            with what they have (`abort`).
+        pause_mode: requests in flight continue with the new weights (`keep`), are finished first (`wait`), or end with
+            what they have (`abort`).
         reset_running_requests: also drop the key-value blocks of kept requests; False is faster, but these requests
             continue from blocks of the old weights.
         rank: rank of this trainer process; rank 0 sends, the others only help to gather sharded weights.
-        anchor_every: with gloo or files, send all weights every `anchor_every` updates, and only the changes
-            otherwise (in bfloat16 about 1 % of the bytes, without loss). An engine that missed an update gets all
-            weights. Workers keep a copy of the weights; with files, the trainer does too. No effect with shared
-            memory.
-        lora: `merged` sends the weights with adapters added; `adapter` sends only the adapters, to engines started
-            with `weight_transfer="adapters"`. Requests in flight then finish with their old adapter, without a pause;
-            an update waits only if all of the engine's adapters (`max_loras`) are in use.
+        anchor_every: with gloo or files, send all weights every `anchor_every` updates, and otherwise only the changes
+            (in bfloat16 about 1 % of the bytes, without loss). Workers keep a copy of the weights; with files, the
+            trainer does too. No effect with shared memory.
+        lora: `merged` sends the weights with adapters added; `adapter` sends only the adapters, to engines started with
+            `weight_transfer="adapters"`. Requests in flight then finish with their old adapter, without a pause; an
+            update waits only if all of the engine's adapters (`max_loras`) are in use.
         gpus_per_replica, num_replicas, strategy, device: for compatibility with TorchRL; ignored.
 
-    Raises ValueError if `pause_mode` or `lora` is unknown, the rank is negative, or `anchor_every` is below 1, or
-    above 1 for a backend without deltas (NCCL, CUDA IPC, a server that reads whole files).
+    Raises ValueError if an option is invalid, or the backend does not support `anchor_every` above 1 or `lora`.
 
     Example:
         >>> sender = VLLMWeightSyncScheme().create_sender()
@@ -122,10 +120,9 @@ class VLLMWeightSyncScheme(KnownArguments):
 class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
     """Weight sync through files: two buffers, of which one is always whole, and a pointer with a checksum.
 
-    For engines on other hosts with a shared file system, on any device; on GPU, start them with
-    `weight_transfer="llmrl"`. If the trainer cannot call the engine, give its sender no engine; it then only writes
-    the files and returns their version, and a receiver on the engine's side reads them:
-    `scheme.create_receiver(engine).poll_and_apply()`.
+    For engines on other hosts with a shared file system; on GPU, start them with `weight_transfer="llmrl"`. If the
+    trainer cannot call the engine, give its sender no engine; it then only writes the files and returns their version,
+    and a receiver on the engine's side reads them: `scheme.create_receiver(engine).poll_and_apply()`.
 
     Args:
         remote_addr: the folder, as the trainer sees it.
@@ -167,10 +164,7 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
 
 class DoubleBufferReader:
-    """Reader of a double buffer for engines that the trainer cannot call.
-
-    Replicas that restart later (`EngineReplicas`) read the other replicas' buffer before they serve.
-    """
+    """Reader of a double buffer for engines that the trainer cannot call, including replicas that restart later."""
 
     def __init__(self, group: EngineGroup, folder: str) -> None:
         self._group = group

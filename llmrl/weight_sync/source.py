@@ -33,11 +33,8 @@ def get_model_metadata(
 ) -> ModelMetadata:
     """Return `(dtype, shape)` by name of each weight that an update sends; tied weights appear once.
 
-    Args:
-        model: the trainer's model, or its policy.
-        dtype: dtype in which floating-point weights are sent; their own by default.
-
-    Raises TypeError if the model has no parameters, or has adapters that cannot be merged.
+    Floating-point weights get `dtype`, their own by default. Raises TypeError if the model has no parameters, or
+    adapters that cannot be merged.
 
     Example:
         >>> get_model_metadata(torch.nn.Linear(2, 1), dtype=torch.bfloat16)["weight"]
@@ -50,13 +47,7 @@ def get_model_metadata(
 def model_of(
     given: torch.nn.Module | Mapping[str, torch.Tensor],
 ) -> torch.nn.Module | Mapping[str, torch.Tensor]:
-    """Return the model of a policy (`TransformersWrapper`), and anything else unchanged.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> model_of(layer) is layer
-        True
-    """
+    """Return the model of a policy (`TransformersWrapper`), and anything else unchanged."""
     from tensordict.nn import TensorDictModuleBase  # may be missing in an engine's process
 
     model = getattr(given, "model", None) if isinstance(given, TensorDictModuleBase) else None
@@ -64,10 +55,7 @@ def model_of(
 
 
 def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each weight in its own dtype, with adapters merged.
-
-    Sharded weights are gathered one at a time, which is collective: every rank must iterate.
-    """
+    """Yield each weight, gathered (collective: every rank must iterate) and with adapters merged, in its own dtype."""
     yield from _gathered(_named_weights(model))
 
 
@@ -217,10 +205,7 @@ def _once(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
 
 
 def require_plain_adapters(model: torch.nn.Module) -> None:
-    """Check that adapters (peft's) only add a product of two matrices to weights.
-
-    Raises TypeError otherwise.
-    """
+    """Raise TypeError unless adapters (peft's) only add a product of two matrices to weights."""
     for name, config in model.peft_config.items():  # type: ignore[union-attr, operator]  # of a peft model
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
             raise TypeError(f"adapter {name!r} is {config.peft_type}; only LoRA adapters are merged on the way.")

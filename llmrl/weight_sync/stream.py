@@ -24,11 +24,8 @@ class StreamChannel(Channel):
     """Channel that streams weights between GPUs with vLLM's own transfers; a partial update cannot be rolled back.
 
     Args:
-        backend: `nccl`, a packed broadcast to all engines at once, or `ipc`, CUDA handles for engines on the
-            trainer's own devices.
+        backend: `nccl`, a packed broadcast to all engines, or `ipc`, CUDA handles for engines on the trainer's devices.
         rendezvous: returns address and port where the NCCL group meets.
-
-    Raises ValueError for another backend.
     """
 
     is_collective = True
@@ -46,11 +43,7 @@ class StreamChannel(Channel):
         self._rendezvous = rendezvous
 
     def stage(self, version: int | None) -> int:
-        """Wait for the optimizer step, as vLLM reads the weights on separate CUDA streams.
-
-        With `ipc`, the allocator's cache is also released, because an engine on the same GPU may need the memory to
-        wake up.
-        """
+        """Wait for the optimizer step, as vLLM reads on other streams; with `ipc`, free memory for the engine."""
         assert version is not None, "an engine has to take the stream"
         if torch.accelerator.is_available():
             # Each thread starts with the first device as its current one.
@@ -68,8 +61,8 @@ class StreamChannel(Channel):
     def connect(self, client: Client) -> Connection:
         """Form one group of the trainer and all workers.
 
-        Raises EngineError if an engine does not join, and ValueError if the trainer has no GPU, or has several
-        processes with the backend `ipc`.
+        Raises EngineError if an engine does not join, and ValueError without a GPU, or for `ipc` with several
+        processes.
         """
         if not torch.accelerator.is_available():
             raise ValueError(
@@ -140,7 +133,6 @@ class _TimedNCCL:
         self._engine.model_update_group = self._group
 
     def send_weights(self) -> None:
-        """Send the weights, and wait for every engine's answer, even if the transfer was aborted."""
         self._workers_updated = None
         try:
             with torch.accelerator.device_index(self._device.index), self._group.watched():
@@ -189,7 +181,6 @@ class _PicklingClient:
 
 
 def _run(future: Future[T], function: Callable[[], T]) -> None:
-    """Call a function, and set its result or error in a future."""
     try:
         future.set_result(function())
     except BaseException as error:

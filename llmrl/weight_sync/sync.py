@@ -34,10 +34,8 @@ class WeightSync:
     """Sender of a model's weights: register the model, open the group once, then update any number of times.
 
     An update stages the weights in a `Channel` while the engines generate, pauses the engines, transfers the weights,
-    and lets the engines load and resume when all have received them. A scheme's `create_sender` creates it.
-
-    Each process of a trainer has one, with its rank. Only rank 0's has engines; the other ranks make the same calls
-    without an engine, so that sharded weights can be gathered.
+    and lets the engines load and resume when all have received them. A scheme's `create_sender` creates it. Each rank
+    of a trainer has one; only rank 0's has engines, and the others make the same calls to gather sharded weights.
 
     Args:
         open_channel: returns the channel for the engines' weight-transfer backend, which is None without engines.
@@ -77,11 +75,7 @@ class WeightSync:
         receive and check), `load_s` (workers load and reset their prefix caches), `resume_s`."""
 
     def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        """Set the source of weights: a model, its policy, or a mapping of checkpoint names to tensors.
-
-        The weights are read at each update. Adapters (peft's LoRA) are merged into a copy, or sent alone, as the
-        scheme says.
-        """
+        """Set the source of weights, read at each update: a model, its policy, or tensors by checkpoint name."""
         with self._lock:
             self._model = model_of(model)
             if self._source is not None:
@@ -104,10 +98,8 @@ class WeightSync:
             engine: an `AsyncVLLM`, a sequence of them, or `EngineReplicas`; `None` on ranks above 0.
             vllm_engine: TorchRL's name of `engine`.
 
-        Raises:
-            RuntimeError: if no model is registered.
-            ValueError: if the metadata is of another model, or an engine cannot take the weights.
-            EngineError: if a worker cannot be reached, or has another model.
+        Raises RuntimeError if no model is registered, ValueError if the metadata is of another model or an engine
+        cannot take the weights, and EngineError if a worker cannot be reached, or has another model.
         """
         engine = vllm_engine if engine is None else engine
         if self._model is None:
@@ -142,11 +134,9 @@ class WeightSync:
     def update_weights(self, weights: Mapping[str, torch.Tensor] | None = None) -> int:
         """Load the model's weights (or `weights`, by checkpoint name) into the engines; return their version.
 
-        Blocks; in an event loop use `asyncio.to_thread`. Engines that died are left out; if all died and
-        `EngineReplicas` restarts them, the update waits for one.
-
-        Raises RuntimeError before `init_all_workers_group`, and WeightSyncError if an engine fails; the message says
-        which weights the engines hold.
+        Blocks; in an event loop use `asyncio.to_thread`. Dead engines are left out; if all are dead and
+        `EngineReplicas` restarts them, the update waits for one. Raises RuntimeError before `init_all_workers_group`,
+        and WeightSyncError if an engine fails; the message says which weights the engines hold.
         """
         with self._lock:
             if self._source is None:
@@ -161,10 +151,9 @@ class WeightSync:
                     logger.warning("%s The update is repeated with the engines that are left.", error)
 
     def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
-        """Start `update_weights` in a thread, and return when training may continue; the future has the version.
+        """Start `update_weights` in a thread; return its future once weights are copied, so training may continue.
 
-        The call returns once the weights are copied. Sharded weights, and weights that are not copied (NCCL, CUDA
-        IPC), are sent before it returns.
+        Sharded weights, and weights that are not copied (NCCL, CUDA IPC), are sent before it returns.
         """
         is_copied = threading.Event()
 
@@ -184,8 +173,7 @@ class WeightSync:
     def bring_up_to_date(self, engine: UpdatableEngine) -> None:
         """Send the last weights and their version to an engine that missed updates.
 
-        Raises EngineError if the engine dies while it waits for an update in progress, and WeightSyncError if the
-        weights are no longer held; the next update then includes the engine.
+        Raises EngineError if the engine dies meanwhile, and WeightSyncError if the weights are no longer held.
         """
         with held_for(engine, self._lock):
             group = self._group
@@ -267,10 +255,7 @@ class WeightSync:
         return version
 
     def _give(self, group: EngineGroup, channel: Channel, version: int, clock: _Clock) -> None:
-        """Transfer the staged weights to the engines, which load them and resume.
-
-        Raises ReplicaLostError if the update may be repeated, and WeightSyncError if an engine fails or none is left.
-        """
+        """Make the engines take and load the staged weights; ReplicaLostError if this may be repeated."""
         members: list[Member] = []
         is_loaded = False
         try:

@@ -1,8 +1,4 @@
-"""vLLM's end of weight transfers, which runs in its worker processes.
-
-`WorkerEngine` receives and loads weights in two steps, so that a failed transfer leaves the old weights in place.
-`TimedNCCLEngine` is vLLM's own NCCL transfer with a timeout.
-"""
+"""vLLM's end of weight transfers, which runs in its worker processes."""
 
 from __future__ import annotations
 
@@ -84,8 +80,7 @@ class WorkerEngine(WeightTransferEngine):
     """Worker's end that receives a checkpoint into a flat buffer, checks it, and loads it at the end of the update.
 
     The buffer is the trainer's memory, one filled by broadcast, or a double buffer's file. `update_weights` does not
-    change the model: interrupted transfers and weights that do not fit or are missing are found before any worker
-    loads.
+    change the model, so a failed transfer leaves the old weights in place on every worker.
     """
 
     init_info_cls = WorkerInitInfo
@@ -106,10 +101,7 @@ class WorkerEngine(WeightTransferEngine):
         self._pages: NeededPages | None = None
 
     def init_transfer_engine(self, init_info: WorkerInitInfo) -> None:
-        """Check that the weights fit, and test the transport.
-
-        Raises ValueError if the model is another one, or the trainer's memory or folder is not accessible.
-        """
+        """Check that the weights fit and that the trainer's memory or folder is accessible; ValueError otherwise."""
         if init_info.layout is not None:
             self.plan_for(PackedLayout.from_plain(**init_info.layout))
         self.shutdown()
@@ -140,10 +132,7 @@ class WorkerEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: WorkerUpdateInfo) -> None:
-        """Receive all weights.
-
-        Raises ValueError if they are not those announced, do not fit the model, or some are missing.
-        """
+        """Receive all weights; ValueError if they are not those announced, or do not fit the model."""
         self._taken = None
         if update_info.is_discarded:
             return
@@ -152,10 +141,7 @@ class WorkerEngine(WeightTransferEngine):
         self._taken = layout, buffer, update_info
 
     def plan_for(self, layout: PackedLayout) -> None:
-        """Check that the weights fit, and plan how to load them.
-
-        Raises ValueError if they do not fit the model, or some are missing.
-        """
+        """Plan how to load weights; ValueError if they do not fit the model, or some are missing."""
         if layout != self._layout:
             with set_current_vllm_config(self.vllm_config):
                 self._plan, self._pages = make_load_plan(self.model, layout, self._tied_heads)
@@ -261,7 +247,6 @@ class WorkerEngine(WeightTransferEngine):
             raise ValueError(f"the update lacks weights for {len(missing)} layers, among them {missing[:3]}.")
 
     def _abandon(self) -> None:
-        """Discard pending weights and restore the layers."""
         forget_loaded(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
         self._renew_tied_heads()
@@ -313,11 +298,7 @@ class TimedNCCLEngine(NCCLWeightTransferEngine):
             self.model_update_group = TimedCommunicator(self.model_update_group, init_info.timeout_seconds)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive all weights.
-
-        Raises RuntimeError if no group is open, and TransferStalledError if the transfer stalled, which leaves a
-        mixture.
-        """
+        """Receive all weights; TransferStalledError if the transfer stalls, which leaves a mixture."""
         if self.model_update_group is None:
             raise RuntimeError("the trainer has opened no group; call init_transfer_engine first.")
         with self.model_update_group.watched():

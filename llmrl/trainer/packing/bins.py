@@ -1,8 +1,10 @@
-"""Assignment of rows to micro-batches, in O(n log n): tries are cut into pieces, which fill bins and micro-batches.
+"""Assignment of rows to micro-batches, in O(n log n).
+
+Tries are cut into pieces, pieces fill bins, and bins fill micro-batches:
 
     rows, sorted     a b | c | d e f g            `|` where nothing is shared: three tries
-    pieces           a b | c | d e | f g          a trie over the limit is cut; its second piece repeats what `f`
-    shares bins             [a b, c] [d e] [f g]         of at most `bin_length` nodes; attention stays within a bin
+    pieces           a b | c | d e | f g          a trie over the limit is cut; its second piece repeats what `f` shares
+    bins             [a b, c] [d e] [f g]         of at most `bin_length` nodes; attention stays within a bin
     micro-batches    [[a b, c], [d e]] [[f g]]    of at most `token_budget` nodes, bins padded to the longest
 """
 
