@@ -147,7 +147,6 @@ def _as_file(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 class _Adapters:
-
     def __init__(self, channel: AdapterChannel, client: Client) -> None:
         self._channel = channel
         self._client = client

@@ -351,7 +351,6 @@ class FileChannel(Channel):
 
 
 class _Files:
-
     def __init__(self, channel: FileChannel, client: Client) -> None:
         self._channel = channel
         self._client = client
