@@ -16,10 +16,6 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
 
     `k1 = -d` is unbiased and may be negative; `k2 = d^2 / 2` has the gradient of the reverse KL for on-policy samples;
     `k3 = exp(d) - 1 - d` is unbiased and never negative (GRPO, arXiv:2402.03300, equation 4).
-
-    Example:
-        >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.0]))
-        tensor([0.])
     """
     difference = other_log_probs - log_probs
     if estimator == "k1":
@@ -27,7 +23,7 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        # No lower clamp: the exponential vanishes there, and the gradient still pulls the policy back.
+        # Above it the exponential would overflow; far below it vanishes, and the gradient still limits the policy.
         difference = difference.clamp(max=MAX_LOG_RATIO)
         return difference.expm1() - difference
     raise ValueError(f"estimator must be one of {list(get_args(KLEstimator))}, got {estimator!r}.")

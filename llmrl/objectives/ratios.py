@@ -25,12 +25,7 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def token_log_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
-    """Return `log pi(o_t) - log pi_old(o_t)` of each token (GRPO, arXiv:2402.03300, equation 3).
-
-    Example:
-        >>> token_log_ratio(torch.tensor([-1.0]), torch.tensor([-1.5]))
-        tensor([0.5000])
-    """
+    """Return `log pi(o_t) - log pi_old(o_t)` of each token (GRPO, arXiv:2402.03300, equation 3)."""
     return log_probs - old_log_probs
 
 
@@ -142,12 +137,7 @@ def importance_weights(
 
 
 def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return `(sum w)^2 / (n sum w^2)` (Kong, 1992): 1 if all weights are equal, NaN without tokens.
-
-    Example:
-        >>> float(effective_sample_size(torch.zeros(4)))
-        1.0
-    """
+    """Return `(sum w)^2 / (n sum w^2)` (Kong, 1992): 1 if all weights are equal, NaN without tokens."""
     if not log_ratio.numel():
         return log_ratio.new_tensor(float("nan"))
     return (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)).exp() / log_ratio.numel()

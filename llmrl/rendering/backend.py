@@ -25,9 +25,9 @@ def make_renderer(
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        backend: `template` renders the chat template; `renderers` uses the package of that name; `auto` uses the
-            template if it can be rendered exactly and its calls are parsed, otherwise the package if it knows the
-            model.
+        backend: `template` renders the chat template; `renderers` uses the package of that name; `auto` prefers a
+            template that can be rendered exactly with calls that are parsed, and otherwise uses the package if it
+            knows the model.
         template_arguments: arguments of `TemplateRenderer`.
 
     Raises RenderingError if no backend renders the model exactly, MissingExtraError if `renderers` is not installed.
@@ -55,10 +55,7 @@ def make_renderer(
 
 
 class PackageRenderer:
-    """Adapter for the package `renderers`, which supports models by their hub names.
-
-    Raises MissingExtraError if the package is not installed, RenderingError if it does not know the model.
-    """
+    """Adapter for the package `renderers`; raises RenderingError if it does not know the model's exact hub name."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         package = require("renderers.base", extra="renderers")

@@ -125,11 +125,9 @@ class Conversation:
     def with_prompt(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> Conversation:
         """Return the conversation with all messages up to the next assistant turn as its prompt.
 
-        The first prompt is rendered whole; later ones only cost the new messages, unless earlier messages or the tools
-        changed. The same prompt returns this value; a different one replaces the pending prompt.
-
-        Raises TypeError or ValueError if a message is malformed or there is no renderer, and RenderingError if the
-        template refuses the messages.
+        The first prompt is rendered whole, later ones only from their new messages, unless earlier messages or the
+        tools changed. The same prompt returns this value; a different one replaces the pending prompt. Raises
+        TypeError or ValueError if a message is malformed, and RenderingError if the template refuses the messages.
         """
         if self.renderer is None:
             raise ValueError("this conversation has no renderer; start it with one, or use with_prompt_ids.")

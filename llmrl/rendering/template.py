@@ -43,8 +43,8 @@ _NUM_REMEMBERED_TURNS = 4096
 class TemplateRenderer:
     """Renders with a chat template, either whole or as a delta that costs only the new messages.
 
-    A delta is rendered after the answer of a short fixed conversation, from the end-of-turn token on; special tokens
-    are tokenization boundaries, so its ids are those of the full rendering. The constructor probes the template and
+    A delta is rendered after the answer of a short fixed conversation, from the end-of-turn token on. Its ids are
+    those of the full rendering, since special tokens separate tokenization. The constructor probes the template and
     refuses one for which deltas are not exact.
 
     If the template does not show tools, the system message (or the first message) shows them with an example call
@@ -54,17 +54,15 @@ class TemplateRenderer:
     Args:
         tokenizer: a Hugging Face tokenizer.
         chat_template: Jinja text; the tokenizer's by default.
-        tool_parser: name of a tool-call parser; `auto` selects the one that reads the template's calls, `none`
-            disables tools.
+        tool_parser: name of a tool-call parser; `auto` selects one that reads the template's calls, `none` reads no
+            calls.
         tool_results: `tool` writes results under the template's role for them, `user` as user messages, for templates
             without such a role (Gemma, Cohere's Command R).
-        reasoning_parser: `auto` detects the template's reasoning marks, `think` uses `<think>` and `</think>`, `none`
-            does not separate reasoning.
+        reasoning_parser: `auto` detects the reasoning marks, `think` uses `<think>` and `</think>`, `none` uses none.
         template_kwargs: variables of the template, such as `enable_thinking`.
 
     Raises:
-        RenderingError: if there is no template, it cannot be rendered exactly, the named parser does not read its
-            calls, or its reasoning marks are not found.
+        RenderingError: if the template is missing, cannot be rendered exactly, or its calls or reasoning are not read.
         TypeError: if the template does not read a variable.
         ValueError: if a parser is unknown.
     """

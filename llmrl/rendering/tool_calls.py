@@ -78,9 +78,7 @@ def find_tool_call_parser(name: str) -> ToolCallParser:
 
 
 def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = None) -> ToolCall:
-    """Return a tool call in the chat-template convention, with lone surrogates replaced.
-
-    Raises ValueError if an argument is not JSON, such as NaN, bytes or a set.
+    """Return a tool call in the chat-template convention, with lone surrogates replaced; ValueError if it is not JSON.
 
     Example:
         >>> make_tool_call("add", {"a": 1, "b": (2, 3)})

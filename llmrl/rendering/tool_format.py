@@ -41,7 +41,6 @@ def choose_tool_format(probe: TemplateProbe, tool_parser: str) -> ToolFormat:
     """Return the format of that name; `auto` selects the format of the template's calls.
 
     If the template writes no calls, or shows no tools and writes calls that no parser reads, llmrl writes the calls.
-
     Raises RenderingError if the template shows tools and its calls are not parsed, and ValueError if the parser is
     unknown or lacks a required writer.
     """

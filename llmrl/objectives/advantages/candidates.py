@@ -157,7 +157,7 @@ class CandidateChoice:
     def choose(
         self, returns: Sequence[float], rollouts: Callable[[], Sequence[TensorDictBase]] | None = None
     ) -> Sequence[int] | None:
-        """Return the indices of the rollouts to train on, or None; `rollouts` returns each candidate's rows."""
+        """Return the indices of the rollouts to train on, None if out of bounds; `rollouts` returns their rows."""
         if self.num_candidates is None and self.bounds is None:
             return range(len(returns))
         candidates = TensorDict({"return": torch.tensor(returns, dtype=torch.float64)}, batch_size=[len(returns)])

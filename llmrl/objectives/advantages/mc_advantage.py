@@ -38,8 +38,8 @@ class MCAdvantage(KnownArguments, GroupCounters):
     """Writes `"advantage"`, `[1, 1]` per row: the rollout's reward relative to its group.
 
     A group is identified by `("rollout", "group_id")`, or by the prompt `"query"` if rows have none. The rows of a
-    rollout share its advantage and count once in the baseline. Unscored rollouts are removed from the batch, and by
-    default groups without signal. To get full batches, filter groups during collection:
+    rollout share its advantage and count once in the baseline. Unscored rollouts are removed from the batch and, by
+    default, so are groups without signal. To get full batches, filter groups during collection:
     `group_rules=GroupRules(group_filter=advantages.has_signal)` (dynamic sampling, DAPO, arXiv:2503.14476).
 
     In a collector (`forward`) a batch has complete groups; a batch that already has advantages is returned as is. In a

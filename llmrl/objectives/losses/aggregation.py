@@ -29,8 +29,7 @@ def aggregation_weights(
     - `none`: 1, for a loss per token.
 
     Args:
-        sequence_index: `[num_tokens]` int64: sequence (rollout) of each trained token.
-        num_sequences: number of sequences in the batch.
+        sequence_index: `[num_tokens]` int64: sequence (rollout) of each trained token, out of `num_sequences`.
         fixed_length: generation budget, required for `fixed_length`.
         group_of_sequence: `[num_sequences]` int64, for `group_mean`; by default each sequence is a group.
 

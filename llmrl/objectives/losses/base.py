@@ -73,8 +73,7 @@ class PackedTokens(Protocol):
 class LLMLoss(LossModule):
     """Base class of losses that are a weighted sum over the trained tokens of a batch.
 
-    Subclasses implement `prepare`, `token_loss` and `output`. Weights are computed from the whole batch, so the losses
-    of micro-batches of any size add up to the batch's loss.
+    Token weights are computed from the whole batch, so losses of micro-batches of any size add up to the batch's loss.
     """
 
     actor_network: Any

@@ -39,10 +39,9 @@ class GRPOLoss(LLMLoss):
     functional copies.
 
     The ratio is to `old_log_prob` if the batch has it (`write_log_probs`), otherwise to the sampler's log-probs, as in
-    TorchRL. With `importance_cap` the ratio is to the trainer's log-probs before the update, and a bounded weight
-    corrects for the sampler (`importance_weights`). These log-probs are `old_log_prob`, or the current ones, detached.
-    For several updates on a batch write `old_log_prob` once before the first; without it each ratio is 1 and no token
-    is clipped.
+    TorchRL. With `importance_cap` a bounded weight corrects for the sampler (`importance_weights`), and the ratio is
+    to the trainer's log-probs: `old_log_prob`, or the current ones, detached. In this case several updates on a batch
+    require `old_log_prob`, written once before the first; without it each ratio is 1 and no token is clipped.
 
     Args:
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `sample_log_prob`'s entry with
@@ -55,8 +54,8 @@ class GRPOLoss(LLMLoss):
         aggregation: method of `aggregation_weights`; a sequence is a rollout with all its rows. Excluded tokens still
             count in the denominator, so that micro-batches add up.
         fixed_length: sequence length for `aggregation="fixed_length"`.
-        entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`; a coefficient, 0.01 by default, implies the
-            bonus.
+        entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`, with 0.01 by default; a coefficient enables
+            it.
         kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_probs`.
         kl_to_inference_coeff: coefficient of the KL to the sampler.
         kl_estimator: `k1`, `k2` or `k3` (`kl_estimate`); `KLPenalty` puts the KL into the reward instead.
@@ -318,10 +317,7 @@ class GRPOLoss(LLMLoss):
 
 
 class DAPO(GRPOLoss):
-    """GRPO with Clip-Higher and the token mean (DAPO, arXiv:2503.14476, equations 8 and 10).
-
-    The default clip bounds are the paper's; `MCAdvantage` implements dynamic sampling (equation 11).
-    """
+    """GRPO with Clip-Higher (the paper's bounds) and the token mean (DAPO, arXiv:2503.14476, equations 8 and 10)."""
 
     output_type = DAPOLossOutput
 

@@ -9,10 +9,7 @@ from tensordict import TensorClass
 
 
 class LossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Loss terms (`loss_*`, to be summed) and detached measurements.
-
-    Measurements are means over trained tokens, so prompts and padding do not affect them.
-    """
+    """Loss terms (`loss_*`, to be summed) and detached measurements, which are means over trained tokens."""
 
     def total_loss(self) -> torch.Tensor:
         """Return the sum of the loss terms, to call `backward` on."""

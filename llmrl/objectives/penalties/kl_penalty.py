@@ -114,10 +114,8 @@ def dense_reward(
 ) -> torch.Tensor:
     """Return a turn's reward minus the penalty of each token, `[num_tokens, 1]`.
 
-    Args:
-        reward: `[1, 1]`, added at the last sampled token, or dense, `[num_tokens, 1]`.
-        divergences: `[num_tokens]`, 0 outside the mask.
-        mask: `[num_tokens]` bool: the turn's sampled tokens.
+    `reward` is `[1, 1]`, added at the last sampled token, or dense, `[num_tokens, 1]`. `divergences` and `mask`, true
+    at sampled tokens, are `[num_tokens]`; divergences are 0 outside the mask.
 
     Example:
         >>> dense_reward(torch.ones(1, 1), torch.tensor([0.0, 2.0, 4.0]), torch.tensor([False, True, True]), 0.1)
