@@ -159,10 +159,7 @@ class EndpointServer:
         return self.web.json_response(dialect.error(refused), status=refused.status, headers=_NO_RETRY)
 
     def _check_page(self, request: web.Request) -> None:
-        """Refuse requests of web pages if no key is needed, since any site's page may send requests to this machine.
-
-        `Host` reveals a name resolved to this machine (DNS rebinding), and `Origin` another site's page.
-        """
+        """Refuse other sites' web pages if no key is needed: `Host` reveals DNS rebinding, `Origin` another site."""
         if self.sessions.needs_key:
             return
         host = request.headers.get("Host", "")
@@ -260,9 +257,8 @@ class EndpointServer:
 
     def _session(self, request: web.Request, asked: ModelRequest) -> Session:
         session = self.sessions.find(*self._asker(request), asked)
-        if (
-            asked.model.removesuffix(ASIDE) != self.model_name
-        ):  # after the check of the key, so that only clients with access see the name
+        # After the check of the key, so that only clients with access see the name.
+        if asked.model.removesuffix(ASIDE) != self.model_name:
             raise RefusedRequest(
                 f"the model {asked.model!r:.80} does not exist here; ask for {self.model_name!r}.",
                 status=404,

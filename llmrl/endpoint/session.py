@@ -38,7 +38,7 @@ class SessionLimits:
     max_turns: int | None = None
     """Maximum number of answers."""
     max_completion_tokens: int | None = None
-    """Maximum number of sampled tokens of all answers; concurrent requests each may use the remainder."""
+    """Maximum number of sampled tokens of all answers; each concurrent request may use the remainder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,11 +41,8 @@ class TurnTree:
 
     A request that contains a recorded answer continues it as sampled, even if ids, white space or the format of
     arguments have changed. If the client edited or shortened its history, the request is rendered again and continues
-    the turn with the longest common prefix of tokens, if any. So each sampled token is trained once.
-
-    Args:
-        renderer: renderer from messages to tokens and back.
-        mode: mode of `Conversation.start`.
+    the turn with the longest common prefix of tokens, if any. So each sampled token is trained once. `mode` is that of
+    `Conversation.start`.
     """
 
     def __init__(self, renderer: Renderer | None, *, mode: Mode = "auto") -> None:

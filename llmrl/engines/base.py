@@ -27,10 +27,6 @@ class SamplingConfig:
 
     Log-probs are those of the distribution after temperature, top-k, top-p and min-p, so on-policy importance ratios
     are 1. Raises TypeError if a field has the wrong type, and ValueError if it is out of range.
-
-    Example:
-        >>> SamplingConfig(max_new_tokens=8, temperature=0.7).temperature
-        0.7
     """
 
     max_new_tokens: int = 256
@@ -170,9 +166,8 @@ class Engine(Protocol):
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]).
 
         `request_id` must be unique; requests with the same `routing_key` (such as a group id) go to one replica for its
-        prefix cache. Cancelling the awaiting task aborts the request.
-
-        Raises ValueError if the prompt leaves no room for a token, and EngineError if the engine died or refused.
+        prefix cache. Cancelling the awaiting task aborts the request. Raises ValueError if the prompt leaves no room for
+        a token, and EngineError if the engine died or refused.
         """
         ...
 
@@ -190,7 +185,7 @@ class ReportsProgress(Protocol):
     """An engine that reports its progress, so that a hang can be detected."""
 
     async def progress(self) -> int | None:
-        """Return a number that changes with every new token; None if idle or paused. Raises EngineError if dead."""
+        """Return a number that changes with every new token; None if idle or paused. Raises EngineError if it died."""
         ...
 
 
@@ -241,7 +236,7 @@ class UpdatableEngine(Engine, ReportsProgress, Protocol):
         ...
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
-        """Drop cached key-value blocks; without `reset_running_requests`, return False if some are in use."""
+        """Drop cached key-value blocks; without `reset_running_requests`, keep those in use and return False."""
         ...
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:

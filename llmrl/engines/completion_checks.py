@@ -104,7 +104,7 @@ def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None
 
 
 def _check_column(name: str, column: Any, kind: type, num_tokens: int | None) -> None:
-    """Check for a list of exactly this type: bool is refused as int, and so are NumPy numbers."""
+    """Check that a column is a list of exactly this type: bool and NumPy numbers are refused."""
     if type(column) is not list:
         raise EngineError(f"The engine returned {name} as {type(column).__name__}; a list is expected.")
     if num_tokens is not None and len(column) != num_tokens:

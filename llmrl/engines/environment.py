@@ -23,10 +23,7 @@ def available_cores() -> int:
 def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool) -> dict[str, str]:
     """Return the environment variables of a vLLM engine process; it is spawned, since a fork fails after CUDA is used.
 
-    Args:
-        log_level: level of vLLM's logger.
-        cpu_threads: number of threads of an engine on CPU, which are not bound to cores; None on a GPU.
-        is_eager: whether compilation is off.
+    `cpu_threads` is the number of threads of an engine on CPU, not bound to cores; None on a GPU.
     """
     variables = {"VLLM_LOGGING_LEVEL": log_level, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if cpu_threads is None:

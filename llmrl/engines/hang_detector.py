@@ -84,10 +84,7 @@ class WatchedEngine(Engine, ReportsProgress, Protocol):
 
 
 class HangWatch:
-    """Watches an engine while it has requests, and shuts it down if it hangs.
-
-    None as `timeout_seconds` disables the watch. Raises ValueError if it is not positive.
-    """
+    """Watches an engine while it has requests, and shuts it down if it hangs; a time-out of None disables it."""
 
     def __init__(self, timeout_seconds: float | None) -> None:
         self._detector = None if timeout_seconds is None else HangDetector(timeout_seconds)

@@ -177,10 +177,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         return self._router.open_replicas
 
     def refresh(self) -> None:
-        """Check which replicas live and have the current weights; call this after a weight update.
-
-        Between calls only the replica chosen for a request is checked, at a cost independent of their number.
-        """
+        """Check which replicas live and have the current weights; call this after a weight update."""
         if self._are_all_open and all(e.is_alive and e.policy_version == self._version for e in self._engines):
             return
         with self._lock:

@@ -15,11 +15,7 @@ class StopStringWatch:
     """Detects stop strings that begin in one part of a completion and end in another.
 
     If a part ends with the beginning of a stop string, tokens are requested one at a time until the match completes or
-    fails, so no token is sampled after a stop string.
-
-    Args:
-        stop: stop strings.
-        decode: function from token ids to text.
+    fails, so no token is sampled after a stop string. `decode` turns token ids into text.
 
     Example:
         >>> watch = StopStringWatch(["END"], lambda ids: "".join(map(chr, ids)))

@@ -66,7 +66,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     _can_score = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuse unknown keywords, and store the given ones for `get_new_version`."""
+        """Refuse unknown keywords, and store the others for `get_new_version`."""
         made = super().__new__(cls, *args, **kwargs)
         made._keywords = {name: value for name, value in kwargs.items() if name != "model"}
         return made

@@ -1,7 +1,4 @@
-"""Anthropic's messages: requests, answers, and answers as events.
-
-https://docs.anthropic.com/en/api/messages
-"""
+"""Anthropic's messages (https://docs.anthropic.com/en/api/messages)."""
 
 from __future__ import annotations
 

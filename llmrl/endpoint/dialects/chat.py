@@ -1,7 +1,4 @@
-"""OpenAI's chat completions: requests, answers, and answers as events.
-
-https://platform.openai.com/docs/api-reference/chat
-"""
+"""OpenAI's chat completions (https://platform.openai.com/docs/api-reference/chat)."""
 
 from __future__ import annotations
 

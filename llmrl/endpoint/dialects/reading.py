@@ -105,7 +105,7 @@ def call_of(call_id: Json, name: Json, arguments: Json) -> ToolCall:
 
 
 def tools_of(body: Body, kind: str) -> list[Body]:
-    """Return a request's tools. Raises RefusedRequest if one is not of this kind, the dialect's functions."""
+    """Return a request's tools of type `kind`. Raises RefusedRequest if a tool has another type."""
     tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
     if others := {str(tool.get("type") or kind) for tool in tools} - {kind}:
         raise RefusedRequest(f"tools of type {sorted(others)} are not supported: only functions are.")
@@ -113,7 +113,7 @@ def tools_of(body: Body, kind: str) -> list[Body]:
 
 
 def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
-    """Return a tool with the schema in its entry `parameters`. Raises RefusedRequest if it has no name."""
+    """Return a tool; `parameters` names the entry with its schema. Raises RefusedRequest if it has no name."""
     name = entry_of(body, "name", str, where=where)
     if not name:
         raise RefusedRequest(f"{where}name is missing.")

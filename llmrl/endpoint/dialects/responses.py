@@ -1,7 +1,4 @@
-"""OpenAI's responses, the part that agents use: requests, answers, and answers as events.
-
-https://platform.openai.com/docs/api-reference/responses
-"""
+"""The part of OpenAI's responses that agents use (https://platform.openai.com/docs/api-reference/responses)."""
 
 from __future__ import annotations
 

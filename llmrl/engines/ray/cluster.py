@@ -12,14 +12,10 @@ def connect(ray_init_config: Mapping[str, object] | None = None) -> ModuleType:
     """Return Ray, connected to the cluster at `address`, or to the current one.
 
     Without either, Ray chooses: `RAY_ADDRESS`, a cluster on this machine, or a new one (always new for `"local"`).
+    `ray_init_config` contains arguments of `ray.init`, such as `{"address": "auto"}`, if this process is not connected.
 
-    Args:
-        ray_init_config: arguments of `ray.init`, such as `{"address": "auto"}`, if this process is not connected yet.
-
-    Raises:
-        MissingExtraError: if Ray is not installed; names the extra.
-        ConnectionError: if there is no cluster at the address.
-        RuntimeError: if this process is connected to another cluster.
+    Raises MissingExtraError if Ray is not installed, ConnectionError if there is no cluster at the address, and
+    RuntimeError if this process is connected to another cluster.
     """
     ray = require("ray", extra="ray")
     config = dict(ray_init_config or {})

@@ -63,7 +63,7 @@ class RayEngine:
         self.vocab_size = facts.vocab_size
         self.host = facts.host
         """Name of the engine's machine."""
-        self.model_dtype: torch.dtype = facts.model_dtype  # type: ignore[assignment]  # None where it takes no weights
+        self.model_dtype: torch.dtype = facts.model_dtype  # type: ignore[assignment]  # None without weight updates
         """dtype of the engine's weights."""
         self.quantization = facts.quantization
         """Quantization of the engine's weights, or None."""
@@ -93,10 +93,8 @@ class RayEngine:
             ray_options: options of the actor, such as `num_gpus` or `resources`; by default one CPU core.
             ray_init_config: arguments of `ray.init`, if this process is not connected yet, such as `address`.
 
-        Raises:
-            ImportError: if Ray is not installed; names the extra.
-            ConnectionError: if there is no cluster at the address.
-            EngineError: if the actor does not start; other errors of `make_engine` are raised unchanged.
+        Raises ImportError if Ray is not installed, ConnectionError if there is no cluster at the address, EngineError
+        if the actor does not start, and the errors of `make_engine`.
         """
         ray = connect(ray_init_config)
         start = time.perf_counter()

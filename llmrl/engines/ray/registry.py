@@ -53,7 +53,7 @@ class EngineRegistry:
 
     @classmethod
     def start(cls) -> EngineRegistry:
-        """Start an empty registry. Raises ImportError if Ray is not installed; names the extra."""
+        """Start an empty registry. Raises ImportError if Ray is not installed."""
         return cls(require("ray", extra="ray").remote(RegistryActor).options(num_cpus=0).remote())
 
     def publish_once(self, replicas: EngineReplicas) -> None:

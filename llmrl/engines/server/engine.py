@@ -72,7 +72,7 @@ class ServerEngine(ServerUpdates, ServerScores):
             None waits forever. A server that was too slow serves again when it answers and has the current weights.
 
     Raises:
-        MissingExtraError: if aiohttp is not installed; names the extra.
+        MissingExtraError: if aiohttp is not installed.
         EngineError: if the server cannot be reached, or cannot take weights; names the missing options.
         ValueError: if the server lacks the model or a `max_model_len`, or a number is not positive.
 

@@ -30,12 +30,9 @@ class ServerScores(ABC):
         """Return the server's JSON answer."""
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids at each position.
+        """Return scores as `ScoresTokens.score`; `top_k` is limited to 20, or the server's `--max-logprobs`.
 
-        Log-probs are at temperature 1. Every `vllm serve` returns them, for up to 20 ids or its `--max-logprobs`.
-
-        Raises ValueError if there are fewer than two tokens, no room for one more, or the server refuses, and
-        EngineError if the server cannot be reached, does not answer in time, or returns an incomplete answer.
+        Raises ValueError also if the server refuses, and EngineError if it cannot be reached or answers too late.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         body = {"model": self.model, "prompt": list(token_ids), "prompt_logprobs": top_k, "max_tokens": 1}

@@ -163,7 +163,7 @@ class ServerUpdates(ABC):
         self._is_paused = False
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
-        """Drop cached key-value blocks; without `reset_running_requests`, return False if some are in use."""
+        """Drop cached key-value blocks; without `reset_running_requests`, keep those in use and return False."""
         query = f"reset_running_requests={str(reset_running_requests).lower()}"
         answer = self._call("POST", f"/reset_prefix_cache?{query}")
         return isinstance(answer, dict) and answer.get("success") is True
@@ -202,10 +202,10 @@ class ServerUpdates(ABC):
             self._folder = str(PurePosixPath(str(update_info["folder"]), str(pointer["slot"])))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Activate the received weights and return their version, by default the next; the current one cancels."""
+        """Activate the weights and return their version, by default the next; the current one cancels the update."""
         version = self._version + 1 if weight_version is None else int(weight_version)
         is_to_files = self._require_info().backend == FILES_BACKEND
-        if version == self._version:  # the update is given up: a server that lost its weights gets no label for them
+        if version == self._version:  # cancelled: a server that lost its weights gets no label for them
             if not is_to_files:
                 self._call("POST", "/finish_weight_update", {}, takes_time=True)
             return version
@@ -227,7 +227,7 @@ class ServerUpdates(ABC):
         return self.info
 
     def _open_updates(self) -> ServerInfo:
-        """Read the server's properties and version. Raises EngineError that names missing options."""
+        """Read the server's properties and version. Raises EngineError if it lacks options."""
         try:
             self.info = ServerInfo.read(self._call("GET", "/server_info?config_format=json"))
             world = self._call("GET", "/get_world_size")
@@ -250,10 +250,7 @@ class ServerUpdates(ABC):
         return self.info
 
     def _take_back(self) -> None:
-        """Synchronize versions with a server that answers again, and resume it. Raises EngineError if it fails again.
-
-        The server lacks weights until the next update if it was restarted or left while it loaded.
-        """
+        """Synchronize with a server that answers again; it lacks weights if it was restarted or was loading."""
         is_left = self._is_left
         try:
             label = label_of(self._call("GET", "/weight_info"))

@@ -2,7 +2,7 @@
 
 Rounding lets engine and trainer choose different experts for some tokens, which changes log-probs. "Rollout Routing
 Replay" (R3, arXiv:2510.11370) takes the choice from the engine and the experts' weights from the trained router, so
-gradients are unchanged. The router's own code runs with a replaced `topk`, so its scaling needs no copy here.
+gradients are unchanged. The router's own code runs with a replaced `topk`.
 """
 
 from __future__ import annotations
@@ -50,9 +50,6 @@ class Routers:
 
     A router is a module of a decoder layer that has `top_k`, `num_experts` and a weight, and returns logits, weights
     and ids, as in Qwen3-MoE, Mixtral, OLMoE, gpt-oss and DeepSeek-V3.
-
-    Args:
-        model: causal language model, with or without experts.
 
     Example:
         >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -124,7 +121,7 @@ class Routers:
             _PASS.choices = outer
 
     def check_told(self, choices: Choices) -> None:
-        """Check that each router ran exactly once. Raises TypeError that names the model."""
+        """Raise TypeError unless each router ran exactly once."""
         if len(choices) != self.num_layers:
             raise TypeError(
                 f"{len(choices)} of the {self.num_layers} routers of {self._name} return logits, weights and ids, each "
@@ -151,10 +148,7 @@ def _hook_once(
 def _before_layer(
     index: int | None, layer: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]
 ) -> tuple[tuple[object, ...], dict[str, torch.Tensor]] | None:
-    """Take the layer's extra argument `[num_tokens, num_layers, top_k]`, in which -1 lets the router choose.
-
-    It is an argument, so gradient checkpointing passes it again when it recomputes the layer.
-    """
+    """Take the layer's extra argument `[num_tokens, num_layers, top_k]`, in which -1 lets the router choose."""
     if torch.compiler.is_compiling():
         return None
     routed_experts = kwargs.pop(ROUTED_EXPERTS, None)

@@ -107,7 +107,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             options: see `llmrl.engines.vllm.arguments.EngineOptions`.
 
         Raises:
-            ImportError: if vLLM is not installed; names the extra.
+            ImportError: if vLLM is not installed.
             TypeError: if an option, or a name in `engine_args`, is unknown; names the nearest one or an alternative.
             EngineError: if the engine does not start; its own log says why.
         """
@@ -251,7 +251,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._is_paused = self._is_asleep = self.lacks_weights = True
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
-        """Drop cached key-value blocks; without `reset_running_requests`, return False if some are in use."""
+        """Drop cached key-value blocks; without `reset_running_requests`, keep those in use and return False."""
         return self._control(self._llm.reset_prefix_cache(reset_running_requests=reset_running_requests))
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:

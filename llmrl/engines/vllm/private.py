@@ -1,7 +1,4 @@
-"""All uses of vLLM beyond its top-level names, which an upgrade of vLLM must check.
-
-Names are imported lazily from here, so a process loads only what it uses.
-"""
+"""All uses of vLLM beyond its top-level names, imported lazily; an upgrade of vLLM must check them."""
 
 from __future__ import annotations
 

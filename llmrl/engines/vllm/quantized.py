@@ -31,7 +31,7 @@ _CONFIG = {
 
 
 def quantization_of(config: VllmConfig) -> str | None:
-    """Return `INT8` for such a checkpoint on a CPU, otherwise vLLM's name of the quantization, or None."""
+    """Return `INT8` for an int8 checkpoint on a CPU, otherwise vLLM's name of the quantization, or None."""
     model = config.model_config
     given = getattr(model.hf_config, "quantization_config", None)
     is_known = model.quantization == "compressed-tensors" and isinstance(given, Mapping) and is_int8(given)
@@ -39,12 +39,7 @@ def quantization_of(config: VllmConfig) -> str | None:
 
 
 def is_int8(config: Mapping[str, object]) -> bool:
-    """Return whether a `quantization_config` is that of an int8 checkpoint ("W8A8" of compressed-tensors).
-
-    Example:
-        >>> is_int8({"quant_method": "compressed-tensors", "format": "pack-quantized"})
-        False
-    """
+    """Return whether a `quantization_config` is that of an int8 checkpoint ("W8A8" of compressed-tensors)."""
     groups = list(cast("Mapping[str, Mapping[str, Mapping[str, object]]]", config.get("config_groups", {})).values())
     if len(groups) != 1 or any(config.get(name) != _CONFIG[name] for name in ("ignore", "format")):
         return False

@@ -92,10 +92,7 @@ def scoring_params(top_k: int) -> SamplingParams:
 async def generate_one(
     llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str, weights: WholeWeights
 ) -> Completion:
-    """Await one completion on the engine's own loop.
-
-    Raises ValueError if vLLM refuses the request, and EngineError if the engine died or its answer is incomplete.
-    """
+    """Await one completion on the engine's own loop. Raises as `answer_of` and `read_completion`."""
     final, version = await answer_of(llm, prompt_ids, params, request_id, weights)
     return read_completion(final, llm.vllm_config.model_config.get_vocab_size(), version=version)
 
@@ -162,10 +159,7 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
 
 
 def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]] | None:
-    """Return the kept ids, from vLLM's own mask or as the ids with a finite log-prob; None if not requested.
-
-    Raises EngineError if all reported ids were kept, since there may be more.
-    """
+    """Return the kept ids; None if not requested. Raises EngineError if others may have been kept, too."""
     if sample.sampling_mask is not None:
         return [array("i", ids) for ids in sample.sampling_mask.token_ids]
     flat: Any = sample.logprobs

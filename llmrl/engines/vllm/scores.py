@@ -37,10 +37,9 @@ class VLLMScores:
         raise NotImplementedError
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids at each position.
+        """Return scores as `ScoresTokens.score`. Raises EngineError also if the engine sleeps.
 
-        Log-probs are at temperature 1. vLLM recomputes all tokens, since its prefix cache has no log-probs. Raises
-        ValueError and EngineError as `ScoresTokens.score`.
+        vLLM recomputes all tokens, since its prefix cache has no log-probs.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         self._check_alive(and_awake=True)

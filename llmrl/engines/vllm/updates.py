@@ -176,12 +176,6 @@ class AdapterUpdates(WholeWeights):
 
 
 def shape_of_model(config: object) -> dict[str, int]:
-    """Return the sizes that distinguish two models, from a transformers text configuration.
-
-    Example:
-        >>> from transformers import LlamaConfig
-        >>> shape_of_model(LlamaConfig(num_hidden_layers=3))["num_hidden_layers"]
-        3
-    """
+    """Return the sizes that distinguish two models, from a transformers text configuration."""
     named = ((name, getattr(config, name, None)) for name in _SHAPE_OF_A_MODEL)
     return {name: value for name, value in named if isinstance(value, int)}
