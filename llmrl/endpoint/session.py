@@ -54,7 +54,7 @@ class Exchange:
 
     request: ModelRequest
     task: asyncio.Task[_Sampled]
-    """Raises `RefusedRequest` if the request cannot be answered."""
+    """Task that samples; raises RefusedRequest if the request cannot be answered."""
     num_clients: int = 1
     """Number of waiting clients."""
     reply: ModelReply | None = None

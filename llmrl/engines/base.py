@@ -166,8 +166,8 @@ class Engine(Protocol):
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]).
 
         `request_id` must be unique; requests with the same `routing_key` (such as a group id) go to one replica for its
-        prefix cache. Cancelling the awaiting task aborts the request. Raises ValueError if the prompt leaves no room for
-        a token, and EngineError if the engine died or refused.
+        prefix cache. Cancelling the awaiting task aborts the request. Raises ValueError if the prompt leaves no room
+        for a token, and EngineError if the engine died or refused.
         """
         ...
 
@@ -218,7 +218,7 @@ class UpdatableEngine(Engine, ReportsProgress, Protocol):
     model_dtype: torch.dtype
     """dtype of the engine's weights."""
     quantization: str | None
-    """Quantization of the engine's weights, or None."""
+    """Quantisation of the engine's weights, or None."""
     num_workers: int
     """Number of worker processes that receive weights."""
 

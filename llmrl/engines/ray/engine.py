@@ -66,7 +66,7 @@ class RayEngine:
         self.model_dtype: torch.dtype = facts.model_dtype  # type: ignore[assignment]  # None without weight updates
         """dtype of the engine's weights."""
         self.quantization = facts.quantization
-        """Quantization of the engine's weights, or None."""
+        """Quantisation of the engine's weights, or None."""
         self.num_workers = facts.num_workers
         self.weight_transfer_backend = facts.weight_transfer_backend
         """vLLM's weight-transfer backend, or None."""

@@ -88,7 +88,7 @@ class ServerUpdates(ABC):
     """
 
     quantization: str | None = None
-    """Quantization of the engine's weights, or None."""
+    """Quantisation of the engine's weights, or None."""
     num_workers: int = 1
     """Number of worker processes that receive weights."""
     lacks_weights: bool = False
@@ -250,7 +250,7 @@ class ServerUpdates(ABC):
         return self.info
 
     def _take_back(self) -> None:
-        """Synchronize with a server that answers again; it lacks weights if it was restarted or was loading."""
+        """Synchronise with a server that answers again; it lacks weights if it was restarted or was loading."""
         is_left = self._is_left
         try:
             label = label_of(self._call("GET", "/weight_info"))

@@ -170,7 +170,7 @@ def _after_router(
     if forced is not None:
         with _Chosen(forced, router.num_experts) as chosen:
             output = router.forward(*args, **kwargs)
-        # `equal` synchronizes with the device; it is needed only if ids were copied.
+        # `equal` synchronises with the device; it is needed only if ids were copied.
         is_taken = output[2] is chosen.token_experts or torch.equal(output[2], chosen.token_experts)
         if chosen.num_choices != 1 or not is_taken:
             raise TypeError(f"{type(router).__name__} does not choose experts by one topk: its choice cannot be given.")

@@ -101,14 +101,14 @@ class EngineOptions(TypedDict, total=False):
     """Whether to disable compilation and graphs; by default true on CPU, where it saves 17 s or more at the start for
     some 15 % of speed."""
     seed: int
-    """Seed of the sampler, for requests without their own; by default 0. The first of several engines has it."""
+    """Seed of the sampler (of the first of several engines), for requests without their own; by default 0."""
     enable_prefix_caching: bool
     """Whether to reuse key-value blocks of shared prefixes until the next update; by default true."""
     weight_transfer: bool | str
     """vLLM's weight-transfer backend; true, the default, selects llmrl's on CPU and NCCL on GPU. `adapters` uses LoRA
     adapters instead, with `max_lora_rank` (16) and `max_loras` (4 versions at a time) from `engine_args`."""
     quantization: Literal["int8"] | None
-    """`int8` quantizes the linear layers of the model and of each update; only on a CPU."""
+    """`int8` quantises the linear layers of the model and of each update; only on a CPU."""
     enable_sleep: bool
     """Whether to allow `sleep`, on a GPU shared with a trainer."""
     cpu_threads: int | None

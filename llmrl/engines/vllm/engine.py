@@ -74,7 +74,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self.model_dtype = llm.vllm_config.model_config.dtype
         """dtype of the engine's weights."""
         self.quantization: str | None = quantization_of(llm.vllm_config)
-        """Quantization of the engine's weights, or None."""
+        """Quantisation of the engine's weights, or None."""
         self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
         self.host = socket.gethostname()
         """Name of the engine's machine."""

@@ -61,7 +61,7 @@ def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def int8_layers(model: torch.nn.Module) -> set[str]:
-    """Return the names of the layers that an int8 engine quantizes: all linear layers except the head.
+    """Return the names of the layers that an int8 engine quantises: all linear layers except the head.
 
     Raises ValueError if the model has matrices outside linear layers and embeddings, such as experts or convolutions.
 
@@ -112,7 +112,7 @@ def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
     """Write an int8 checkpoint of the folder `source`, and copies of its other files, into an existing folder.
 
     One file is in memory at a time. Raises ValueError if `source` is no checkpoint in safetensors files, is already
-    quantized, or its model has other layers.
+    quantised, or its model has other layers.
     """
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM
