@@ -315,7 +315,7 @@ class _Player(MessageEnv):
         """The reason why the current turn ends this player's conversation."""
         self.reward: float | None = None
         """Its reward, if the game was over before its first turn; otherwise None."""
-        self._is_over = False  # its last move ended the game
+        self._is_over = False  # whether its last move, not its leaving, ended the game
 
     async def sit_down(self) -> None:
         await self.table.begin(self._make_game)

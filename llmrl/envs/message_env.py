@@ -30,7 +30,7 @@ class MessageStep:
     """An environment's response to an assistant message."""
 
     messages: Sequence[Message] = ()
-    """New messages (user, tool or system); assistant messages are refused."""
+    """New messages (user, tool or system); an assistant message raises ValueError."""
     reward: float = 0.0
     """Reward of this turn; the rewards of a rollout's turns are summed."""
     is_done: bool = False
@@ -88,9 +88,6 @@ class MessageChatEnv(DatasetChatEnv):
         factory: function that builds the environment of one conversation from a dataset item.
         dataset: items; by default one empty item, which is repeated.
         **draws: `repeats`, `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
-
-    Raises:
-        ValueError: if `step` returns an assistant message.
 
     Example:
         >>> class Echo(MessageEnv):

@@ -43,9 +43,6 @@ class MixedPrompts:
 
     The choice is deterministic, so a restored state continues the same sequence. `weights=None` means equal weights.
 
-    Raises:
-        ValueError: if the weights are invalid or do not match the environments.
-
     Example:
         >>> samplers = {name: PromptSampler([{"query": name}]) for name in ("a", "b")}
         >>> prompts = MixedPrompts(samplers, {"a": 2, "b": 1})
@@ -88,7 +85,13 @@ class MixedPrompts:
         return chosen, []
 
     def choose_many(self, count: int, group_size: int) -> list[tuple[str, list[int]]]:
-        """Return up to `count` results of `choose`; only the last environment may have reached the end of its data."""
+        """Return up to `count` results of `choose`; only the last environment may have reached the end of its data.
+
+        Example:
+            >>> samplers = {name: PromptSampler([{}], num_epochs=1) for name in ("a", "b")}
+            >>> [name for name, _ in MixedPrompts(samplers).choose_many(9, 1)]
+            ['a', 'b', 'a']
+        """
         chosen: list[tuple[str, list[int]]] = []
         num_new = Counter[str]()
         while len(chosen) < count and (choice := self.choose(group_size)) is not None:

@@ -153,7 +153,12 @@ class PromptSampler:
         return copied(self.items[index]), f"{self.name}/{epoch}/{index}", sample_index
 
     def item_of(self, group_id: str) -> Row:
-        """Return the item of a group id."""
+        """Return the item of a group id.
+
+        Example:
+            >>> PromptSampler([{"query": "a"}, {"query": "b"}]).item_of("train/3/1")
+            {'query': 'b'}
+        """
         return self.items[int(group_id.rpartition("/")[2])]
 
     def skip_to_group(self) -> None:

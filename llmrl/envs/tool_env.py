@@ -134,7 +134,7 @@ class _Opening(MessageEnv):
         return MessageStep()
 
     async def close(self) -> None:
-        self._instances.release(self.session.id)  # if no tool has been called
+        self._instances.release(self.session.id)  # the tools may not know it; closing twice is allowed
 
 
 class _OpenedByTools(MessageChatEnv):

@@ -150,9 +150,7 @@ class Judge:
     async def ask(self, **inputs: object) -> str:
         """Return the reply to the filled-in prompt, from the cache if possible.
 
-        Raises:
-            ValueError: if the reply has no text.
-            openai.OpenAIError: if the request fails.
+        ValueError is raised if the reply has no text, and openai.OpenAIError if the request fails.
         """
         prompt = self.prompt.format_map({name: _text(value) for name, value in inputs.items()})
         request = {**self.options, "model": self.model, "messages": [{"role": "user", "content": prompt}]}
@@ -177,7 +175,7 @@ class _Questions:
         self._replies = {} if self._path is None else read_replies(self._path)
         self._asked: dict[str, asyncio.Future[str]] = {}
         openai = require("openai", extra="judge")
-        # openai's default client is closed by the garbage collector, possibly on another event loop.
+        # A custom HTTP client, because the default one is closed at garbage collection, possibly on another event loop.
         self._client = openai.AsyncOpenAI(**judge.client_options, http_client=openai.DefaultAsyncHttpxClient())
 
     async def ask(self, request: Mapping[str, object]) -> str:

@@ -43,11 +43,11 @@ class RewardInput:
 
 
 ROLLOUT_INPUTS = ("completion", "messages", "status", "reason")
-"""What a reward function may ask for of any rollout, beside the dataset's columns."""
+"""Inputs of reward functions that every rollout has."""
 
 
 class UnknownRewardInput(TypeError):
-    """A reward function reads something that neither the rollout nor the dataset has: its author's mistake."""
+    """A reward function has a parameter that is no input of the rollout and no column of the dataset."""
 
 
 class RewardFn:
@@ -61,7 +61,8 @@ class RewardFn:
         weight: non-negative weight, which a rubric normalises.
 
     Raises:
-        TypeError: if the function has a positional-only parameter.
+        TypeError: if the function has a positional-only parameter; in `score`, UnknownRewardInput if an input is
+            missing.
         ValueError: if the weight is negative or infinite, or if the function has no name.
 
     Example:
@@ -109,12 +110,7 @@ class RewardFn:
             )
 
     async def score(self, rollout: RewardInput) -> float:
-        """Return the raw score of one rollout.
-
-        Raises:
-            UnknownRewardInput: if an input of the function is missing.
-            TypeError, ValueError: if the result is not a finite number.
-        """
+        """Return the raw score of one rollout; see the class for the errors."""
         available = rollout.arguments()
         self.check_inputs(available)
         chosen = available if self._takes_all else {k: available[k] for k in self._names if k in available}

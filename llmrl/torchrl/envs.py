@@ -202,10 +202,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
 
 
 class GSM8KPrepareQuestion(KnownArguments, Transform):
-    """Wraps a question in DeepSeek-R1's prompt when an environment of plain text is reset.
-
-    Args:
-        in_keys, out_keys: entries of the questions and of the prompts; by default `["text"]` for both.
+    """Writes the question of `in_keys`, in DeepSeek-R1's prompt, to `out_keys` at reset; both default to `["text"]`.
 
     Example:
         >>> from tensordict import TensorDict

@@ -17,9 +17,6 @@ class GymnasiumTextEnv(MessageEnv):
 
     Observations are user messages, and the policy's answers are actions. Environments of GEM (`gem.make`) work, too.
 
-    Raises:
-        TypeError: if an observation is not a string.
-
     Example:
         >>> class Echo:
         ...     def reset(self, seed=None):

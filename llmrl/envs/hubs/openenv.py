@@ -46,7 +46,6 @@ class OpenEnvChatEnv(MessageChatEnv):
         timeout: time limit of opening a session and of each answer, in seconds.
 
     Raises:
-        ValueError: if `timeout` is not positive.
         MissingExtraError: if aiohttp is not installed.
 
     Example:

@@ -21,10 +21,6 @@ class TextArenaGame(Game):
 
     TextArena handles illegal moves. A player that leaves a game with others gets -1 and the others get 0; a single
     player that leaves gets 0. Python's global random state is not changed.
-
-    Raises:
-        MissingExtraError: if TextArena is not installed.
-        ValueError: if the game does not exist, or not for this number of players.
     """
 
     def __init__(self, env_id: str, *, num_players: int, seed: int = 0) -> None:

@@ -1,1 +1,1 @@
-"""Tasks: problems and a reward each."""
+"""Tasks: problems and their rewards."""

@@ -10,10 +10,7 @@ from llmrl.transforms import RubricReward
 
 
 def addition_problems(split: Split = "train", *, num_digits: int = 1) -> list[dict[str, str]]:
-    """Return all sums of two numbers of `num_digits` digits, in a fixed random order; a quarter are the test split.
-
-    Raises:
-        ValueError: if the split is unknown or `num_digits` is not 1, 2 or 3.
+    """Return all sums of two numbers of `num_digits` (1 to 3) digits, in a fixed random order; a quarter is `test`.
 
     Example:
         >>> len(addition_problems("train")), len(addition_problems("test"))

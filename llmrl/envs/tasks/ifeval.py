@@ -109,10 +109,7 @@ class IFEvalEnv(DeclaredTaskEnv):
     """Prompts with instructions that a program can verify; see `DeclaredTaskEnv` for the arguments.
 
     The hub's dataset has only the split `train`. A custom dataset has the columns `prompt`, `instruction_id_list` and
-    `kwargs`.
-
-    Raises:
-        ValueError: if an instruction is unknown or does not accept its arguments.
+    `kwargs`; ValueError is raised for instructions that no checker accepts.
 
     Example:
         >>> row = {"prompt": "Name a colour.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}

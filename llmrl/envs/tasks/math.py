@@ -51,9 +51,6 @@ class MATHEnv(DeclaredTaskEnv):
 
     A custom dataset has the columns `problem` and `answer`, or `problem` and `solution` with a final `\boxed{…}`.
 
-    Raises:
-        ValueError: if a row has neither an answer nor a boxed one in its solution.
-
     Example:
         >>> MATHEnv([{"problem": "Half of one?", "solution": r"It is $\boxed{\frac{1}{2}}$."}]).reset()[0]["answer"]
         '\\frac{1}{2}'

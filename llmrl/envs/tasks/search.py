@@ -41,10 +41,7 @@ _FACTS = {
 
 
 def search_corpus(*, num_people: int = 60, seed: int = 0) -> tuple[list[str], list[dict[str, str]]]:
-    """Return documents about fictional people, and questions about them with the columns `query` and `answer`.
-
-    Raises:
-        ValueError: if `num_people` is less than 2 or greater than the number of names.
+    """Return documents about `num_people` (2 to 100) fictional people, and questions (`query`, `answer`) about them.
 
     Example:
         >>> documents, questions = search_corpus(num_people=2)

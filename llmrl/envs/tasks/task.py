@@ -59,9 +59,6 @@ class TaskEnv(KnownArguments, TransformedEnv):
         reasoning: whether the prompt also asks for `<think>` and `<answer>` tags.
         chat_env: class of the inner environment.
 
-    Raises:
-        TypeError: if an option is unknown.
-
     Example:
         >>> from llmrl.transforms import RubricReward
         >>> def right(completion, answer):
