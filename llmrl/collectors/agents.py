@@ -50,11 +50,7 @@ class KeyedSessions:
         self._of(api_key, session_id)
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a key, which the client may send as API key or as session id.
-
-        Raises:
-            RefusedRequest: if the key is unknown.
-        """
+        """Return the session of a key, sent as API key or as session id; raise `RefusedRequest` if it is unknown."""
         return self._of(api_key, session_id)
 
     def _of(self, api_key: str | None, session_id: str | None) -> Session:
@@ -67,13 +63,8 @@ class KeyedSessions:
 class AgentEndpoint:
     """Endpoint for a collector's agents. It listens on this machine only, and starts with the first session.
 
-    Args:
-        policy: policy that answers, in history mode.
-        completer: completer that samples.
-        limits: limits of every session.
-
     Raises:
-        ValueError: if the policy has no renderer.
+        ValueError: if the policy has no renderer or is not in history mode.
         MissingExtraError: if aiohttp is not installed.
     """
 
@@ -127,7 +118,6 @@ class AgentEndpoint:
             self._serving.result()
 
     async def _serve(self) -> None:
-        """Serve until the event loop cancels this task."""
         try:
             await self._server.start()
             self._is_listening.set()

@@ -160,9 +160,6 @@ class BatchCollector:
 
         If the rules and `postproc` leave no rows, another batch is collected, and its report includes what was
         dropped.
-
-        Raises:
-            CollectionStalled: if too many batches in a row had no rows; `report` and `rollouts` describe them.
         """
         try:
             return self._next_with_rows()
@@ -296,10 +293,8 @@ class BatchCollector:
     def update_policy_weights_(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> int:
         """Send the trainer's weights to the engines, and return the new policy version.
 
-        The first call needs the trainer's model, or a mapping of its weights; later calls remember it.
-
-        Raises:
-            ValueError: if the first call has no model.
+        The first call needs the trainer's model, or a mapping of its weights, else it raises ValueError; later calls
+        remember it.
         """
         version = max(sender.update_weights() for sender in self._weight_senders.connected(policy_or_weights))
         self._scheduler.expect_version(None)
@@ -310,14 +305,12 @@ class BatchCollector:
         """Start to send the weights; training may continue when this returns, while the engines load a copy.
 
         No rollout starts until the engines have the weights; meanwhile `policy_version` is the new version. Weights
-        that cannot be copied first are sent before this returns.
+        that cannot be copied first are sent before this returns. The first call needs the model, else it raises
+        ValueError.
 
         Returns:
             A future with the new policy version, or the error. The next batch raises the error, too, unless another
             update starts before it.
-
-        Raises:
-            ValueError: if the first call has no model.
         """
         senders = self._weight_senders.connected(policy_or_weights)
         coming = self.policy_version + 1
@@ -337,7 +330,6 @@ class BatchCollector:
         return self._background.submit(finish())
 
     def _updated(self, version: int) -> None:
-        """Record that the engines have the weights of this version."""
         self._background.post(self._scheduler.notify)
 
     @property

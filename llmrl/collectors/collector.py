@@ -63,25 +63,22 @@ class LLMCollector(KnownArguments, BatchCollector):
     These arguments define a batch:
 
     - `groups_per_batch`: this number of complete groups, as training rows `[num_rows]` (see the data contract);
-    - `tokens_per_batch`: complete groups, at least one, as training rows with at most this number of tokens in
-      total; a group that does not fit goes to the next batch, and its staleness grows with each update in between;
+    - `tokens_per_batch`: complete groups, at least one, as training rows with at most this number of tokens in total;
+      a group that does not fit goes to the next batch, and its staleness grows with each update in between;
     - `dialog_turns_per_batch`: this number of turns `[num_turns]`, each with its `next`;
-    - `yield_completed_trajectories`: finished conversations `[num_turns]`, one, or enough for
-      `dialog_turns_per_batch`;
+    - `yield_completed_trajectories`: one finished conversation `[num_turns]`, or enough for `dialog_turns_per_batch`;
     - `yield_only_last_steps`: the last turn of one finished conversation, or of `dialog_turns_per_batch` of them.
 
     No conversation waits for another between turns. By default only the groups that a batch needs are started, and
-    dropped groups are replaced. Nothing is then in flight between two batches, so batches are on-policy if weights
-    are updated between them. With `max_staleness`, collection continues while the trainer trains (see
-    `StalenessGate`).
+    dropped groups are replaced. Nothing is then in flight between two batches, so batches are on-policy if weights are
+    updated between them. With `max_staleness`, collection continues during training (`StalenessGate`).
 
     Args:
         env: a `DatasetChatEnv`, usually transformed; several, as a `MixedEnv`; or a function that builds one.
         policy: policy that generates, such as a `vLLMWrapper`; or pass `policy_factory`.
         total_dialog_turns: number of turns after which iteration ends; -1 never ends.
         postproc: function applied to each batch before it is yielded or written, such as `MCAdvantage`.
-        replay_buffer: buffer to extend with each batch, in the background after `start()`; iteration then yields
-            None.
+        replay_buffer: buffer to extend with each batch, in the background after `start()`; iteration yields None.
         queue: queue that receives the elements of each batch one by one; the collector waits while it is full.
         max_concurrent_rollouts: maximum number of conversations in flight; by default all of a batch and of those
             ahead. If a number is given, turns, trajectories and last steps are collected ahead. `"auto"` adapts the
@@ -89,24 +86,19 @@ class LLMCollector(KnownArguments, BatchCollector):
         max_staleness: maximum age of a delivered group, in versions; None collects on demand.
         late_groups: `wait` for groups that would be too old in the next batch, or `drop` groups that are too old.
         num_extra_groups: number of groups started in excess; the slowest are dropped when the batch is full.
-        reset_at_each_iter: start each batch with new conversations; surplus turns and unfinished conversations are
-            dropped.
+        reset_at_each_iter: start each batch afresh; surplus turns and unfinished conversations are dropped.
         group_rules: rules that select settled groups (filters, dynamic sampling); every drop is counted.
-        limits: turn, prompt and time limits of a rollout and of a step; for a `MixedEnv`, optionally by
-            environment.
+        limits: turn, prompt and time limits of a rollout and of a step; optionally by name for a `MixedEnv`.
         track_policy_version: whether to add a `PolicyVersion` that follows the engine; or your own `PolicyVersion`.
-        weight_sync_schemes: schemes by policy name (`{"policy": scheme}`) for `update_policy_weights_`; by default
-            the engine's own scheme.
+        weight_sync_schemes: schemes by policy name (`{"policy": scheme}`); by default the engine's own scheme.
         async_envs: must be true or None: conversations never wait for each other.
         flatten_data: must be true or None: batches have one dimension.
         verbose: whether to print a line about each batch to stderr.
 
     Raises:
-        ValueError: if the arguments define no batch or contradict each other, or if the environment is
-            batch-locked.
+        ValueError: if the arguments define no batch or contradict each other, or the environment is batch-locked.
         TypeError: if an argument is unknown; the message names the nearest one or an alternative.
-        CollectionStalled: on iteration, if too many groups in a row have nothing to train on; `NoSignal` if none
-            failed.
+        CollectionStalled: on iteration, if groups in a row have nothing to train on; `NoSignal` if none failed.
     """
 
     def __init__(
@@ -262,11 +254,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         return EnvSource(self.env, self.policy, in_groups=shape.is_grouped, limits=limits)
 
     def increment_version(self) -> None:
-        """Count an update of the weights in your own `PolicyVersion`.
-
-        Raises:
-            RuntimeError: if the engine counts the updates itself.
-        """
+        """Count an update of the weights in your own `PolicyVersion`; RuntimeError if the engine counts them."""
         if self.policy_version_tracker is None:
             raise RuntimeError("the engine counts its versions: update_policy_weights_ raises them, leave this out.")
         self.policy_version_tracker.increment_version()

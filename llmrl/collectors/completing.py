@@ -18,21 +18,16 @@ from llmrl.policies import LLMWrapperBase
 
 
 class Completer:
-    """Sends requests to a policy's engine until there is an answer.
+    """Sends requests to a policy's engine until there is an answer, or `num_retries` retries in a row fail.
 
     If the policy has a seed, each request derives its own from it and the request's name, so the answers of a group
     differ. A failed request is repeated under a new id. A request that a weight update aborted continues after its
     last token (partial rollout), and each token keeps the version that sampled it. An abort before the first token
-    counts as a failure unless the weights were updated since the last attempt.
-
-    Args:
-        policy: policy that has the engine and checks its answers.
-        num_retries: number of retries of a failed request.
-        is_open: event that requests wait for while it is cleared, to pause between turns.
+    counts as a failure unless the weights were updated since the last attempt. Requests wait while `is_open` is
+    cleared.
 
     Raises:
-        ValueError: if the policy has stop strings but no renderer, or a repetition penalty that the trainer cannot
-            reproduce.
+        ValueError: if the policy has stop strings but no renderer, or a repetition penalty, which cannot be replayed.
     """
 
     def __init__(self, policy: LLMWrapperBase, *, num_retries: int, is_open: asyncio.Event | None = None) -> None:
@@ -125,7 +120,6 @@ class Completer:
 
 
 def _derived_seed(seed: int | None, what: object) -> int | None:
-    """Derive the seed of one request, the same in each run."""
     if seed is None:
         return None
     return int.from_bytes(hashlib.blake2b(f"{seed}/{what}".encode(), digest_size=4).digest()) >> 1

@@ -25,19 +25,16 @@ _NUM_NAMED = 8
 class Demonstrations:
     """Iterable of batches of training rows from recorded conversations, for `SFTLoss`.
 
-    Each row of the dataset has `messages` and optionally `tools`; the arguments of a call are a dict or a JSON
-    string. The assistant's messages are trained on. All conversations are rendered at the beginning, so errors are
-    raised before training. Conversations longer than `max_tokens` are left out with a warning, since the model
-    would learn to stop early from truncated ones. A `Run` uses this in place of a collector, and saves its position
-    in the data.
+    Each row of the dataset has `messages` and optionally `tools`; the arguments of a call are a dict or a JSON string.
+    The assistant's messages are trained on. All conversations are rendered at the beginning, so errors are raised
+    before training. A `Run` uses this in place of a collector, and saves its position in the data.
 
     Args:
         dataset: dataset as `load_rows` accepts it, such as a JSON lines file.
-        renderer: renderer of the model.
         conversations_per_batch: number of conversations; the last batch of an epoch is filled from the next epoch.
-        max_tokens: maximum length of a training row; unlimited by default.
+        max_tokens: maximum length of a row; longer ones are left out with a warning, since truncated conversations
+            would teach the model to stop early. Unlimited by default.
         shuffle: whether each epoch has its own order.
-        seed: seed of the order.
         num_epochs: number of epochs after which iteration ends; None never ends.
 
     Raises:
@@ -118,11 +115,7 @@ class Demonstrations:
         return {"prompts": self.prompts.state_dict()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue from a saved position.
-
-        Raises:
-            ValueError: if it belongs to other data or to another order.
-        """
+        """Continue from a saved position; raise ValueError if it belongs to other data or to another order."""
         self.prompts.load_state_dict(state["prompts"])
 
     def shutdown(self) -> None:

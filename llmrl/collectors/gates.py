@@ -81,13 +81,12 @@ class Gate(Protocol):
 class DemandGate:
     """Gate that admits only the groups that the requested batch still needs beyond those ready and being played.
 
-    Sizes are counted in units: 1 per group, its turns, or its tokens. For each discarded group one more is
-    admitted.
+    Sizes are counted in units: 1 per group, its turns, or its tokens. For each discarded group one more is admitted.
 
     Args:
         units_per_batch: size of a batch, at least 1.
-        surplus: use of units beyond a batch: count them for the next batch (`carry`), add them to this one
-            (`keep`), or leave their group for the next (`refuse`).
+        surplus: use of units beyond a batch: count them for the next batch (`carry`), add them to this one (`keep`),
+            or leave their group for the next (`refuse`).
         estimate_units: whether to expect the mean size of the groups so far, if sizes are known only afterwards.
         num_extra: number of groups started beyond the need, so that the batch does not wait for the slowest.
         num_ahead: number of groups kept in play or ready, even if no batch was requested.
@@ -213,29 +212,20 @@ class DemandGate:
 
 
 class StalenessGate:
-    """Gate that lets collection run at most `max_staleness` versions ahead of training.
+    """Gate that lets collection run at most `max_staleness` versions ahead of training; 0 is on-policy.
 
-    Batch `b` (from 0) is trained on at version `b`, with one update per batch. A group that starts at version `v`
-    has the deadline `v + max_staleness`, the last batch that may contain it. Two rules keep the bound:
+    Batch `b` (from 0) is trained on at version `b`, with one update per batch. A group that starts at version `v` has
+    the deadline `v + max_staleness`, the last batch that may contain it. Two rules keep the bound:
 
     - *admission_is_bounded*: at version `v` at most `(v + max_staleness + 1) * groups_per_batch` groups have been
       admitted that were or will be delivered, so each has a place before its deadline;
     - *deadlines_stay_feasible* (`late="wait"`): a batch takes the oldest ready groups, and only if the remaining
-      groups can still meet their deadlines: the `i`-th of them, in order of deadlines, is in batch `b + 1 + i //
-      groups_per_batch` or earlier. Otherwise the batch waits for the slow groups.
+      groups can still meet their deadlines: the `i`-th of them, in order of deadlines, is in batch
+      `b + 1 + i // groups_per_batch` or earlier. Otherwise the batch waits for the slow groups.
 
-    With `late="drop"` nothing waits: groups past their deadline are dropped and replaced. In both cases, a group
-    that started more than `max_staleness` actual versions ago is never delivered. The trainer has progressed if
-    there is a new version, or if it requests the next batch without one.
-
-    Args:
-        groups_per_batch: number of groups in a batch.
-        max_staleness: maximum number of versions between a group's start and the update that uses it; 0 is
-            on-policy.
-        late: whether to wait for groups that are slower than the bound allows, or to drop them.
-
-    Raises:
-        ValueError: if a number is out of range or `late` is unknown.
+    With `late="drop"` nothing waits: groups past their deadline are dropped and replaced. In both cases, a group that
+    started more than `max_staleness` actual versions ago is never delivered. The trainer has progressed if there is a
+    new version, or if it requests the next batch without one.
 
     Example:
         >>> gate = StalenessGate(2, max_staleness=0)

@@ -154,14 +154,10 @@ _LEAST_TO_JUDGE = 16
 
 
 class StallDetector:
-    """Warns, then raises, if groups are dropped repeatedly without one delivered.
+    """Warns for every `patience` groups that are dropped in a row, and raises if none is delivered for long.
 
     It raises at the eighth warning. If no group was ever delivered, it raises after 16 dropped groups, since all
     groups probably fail for the same reason, such as a missing reward.
-
-    Args:
-        patience: number of dropped groups in a row per warning.
-        error: exception that `dropped` raises.
     """
 
     def __init__(self, patience: int, *, error: type[CollectionStalled] = CollectionStalled) -> None:

@@ -15,20 +15,19 @@ from llmrl.policies import LLMWrapperBase
 class RayLLMCollector(LLMCollector):
     """Collector that plays rollouts in actors on a Ray cluster; used like `LLMCollector`.
 
-    This process decides which groups are drawn, in flight, ready or too old. An actor gets a group's positions in
-    the dataset and returns its rollouts. If an actor or its node dies, its groups are played again on another
-    actor.
+    This process decides which groups are drawn, in flight, ready or too old. An actor gets a group's positions in the
+    dataset and returns its rollouts. If an actor or its node dies, its groups are played again on another actor.
 
     Args:
         env: a function that builds a `DatasetChatEnv`, usually transformed; called here once, and in every actor.
         policy_factory: function that builds an actor's policy, with an engine that it starts or connects to.
         num_collectors: number of actors.
         engine: engine that `weight_sync_schemes` send to, if this process can reach it.
-        remote_config: Ray options of each actor, such as `num_cpus`, `num_gpus` and `resources`.
-        num_cpus: CPUs of each actor, unless `remote_config` has them.
-        num_gpus: GPUs of each actor, unless `remote_config` has them.
-        ray_init_config: arguments of `ray.init` if this process is not connected to Ray yet, such as `{"address":
-            "auto"}` for an existing cluster.
+        remote_config: Ray options of each actor, such as `resources`; they override `num_cpus` and `num_gpus`.
+        num_cpus: CPUs of each actor.
+        num_gpus: GPUs of each actor.
+        ray_init_config: arguments of `ray.init` if this process is not connected to Ray yet, such as
+            `{"address": "auto"}` for an existing cluster.
         sync_iter: false collects the next batch while the trainer uses the current one: groups and last steps with
             `max_staleness=1`, turns and trajectories with as many conversations as a batch has turns.
         arguments: those of `LLMCollector` except `policy`.

@@ -104,13 +104,7 @@ class RaySource:
     """Source that sends each group to the least loaded collector actor.
 
     A dead actor is replaced at once, and its groups are played again. The others play until its successor is ready.
-
-    Args:
-        actors: actors that play.
-        make_policy: function that builds an actor's policy.
-        in_groups: whether to play groups, as training rows; else single rollouts, as turns.
-        track_version: whether turns get a `"policy_version"`.
-        limits: limits that end a rollout early.
+    With `in_groups`, actors return training rows, else turns.
 
     Raises:
         ValueError: if the environment has no dataset, or if an argument cannot be sent to the actors.

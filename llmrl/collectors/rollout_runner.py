@@ -37,11 +37,7 @@ _SOLO_IDS = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLimits:
-    """Limits that may end a rollout before its environment does.
-
-    Raises:
-        ValueError: if a limit is below its minimum.
-    """
+    """Limits that may end a rollout before its environment does; ValueError if one is below its minimum."""
 
     max_turns: int | None = None
     """Maximum number of completions."""
@@ -71,17 +67,7 @@ class RolloutLimits:
 
 
 class RolloutRunner:
-    """Plays rollouts of one environment with one policy.
-
-    Args:
-        stepper: the environment, stepped in batches.
-        policy: policy that generates.
-        limits: limits that end a rollout early.
-        is_open: event that turns wait for while it is cleared.
-
-    Raises:
-        ValueError: if the policy has stop strings and no renderer.
-    """
+    """Plays rollouts of one environment with one policy. Turns wait while `is_open` is cleared."""
 
     def __init__(
         self,
@@ -289,7 +275,6 @@ class RolloutRunner:
             rollout.reason = StopReason.MAX_TURNS
 
     def _settle(self, rollout: Rollout, stepped: TensorDictBase) -> None:
-        """Copy the results of a step into the rollout."""
         step = dict(stepped.get("next").items())  # a dict is ten times faster to read
         if self.policy.input_mode == "history":
             rollout.messages = step["history"].get("prompt").chats
@@ -379,7 +364,6 @@ def _refuse_reward(rollout: Rollout) -> None:
 
 
 def _reward_input(rollout: Rollout) -> RewardInput:
-    """Return the rollout as the input of reward functions."""
     messages = copied(rollout.messages)
     columns = copied(rollout.columns)
     is_answered = rollout.num_turns > 0

@@ -155,8 +155,8 @@ def _is_plain(value: object) -> bool:
 def batch_rows(groups: Sequence[Sequence[Rollout]]) -> TensorDictBase | None:
     """Return the trainable rows of these groups as one lazily stacked batch `[num_rows]`; None if there are none.
 
-    Rollouts that were not scored or have no sampled tokens give no rows. In each row, `("rollout", "num_in_group")`
-    is the number of rollouts of the group that have rows, so a reader knows when a group is complete.
+    Rollouts that were not scored or have no sampled tokens give no rows. In each row, `("rollout", "num_in_group")` is
+    the number of rollouts of the group that have rows, so a reader knows when a group is complete.
     """
     batch: list[TensorDictBase] = []
     for group in groups:

@@ -1,7 +1,7 @@
 """Scheduler that keeps rollouts in flight, counts groups and forms batches.
 
-The unit is one rollout: no turn waits for another rollout. The only clock is the event loop's, so a loop with
-virtual time can simulate a cluster.
+The unit is one rollout: no turn waits for another rollout. The only clock is the event loop's, so a loop with virtual
+time can simulate a cluster.
 """
 
 from __future__ import annotations
@@ -97,8 +97,6 @@ class RolloutScheduler:
     """Plays groups from a source and delivers them in batches.
 
     Args:
-        source: source that opens and plays groups.
-        gate: decides how many groups may be started, and which form the next batch.
         rules: rules that select the rollouts of a settled group.
         max_concurrent_rollouts: maximum number of rollouts in flight, at least 1.
         is_open: event that the source waits for between turns; `pause` clears it.

@@ -38,10 +38,6 @@ class BatchShape:
 
         Raises:
             ValueError: if the arguments do not define exactly one kind of batch, or if a number is below 1.
-
-        Example:
-            >>> BatchShape.of(yield_only_last_steps=True)
-            BatchShape(kind='last_steps', size=1)
         """
         if yield_only_last_steps and yield_completed_trajectories is False:
             raise ValueError(
@@ -97,11 +93,7 @@ class BatchShape:
         )
 
     def staleness_gate(self, *, max_staleness: int, late: LatePolicy) -> StalenessGate:
-        """Return a gate that runs ahead of training by a bounded number of versions.
-
-        Raises:
-            ValueError: if a batch is not a fixed number of groups or rollouts.
-        """
+        """Return a gate that runs ahead of training; ValueError if a batch is not a fixed number of rollouts."""
         if self.kind not in ("groups", "last_steps"):
             raise ValueError(
                 "max_staleness needs batches of a known number of rollouts: groups_per_batch, or "

@@ -27,12 +27,8 @@ from llmrl.policies import LLMWrapperBase
 class EnvSource:
     """Source that opens rollouts by resetting an environment, and plays them with a `RolloutRunner`.
 
-    Args:
-        env: environment, not batch-locked; groups need a `DatasetChatEnv`, usually transformed.
-        policy: policy that generates.
-        in_groups: whether to play groups of one prompt each.
-        limits: limits that end a rollout early, or fail a step.
-        is_open: event that rollouts wait for between turns while it is cleared; by default a new one.
+    With `in_groups` it plays groups of one prompt each, which need a `DatasetChatEnv`. Rollouts wait between turns
+    while `is_open` (by default a new event) is cleared.
 
     Raises:
         ValueError: if `in_groups` and the environment has no dataset, or if the environment is batch-locked.
@@ -209,11 +205,7 @@ def drawn_record(dataset_env: DatasetChatEnv | DataLoadingPrimer, drawn: Drawn) 
 class MixedSource:
     """Source that draws each group from the environment that `MixedEnv` chooses.
 
-    Args:
-        mixed: the environments.
-        policy: policy that generates for all of them.
-        limits: limits of all environments, or by name; environments without an entry have no limits.
-        in_groups: whether to play groups of one prompt each.
+    Limits may be given by environment name; environments without an entry have none.
 
     Raises:
         ValueError: if `limits` names an unknown environment, or as `EnvSource`.

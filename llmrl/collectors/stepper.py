@@ -42,18 +42,18 @@ class EnvStepper:
 
     While a batch is stepped, further conversations gather for the next, so Python's cost per turn falls under load.
 
-    Slow work of a step (tools, services) belongs in `async def before_step(element)` of an environment or a
-    transform, which is awaited for all conversations in parallel before the batched step. Likewise, `async def
-    before_reset(drawn)` of a dataset's environment returns the argument of `reset`. Methods of users' classes run
-    on a separate event loop, where they may block. `release(element)` is called in a thread when a conversation
-    ends.
+    Slow work of a step (tools, services) belongs in `async def before_step(element)` of an environment or a transform,
+    which is awaited for all conversations in parallel before the batched step. Likewise,
+    `async def before_reset(drawn)` of a dataset's environment returns the argument of `reset`. Methods of users'
+    classes run on a separate event loop, where they may block. `release(element)` is called in a thread when a
+    conversation ends.
 
     An exception in any of these methods fails only the conversation that it was called for.
 
     Args:
         env: a `ChatEnv` or a transformed one; its batch size is unlocked.
-        timeout_seconds: limit of each `before_step`, batched step, `before_reset` and `release` (30 s for `release`
-            by default). After a timeout the step fails and a new thread takes over.
+        timeout_seconds: limit of each `before_step`, batched step, `before_reset` and `release` (30 s for `release` by
+            default). After a timeout the step fails and a new thread takes over.
         keep_steps: whether the caller keeps and reads stepped conversations.
 
     Raises:
@@ -84,11 +84,7 @@ class EnvStepper:
     async def call(
         self, function: Callable[Parameters, Result], *arguments: Parameters.args, **keywords: Parameters.kwargs
     ) -> Result:
-        """Run a function in the environment's thread, so that nothing else uses the environment meanwhile.
-
-        Raises:
-            Exception: the function's error, converted by `as_exception`.
-        """
+        """Run a function in the environment's thread, so that nothing else uses the environment meanwhile."""
         return await self._thread.call(function, *arguments, **keywords)
 
     @property
@@ -97,12 +93,7 @@ class EnvStepper:
         return self._before_reset is not None
 
     async def open(self, opening: Opening) -> TensorDictBase:
-        """Open a conversation.
-
-        Raises:
-            Exception: the environment's error, converted by `as_exception`.
-            TimeoutError: if it took too long.
-        """
+        """Open a conversation; raise TimeoutError if it takes too long, or the environment's error."""
         if isinstance(opening, TensorDictBase):
             return opening
         if isinstance(opening, Exception):

@@ -55,12 +55,7 @@ class HasEngine(Protocol):
 
 
 class WeightSenders:
-    """One sender per scheme; without schemes, one of the engine's default scheme.
-
-    Args:
-        schemes: schemes by policy name; may be empty.
-        source: source that has the engine to send weights to.
-    """
+    """One sender per scheme of `schemes` (by policy name); without schemes, one of the engine's default scheme."""
 
     def __init__(self, schemes: Mapping[str, WeightScheme], source: HasEngine) -> None:
         self._schemes = dict(schemes)
@@ -71,9 +66,7 @@ class WeightSenders:
     def connected(self, model: Weights | TensorDictModuleBase | None) -> list[WeightSender]:
         """Return the senders, connected to the engines.
 
-        Args:
-            model: the trainer's model, a policy that scores with it, or a mapping of its weights; None keeps the
-                last.
+        `model`: the trainer's model, a policy that scores with it, or a mapping of its weights; None keeps the last.
 
         Raises:
             ValueError: if there is no model at the first call, or if this process can reach no engine.
@@ -102,11 +95,7 @@ class WeightSenders:
         return list(self._senders.values())
 
     def __getitem__(self, name: str) -> WeightSender:
-        """Return the sender of a scheme; before the first update, the caller must connect it.
-
-        Raises:
-            KeyError: if no scheme has this name.
-        """
+        """Return the sender of a scheme (KeyError if unknown); before the first update, the caller must connect it."""
         if name not in self._senders:
             self._senders[name] = self._schemes[name].create_sender()
         return self._senders[name]

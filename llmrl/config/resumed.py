@@ -56,9 +56,9 @@ def resumed_config(
 ) -> tuple[DictConfig, dict[str, tuple[object, object]]]:
     """Return the configuration with which the run in `run.path` continues, and its changes.
 
-    It is the saved one, changed by `overrides`: single entries (`train.learning_rate=1e-5`), or the entries of a
-    file in `config_folders` (`hardware=gpu1`). `task=` must be the run's own. Entries that the saved configuration
-    lacks are taken from `cfg`.
+    It is the saved one, changed by `overrides`: single entries (`train.learning_rate=1e-5`), or the entries of a file
+    in `config_folders` (`hardware=gpu1`). `task=` must be the run's own. Entries that the saved configuration lacks
+    are taken from `cfg`.
 
     Args:
         cfg: the composed configuration with `run.path`, hydra's or typed.

@@ -1,7 +1,7 @@
 """Configuration of a training run: one dataclass per section, with the reasons of the defaults.
 
-`llmrl.config.launch` builds them from YAML files and the command line with hydra. An entry without a default is set
-by a task or by the caller. Values that depend on task, hardware or algorithm are in the YAML files of
+`llmrl.config.launch` builds them from YAML files and the command line with hydra. An entry without a default is set by
+a task or by the caller. Values that depend on task, hardware or algorithm are in the YAML files of
 `sota-implementations/config/`. Sections also build the objects that their entries describe.
 """
 

@@ -16,9 +16,9 @@ Chats: TypeAlias = Sequence[Message] | Sequence["Chats"]
 class Chat:
     """The messages of one conversation as an immutable leaf of a TensorDict.
 
-    TensorDict copies non-tensor data at each step, and saves plain sequences as JSON lists. A `Chat` is its own
-    copy, so long conversations cost no more than short ones, and it is pickled. With `is_message` it is one message
-    of a conversation that a TensorDict holds message by message (`History`).
+    TensorDict copies non-tensor data at each step, and saves plain sequences as JSON lists. A `Chat` is its own copy,
+    so long conversations cost no more than short ones, and it is pickled. With `is_message` it is one message of a
+    conversation that a TensorDict holds message by message (`History`).
 
     Example:
         >>> import copy

@@ -65,8 +65,8 @@ class TokenColumns:
     ) -> None:
         """Append sampled tokens.
 
-        `routed_experts`, `[num_tokens - 1, num_layers, top_k]`, covers all tokens of the sequence but the last.
-        Tokens that have experts keep them.
+        `routed_experts`, `[num_tokens - 1, num_layers, top_k]`, covers all tokens of the sequence but the last. Tokens
+        that have experts keep them.
 
         Raises:
             ValueError: if `log_probs` or `versions` are missing, or a column does not have one value per token.

@@ -273,7 +273,6 @@ def _ragged_spec(cls: type, shape: Sequence[int], keys: Sequence[str], dtype: to
 
 
 def _each(container: TensorClass, convert: Callable[[Turn], Converted]) -> Converted:
-    """Convert each conversation of a batch of any shape."""
     return restacked([_converted(turn, convert) for turn in batch_elements(container)], container.batch_size)
 
 

@@ -39,13 +39,13 @@ Result = TypeVar("Result")
 class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     """A batch of conversations; each element is one conversation, an immutable tuple of messages.
 
-    The messages are a last, ragged dimension, which is not part of the batch size. For a batch `[2]`, `history[0]`
-    is the first conversation, `history[0, -1]` its last message, `history[..., -1]` the last message of each
-    conversation, and `history[..., :2]` the first two messages of each. `append` with messages returns a new
-    history that shares its messages.
+    The messages are a last, ragged dimension, which is not part of the batch size. For a batch `[2]`, `history[0]` is
+    the first conversation, `history[0, -1]` its last message, `history[..., -1]` the last message of each
+    conversation, and `history[..., :2]` the first two messages of each. `append` with messages returns a new history
+    that shares its messages.
 
-    TorchRL's form is also supported: `History(role=..., content=...)` is one message; with nested lists, the
-    messages are the last dimension of `batch_size`; and `torch.stack` of messages is a conversation.
+    TorchRL's form is also supported: `History(role=..., content=...)` is one message; with nested lists, the messages
+    are the last dimension of `batch_size`; and `torch.stack` of messages is a conversation.
 
     Args:
         role: role of each message, a string or nested lists of strings.
@@ -77,8 +77,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     def from_chats(cls, chats: Chats, *, check: bool = True) -> History:
         """Build a history from one conversation (a list of messages) or nested lists of conversations.
 
-        Raises:
-            TypeError, ValueError: if a message is malformed; the error names it.
+        Malformed messages raise TypeError or ValueError.
         """
         if is_conversation(chats):
             messages = Chat(copied(check_messages(chats)) if check else chats)
@@ -98,10 +97,9 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         Args:
             text: templated text with its special tokens. A truncated last message gets `is_complete: False`.
-            chat_template_name: a family (`chatml`, `llama3`, `llama4`, `gemma`, `mistral`) or a model of one
-                (`qwen`, `llama`); by default the family with marks in the text.
-            chat_template: ignored, as in TorchRL.
-            tokenizer: ignored.
+            chat_template_name: a family (`chatml`, `llama3`, `llama4`, `gemma`, `mistral`) or a model of one (`qwen`,
+                `llama`); by default the family with marks in the text.
+            chat_template, tokenizer: ignored, as in TorchRL.
 
         Raises:
             ValueError: if the name is unknown, or the text has none of its marks.
@@ -171,8 +169,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         Args:
             history: a message for all; or a `History` of one message, or of one per conversation.
-            inplace: whether to change this history, too; by default true for a `History`, as in TorchRL, and false
-                for a message.
+            inplace: whether to change this history, too; by default true for a `History`, as in TorchRL, and false for
+                a message.
             dim: the last dimension, that of the messages.
 
         Raises:
@@ -267,12 +265,12 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         This is for display, single turns and supervised data; exact multi-turn prompts come from
         `llmrl.rendering.Conversation`. In token ids, special tokens in contents are encoded as ordinary text, so
-        contents cannot forge a turn. In text they cannot be told apart: do not tokenize a rendered text with
-        untrusted contents.
+        contents cannot forge a turn. In text they cannot be told apart: do not tokenize a rendered text with untrusted
+        contents.
 
         Args:
-            tokenizer: tokenizer, and source of the template unless another is given or was added for its model's
-                name. If it has no template: `dialogpt`, `falcon` or `deepseek` by the model's name, else `chatml`.
+            tokenizer: tokenizer, and source of the template unless another is given or was added for its model's name.
+                If it has no template: `dialogpt`, `falcon` or `deepseek` by the model's name, else `chatml`.
             add_generation_prompt: whether to end with the beginning of an answer.
             chat_template: template to use instead of the tokenizer's.
             chat_template_name: name of a template: a family (`chatml`, `llama3`, `llama4`, `gemma`), a model, or a
@@ -284,9 +282,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             truncation: whether to keep only the first `max_length` tokens.
             return_tensors: `"pt"` or None.
             return_dict: whether to return a TensorDict with `input_ids` and `attention_mask`, `[num_tokens]` each.
-            return_assistant_tokens_mask: whether to add `assistant_masks`, which is true for the assistant's
-                tokens, including end-of-turn tokens. It needs no generation markers, but a template that only
-                appends.
+            return_assistant_tokens_mask: whether to add `assistant_masks`, which is true for the assistant's tokens,
+                including end-of-turn tokens. It needs no generation markers, but a template that only appends.
             template_kwargs: further variables of the template, such as `tools`.
 
         Returns:

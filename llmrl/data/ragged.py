@@ -49,8 +49,8 @@ def has_padding_mask(tensordict: TensorDictBase) -> bool:
 def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tensor]:
     """Return one tensor per row, without padding; raise KeyError if the entry is missing.
 
-    Padding is identified by `("masks", "all_attention_mask")`, not by token ids: the padding id may be the
-    end-of-turn id.
+    Padding is identified by `("masks", "all_attention_mask")`, not by token ids: the padding id may be the end-of-turn
+    id.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -79,8 +79,8 @@ def check_entry(tensordict: TensorDictBase, key: NestedKey, *, owner: str = "The
 def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torch.Tensor]) -> None:
     """Write one tensor per row into a batch of any shape, in place; the reverse of `ragged_column`.
 
-    The rows are in row-major order. Lazily stacked batches store them unchanged, padded batches at their real
-    tokens, with zeros elsewhere. A missing container is created, lazily stacked if the rows differ in length.
+    The rows are in row-major order. Lazily stacked batches store them unchanged, padded batches at their real tokens,
+    with zeros elsewhere. A missing container is created, lazily stacked if the rows differ in length.
 
     Raises:
         ValueError: if the rows differ in length and the batch is neither lazily stacked nor padded.

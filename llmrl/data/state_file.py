@@ -1,7 +1,7 @@
 """Saved states as safetensors files: loading one executes no code, and corruption is detected.
 
-A state consists of nested containers with tensors. The file has its tensors by number, then `structure`, the JSON
-that describes the containers, then `checksum`, the CRC-32 of everything before it.
+A state consists of nested containers with tensors. The file has its tensors by number, then `structure`, the JSON that
+describes the containers, then `checksum`, the CRC-32 of everything before it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class DamagedFileError(ValueError):
 def save_state(path: Path, state: StateDict) -> None:
     """Write a state.
 
-    It may contain None, numbers, text, bytes, tensors, numpy arrays, lists, tuples, mappings, TensorDicts and
-    llmrl's containers, nested in any way. Tensors are loaded on the CPU; a tensor that occurs twice is saved once.
+    It may contain None, numbers, text, bytes, tensors, numpy arrays, lists, tuples, mappings, TensorDicts and llmrl's
+    containers, nested in any way. Tensors are loaded on the CPU; a tensor that occurs twice is saved once.
 
     Raises:
         TypeError: if the state contains anything else; the message says where.

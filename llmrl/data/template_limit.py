@@ -16,11 +16,7 @@ class SlowTemplateError(RenderingError):
 
 
 def written_in_time(write: Callable[[], object]) -> str:
-    """Return the text that `write`, a call of a chat template, returns.
-
-    Raises:
-        SlowTemplateError: if it computes for more than `TEMPLATE_SECONDS`.
-    """
+    """Return the text that `write`, a call of a chat template, returns; SlowTemplateError after `TEMPLATE_SECONDS`."""
     try:
         return str(call_within(write, TEMPLATE_SECONDS))
     except CpuLimitError:

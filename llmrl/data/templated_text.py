@@ -149,8 +149,8 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
 
     Args:
         text: rendered text with its special tokens.
-        family: `chatml` (Qwen, SmolLM2), `llama3`, `llama4`, `gemma`, `mistral`, or an added template with a
-            parser; by default the family with marks in the text.
+        family: `chatml` (Qwen, SmolLM2), `llama3`, `llama4`, `gemma`, `mistral`, or an added template with a parser;
+            by default the family with marks in the text.
 
     Raises:
         ValueError: if the family is unknown, or the text has none of its marks.
@@ -201,10 +201,7 @@ def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message]
     """Return the `(start, end)` character spans of the assistant's turns in the whole rendering.
 
     The conversation is rendered up to each answer, with and without it, so any template works that only appends.
-
-    Args:
-        chat: messages of the conversation.
-        render: function of messages and whether to add the generation prompt; returns the text.
+    `render` gets messages and whether to add the generation prompt, and returns the text.
 
     Raises:
         ValueError: if the template rewrites an earlier turn when others follow.
