@@ -1,1 +1,1 @@
-"""Losses: what a batch is trained on."""
+"""Losses of training batches."""

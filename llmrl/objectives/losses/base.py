@@ -34,7 +34,7 @@ class MicroLoss:
     log_probs: torch.Tensor | None = None
     """[num_tokens]: log-probs of the policy before the update, detached."""
     is_repeated: bool = False
-    """Whether another rank counts this micro-batch too; its gradient is zero here."""
+    """Whether another rank counts this micro-batch, so that its gradient is zero here."""
 
     def total(self) -> torch.Tensor:
         """Return the scalar to call `backward` on."""
@@ -209,7 +209,7 @@ class LLMLoss(LossModule):
         return losses.sum() if self.is_scalar else losses
 
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
-        """Return the loss and measurements of a batch; raises KeyError or ValueError if the batch is invalid."""
+        """Return the loss of a whole batch, with its graph; raises KeyError or ValueError if the batch is invalid."""
         if not tensordict.batch_size.numel():
             raise ValueError("The batch has no row: there is nothing to compute a loss of.")
         inputs = self.prepare(tensordict)

@@ -92,6 +92,6 @@ def clipped_importance(
     epsilon_low: float,
     epsilon_high: float,
 ) -> torch.Tensor:
-    """Return `-sg(clip(r)) A log pi` per token, with gradients for clipped tokens, too (CISPO, `CISPOLoss`)."""
+    """Return `-sg(clip(r)) A log pi` per token (CISPO, arXiv:2506.13585, equations 4 and 5)."""
     weight = bounded_exp(clipped_log_ratio(log_ratio, epsilon_low, epsilon_high).detach())
     return -weight * advantage * log_probs

@@ -30,7 +30,7 @@ class NonFiniteColumnError(ValueError):
             f"{num_tokens} of them, in rows {_listed(rows)}. Leave these rows out, or find what wrote them."
         )
         self.column = column
-        """Its name among `TokenInputs.columns`."""
+        """Name of the column in `TokenInputs.columns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def with_tokens(
 ) -> TensorDictBase:
     """Return a batch of conversations with their tokens and the mask of the assistant's tokens.
 
-    A batch with tokens or without conversations is returned as is, as is any batch without a tokenizer. `template` are
+    The batch is returned as is if it has tokens or no conversations, or if there is no tokenizer. `template` are
     options of `History.apply_chat_template`.
     """
     if tokenizer is None or has_entry(tensordict, tokens_key) or not has_entry(tensordict, _HISTORY):
@@ -217,7 +217,7 @@ def _check_scored(
     is_unmasked: torch.Tensor,
     masking_strategy: MaskingStrategy,
 ) -> None:
-    """Raise ValueError if log-probs are 0 at all trained tokens outside the loss mask: they were not computed there."""
+    """Raise ValueError if log-probs were only computed at the loss mask's tokens, but others are trained, too."""
     for name, key in keys.items():
         outside = columns[name].cpu()[is_unmasked]
         if name.endswith("log_probs") and len(outside) and not outside.any():

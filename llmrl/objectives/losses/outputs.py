@@ -9,7 +9,7 @@ from tensordict import TensorClass
 
 
 class LossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Loss terms (`loss_*`, to be summed) and detached measurements, which are means over trained tokens."""
+    """Loss terms (`loss_*`, to be summed) and detached measurements over the trained tokens."""
 
     def total_loss(self) -> torch.Tensor:
         """Return the sum of the loss terms, to call `backward` on."""

@@ -16,8 +16,8 @@ from llmrl.objectives.ratios import bounded_exp
 class DrGRPOLoss(GRPOLoss):
     """GRPO with token losses divided by a fixed length (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
-    `fixed_length` is the generation budget. The paper's advantage, without division by the standard deviation, is
-    `MCAdvantage(normalization="mean")`.
+    `fixed_length` is the generation budget; other keywords are those of `GRPOLoss`. The paper's advantage, without
+    division by the standard deviation, is `MCAdvantage(normalization="mean")`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class DPPOLoss(GRPOLoss):
     A token's loss is `-r A`, or 0 if its update would leave the region (`is_within_trust_region`); `clip_fraction` is
     the fraction of such tokens. Region and ratio are relative to the sampler's policy, as in the paper, even if the
     batch has `old_log_prob`. With `importance_cap` only the ratio is to the trainer's log-probs before the update,
-    times their bounded weight. `clip_epsilon` and `dual_clip` are not accepted.
+    times their bounded weight. Keywords are those of `GRPOLoss` except `clip_epsilon` and `dual_clip`.
     """
 
     _is_around_sampler = True
