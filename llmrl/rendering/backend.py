@@ -25,9 +25,9 @@ def make_renderer(
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        backend: `template` renders the chat template; `renderers` uses the package of that name; `auto` prefers a
-            template that can be rendered exactly with calls that are parsed, and otherwise uses the package if it
-            knows the model.
+        backend: `template` renders the chat template; `renderers` uses the package of that name; `auto` uses the
+            template, or the package if it knows the model and the template is not rendered exactly or its calls are
+            not read.
         template_arguments: arguments of `TemplateRenderer`.
 
     Raises RenderingError if no backend renders the model exactly, MissingExtraError if `renderers` is not installed.

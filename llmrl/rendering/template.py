@@ -44,7 +44,7 @@ class TemplateRenderer:
     """Renders with a chat template, either whole or as a delta that costs only the new messages.
 
     A delta is rendered after the answer of a short fixed conversation, from the end-of-turn token on. Its ids are
-    those of the full rendering, since special tokens separate tokenization. The constructor probes the template and
+    those of the full rendering, since special tokens are token boundaries. The constructor probes the template and
     refuses one for which deltas are not exact.
 
     If the template does not show tools, the system message (or the first message) shows them with an example call
@@ -58,7 +58,7 @@ class TemplateRenderer:
             calls.
         tool_results: `tool` writes results under the template's role for them, `user` as user messages, for templates
             without such a role (Gemma, Cohere's Command R).
-        reasoning_parser: `auto` detects the reasoning marks, `think` uses `<think>` and `</think>`, `none` uses none.
+        reasoning_parser: `auto` detects the marks, `think` uses `<think>` and `</think>`, `none` reads no reasoning.
         template_kwargs: variables of the template, such as `enable_thinking`.
 
     Raises:
