@@ -28,16 +28,12 @@ REF_LOG_PROBS: NestedKey = ("next", "ref_log_probs", "full")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters (arXiv:2106.09685) of linear layers, trained without dropout in place of the model's weights.
-
-    Raises:
-        ValueError: if rank or alpha is below 1.
-    """
+    """Low-rank adapters (arXiv:2106.09685) of linear layers, trained without dropout in place of the weights."""
 
     rank: int = 16
-    """Rank of the update of each weight."""
+    """Rank of the update of each weight; at least 1."""
     alpha: int = 32
-    """Scale of the update, which is multiplied by `alpha / rank`."""
+    """Scale of the update, which is multiplied by `alpha / rank`; at least 1."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of adapted layers, or `all-linear` for all except the output head."""
 
@@ -112,7 +108,6 @@ def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: To
 
 
 def _scorer(policy: TransformersWrapper, path: str | Path) -> TransformersWrapper:
-    """Return a frozen model that scores like the policy, and is sharded like it."""
     frozen = load_model(path, device=policy.device).requires_grad_(False)
     scorer = policy.get_new_version(model=frozen)
     trained = trained_model(policy.model)

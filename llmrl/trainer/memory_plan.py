@@ -154,7 +154,6 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
 
 
 def _num_tokens(training: TrainingShape) -> int:
-    """Return the tokens of the largest micro-batch, which holds at least one row."""
     return max(training.token_budget, training.longest_row)
 
 

@@ -48,9 +48,7 @@ def on_policy_difference(
     """Return `|log pi_trainer - log pi_sampler|` of the trained tokens that `version` sampled, `[num_tokens]`.
 
     Args:
-        batch: training rows.
         log_probs: the policy's, `[num_tokens]` per row; NaN for tokens that are not trained.
-        keys: key names; `sample_log_prob` and `policy_version` are read.
         version: version of the weights that gave `log_probs`; None selects all trained tokens.
     """
     rows = flat_batch(batch)

@@ -51,9 +51,7 @@ def write_log_probs(
     - `("next", "teacher_log_probs", "full")`: a teacher's.
 
     Args:
-        policy: model that scores, or an `EngineTeacher`.
-        batch: training rows; changed in place.
-        key: entry to write, without gradient.
+        policy: model that scores, without gradient, or an `EngineTeacher`.
         disable_adapter: score with the adapters of a peft model disabled.
         assistant_only: score trained tokens; False scores all, as losses with `masking_strategy="generic"` need.
 
@@ -83,11 +81,9 @@ def write_top_k(
     If the model is sharded, every rank must pass the same batch; the ranks share the work and each has all results.
 
     Args:
-        teacher: a model or an `EngineTeacher`.
-        batch: training rows, ragged; changed in place.
         top_k: ids per token; by default a vLLM server returns at most 20.
-        key: parent of the entries `token_ids` (int64) and `log_probs` (float32), `[num_tokens, top_k]` per row; -1
-            and 0 outside the mask.
+        key: parent of the entries `token_ids` (int64) and `log_probs` (float32), `[num_tokens, top_k]` per row; -1 and
+            0 outside the mask.
 
     Raises:
         ValueError: if `top_k` is below 1, or rows were sampled from truncated distributions.
@@ -150,15 +146,14 @@ def write_hinted_log_probs(
     turns stay as they were sampled.
 
     Args:
-        policy: model that scores, without gradient, or an `EngineTeacher`.
         batch: training rows with their conversations, `("history", "full")`; changed in place.
         key: entry to write, `[num_tokens]` float32 per row.
         hints: one per row.
         render: converts messages to prompt ids: `partial(renderer.render, add_generation_prompt=True)`.
 
     Raises:
-        ValueError: if a row does not begin with its rendered prompt, for example because its history was rewritten or
-            its prompt contains tools.
+        ValueError: if a row does not begin with its rendered prompt: its history was rewritten, or its prompt has
+            tools.
     """
     rows = flat_batch(batch).unbind(0)
     prompts = []

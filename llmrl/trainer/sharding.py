@@ -25,7 +25,6 @@ def shard_model(
     share the work. Gradients are summed over ranks, not averaged, as each rank computes a part of the batch's loss.
 
     Args:
-        model: a causal language model, with or without peft adapters.
         mesh: the ranks; all of them by default. A mesh of two dimensions must contain all ranks; it replicates over
             the first and shards over the second.
         compute_dtype: dtype in which parameters are gathered and computed, for example `torch.bfloat16`; replaces the

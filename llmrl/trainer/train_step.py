@@ -62,16 +62,14 @@ def train_step(
 
     The step is skipped, with a warning, if a column of the batch, the loss or a gradient is not finite; it is skipped
     without a warning if no token is trained or every advantage is zero. Rows with zero advantage are not computed
-    unless the loss has other terms; they count in averages over the batch but in no measurement. A warning names
-    likely causes if the policy's log-probs differ by more than rounding from those that the engine gave with the same
-    weights.
+    unless the loss has other terms; they count in averages over the batch but in no measurement. A warning names likely
+    causes if the policy's log-probs differ from the engine's with the same weights by more than rounding explains.
 
     If the policy's model is sharded (`shard_model`), every rank must pass the same batch; the ranks share the
     micro-batches, and each returns the report of the whole batch.
 
     Args:
         loss_module: loss; its `actor_network` should be a `TransformersWrapper` for micro-batches.
-        batch: training rows with advantages.
         optimizer: its gradients are cleared before and after the step.
         token_budget: computed tokens per micro-batch; the policy's by default.
         max_grad_norm: maximum gradient norm; None disables clipping.

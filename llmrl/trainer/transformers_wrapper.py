@@ -369,7 +369,6 @@ class TransformersWrapper(LLMWrapperBase):
     def _write(
         self, tensordict: TensorDictBase, key: str, cls: type, columns: Mapping[str, Sequence[torch.Tensor]]
     ) -> None:
-        """Write entries of each row, creating the container of class `cls` if it is missing."""
         if self.pad_output:
             columns = {
                 name: pad_sequence(list(rows), batch_first=True, padding_side="left").unbind()

@@ -77,7 +77,7 @@ class Channel(ABC):
     is_collective = False
     """Whether all engines are one client, which is replaced if an engine is."""
     can_roll_back = True
-    """Whether engines keep their old weights until they are told to load."""
+    """Whether engines keep their old weights until a call to load."""
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
 """Deltas between two versions of a file or buffer of weights: the changed words and their differences.
 
-An optimizer step changes few bfloat16 weights, and by few units in the last place. Gaps between positions and planes of
-low and high bytes are therefore small numbers that compress well.
+An optimizer step changes few bfloat16 weights, and by few units in the last place. Positions are stored as gaps, and
+differences as planes of low and high bytes; both are small numbers that compress well.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class DoubleBuffer:
 
     Readers get whole weights or an error, however the writer died. Each of the two buffers is a folder with one
     safetensors file. With `anchor_every` above 1, most writes are *deltas* from the previous write, starting from the
-    file in the buffer, the *anchor*. The checksum covers the resulting file, which is bit for bit the file of a whole
+    file in the buffer, the *anchor*. The checksum is that of the resulting file, which equals the file of a whole
     write.
 
     Args:

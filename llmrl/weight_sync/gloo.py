@@ -22,6 +22,7 @@ NOT_FOLLOWED = "the delta does not lead to the weights that were announced"
 
 def open_group(address: str, port: int, *, rank: int, world_size: int) -> ProcessGroupGloo:
     """Open the group; rank 0 listens at `port`."""
+    # Not vLLM's function, which redirects stdout meanwhile, and permanently if two calls overlap.
     store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False)
     return ProcessGroupGloo(PrefixStore("llmrl", store), rank, world_size, timeout=TIMEOUT)
 

@@ -61,16 +61,15 @@ def chunked_divergence(
     """Return the divergence at each position, `[num_positions]` float32, differentiable with respect to the student.
 
     Args:
-        student: the student's distributions.
-        teacher: the teacher's distributions at the same positions, or its most likely ids, with all others merged.
-            The further ids of a larger vocabulary are ignored as padding.
+        teacher: the teacher's distributions at the same positions, or its most likely ids, with all others merged. The
+            further ids of a larger vocabulary are ignored as padding.
         divergence: `reverse`, KL(student || teacher); `forward`, KL(teacher || student); or `js`, between the two.
         beta: weight of `js`; near 0 it is `beta` times forward, near 1 `1 - beta` times reverse.
         chunk_size: number of positions with logits in memory at once; `default_chunk_size` by default.
 
     Raises:
-        ValueError: if the divergence is unknown, beta is not between 0 and 1, the numbers of positions differ, or a
-            `TopK` has no ids, the whole vocabulary, or ids beyond the student's.
+        ValueError: if an option is invalid, the numbers of positions differ, or a `TopK` has no ids, the whole
+            vocabulary, or ids beyond the student's.
 
     Example:
         >>> same = Head(torch.eye(3), torch.eye(3))
@@ -149,7 +148,6 @@ class _Compared:
         return torch.logaddexp(self.log_q + math.log(beta), self.log_p + math.log1p(-beta))
 
     def values(self, divergence: Divergence, beta: float) -> torch.Tensor:
-        """Return the divergences, `[num_positions]`."""
         log_p = self.log_p
         log_q = self.log_q
         if divergence == "reverse":

@@ -225,9 +225,6 @@ def chunked_log_probs(
     Returns:
         `[num_scored]` log-probs and `[num_scored]` entropies or None, float32 (float64 for float64 inputs).
 
-    Raises:
-        ValueError: if shapes do not match.
-
     Example:
         >>> hidden, weight = torch.eye(3), torch.eye(3)
         >>> chunked_log_probs(hidden, weight, torch.tensor([0, 1, 1]))[0]

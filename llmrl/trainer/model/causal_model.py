@@ -110,9 +110,8 @@ class CausalModel:
     def hidden_states(self, packed: PackedRows) -> torch.Tensor:
         """Return the last hidden states `[num_bins, bin_length, hidden_size]`.
 
-        Raises:
-            ValueError: if a row exceeds the length beyond which the rotary embedding depends on the batch, or if
-                routed experts are replayed in compiled layers.
+        Raises ValueError if a row is so long that the rotary embedding depends on the batch, or compiled layers get
+        experts.
         """
         if packed.routed_experts is not None and self._is_compiled:
             raise ValueError("compile_layers=True cannot replay the experts of rows: leave one of the two.")

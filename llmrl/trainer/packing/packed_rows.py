@@ -305,7 +305,6 @@ def _with_scored_tokens(
     scored: list[np.ndarray],
     device: torch.device,
 ) -> PackedRows:
-    """Find the position that predicts each scored token."""
     # A shared node predicts for each row that passes through it, so predictors may repeat. All arrays run over the
     # rows' computed tokens, row after row, until `places` picks the predictors; sorting lets the head read states in
     # order.
