@@ -57,9 +57,6 @@ def command(
         env: further environment variables, in which `{base_url}`, `{api_key}` and `{model}` are replaced.
         score: a plain or async function that returns the rollout's score from the row and a `CommandResult`.
 
-    Raises:
-        ValueError: if the command is empty or the limit is not positive.
-
     Example:
         >>> command("mini -t {query} -y", env={"MSWEA_MODEL_NAME": "openai/{model}"}).columns
         ('query',)

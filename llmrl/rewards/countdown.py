@@ -48,7 +48,7 @@ def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
 def is_countdown_right(completion: str, target: int, numbers: Sequence[int], *, reasoning: bool = False) -> bool:
     """Return whether the answer's expression has the target's value and uses each number at most once.
 
-    Without `reasoning`, the expression is the last line; text after `=` is ignored.
+    The expression is the last line of the answer; text after `=` is ignored.
 
     Example:
         >>> is_countdown_right("(3 + 5) * 2 = 16", 16, [2, 3, 5, 7]), is_countdown_right("8 * 2", 16, [2, 3, 5])

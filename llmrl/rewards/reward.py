@@ -47,7 +47,7 @@ ROLLOUT_INPUTS = ("completion", "messages", "status", "reason")
 
 
 class UnknownRewardInput(TypeError):
-    """A reward function has a parameter that is no input of the rollout and no column of the dataset."""
+    """A parameter of a reward function is neither an input of the rollout nor a column of the dataset."""
 
 
 class RewardFn:
@@ -61,8 +61,7 @@ class RewardFn:
         weight: non-negative weight, which a rubric normalises.
 
     Raises:
-        TypeError: if the function has a positional-only parameter; in `score`, UnknownRewardInput if an input is
-            missing.
+        TypeError: if the function has a positional-only parameter.
         ValueError: if the weight is negative or infinite, or if the function has no name.
 
     Example:
@@ -110,7 +109,7 @@ class RewardFn:
             )
 
     async def score(self, rollout: RewardInput) -> float:
-        """Return the raw score of one rollout; see the class for the errors."""
+        """Return the raw score of one rollout; raise TypeError or ValueError if it is not a finite number."""
         available = rollout.arguments()
         self.check_inputs(available)
         chosen = available if self._takes_all else {k: available[k] for k in self._names if k in available}

@@ -52,8 +52,8 @@ class Rubric:
         timeout_seconds: time limit of scoring one rollout.
 
     Raises:
-        ValueError: if there are no reward functions, if names are not unique, if the sum of the weights is not
-            positive, or if a fixed reward is not finite.
+        ValueError: if functions are missing or share a name, the weights' sum is not positive, or a reward is not
+            finite.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync
@@ -207,8 +207,7 @@ def _sum(scores: Sequence[Score]) -> Score:
 async def scores_of(rubric: Rubric, rollouts: Sequence[RewardInput], *, parent: str = "") -> list[Score]:
     """Score finished rollouts, in order: together if the rubric scores groups, otherwise each in its own tracing span.
 
-    If the rubric scores groups, the rollouts must be one group. `parent` is the parent span, if another thread has
-    it.
+    If the rubric scores groups, the rollouts must be one group. `parent` is the parent span from another thread.
     """
     if rubric.is_group_scored:
         return await rubric.score_group(rollouts)

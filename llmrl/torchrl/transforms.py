@@ -48,8 +48,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
         undo_done: whether to clear the done flags.
 
     Raises:
-        ValueError: if the role is unknown, if `edit_last_turn` is set with `role="user"`, or if `prompt` and
-            `random_prompt` are both given.
+        ValueError: if the role is unknown or excludes `edit_last_turn`, or if `prompt` and `random_prompt` are both given.
 
     Example:
         >>> from llmrl.data import ChatHistory

@@ -44,8 +44,7 @@ class RetrieveLogProb(KnownArguments, Transform):
     never tokenized again: the model reads `("tokens", "full")` and the loss mask.
 
     Args:
-        model: `TransformersWrapper`, or any TensorDict module that reads these entries and writes `[num_tokens]`
-            log-probs.
+        model: `TransformersWrapper`, or any TensorDict module that reads these and writes `[num_tokens]` log-probs.
         model_factory: function that builds the model at first use; alternative to `model`.
         log_probs_full_key: entry under `next`; by default the model's own key, or else `("ref_log_probs", "full")`.
         detach: whether to score without gradients.
@@ -296,7 +295,7 @@ class RetrieveKL(KnownArguments, Compose):
 
 
 class KLRewardTransform(RetrieveKL):
-    """`RetrieveKL` under TorchRL's earlier name and arguments.
+    """`RetrieveKL` under TorchRL's earlier name; see there for the other arguments.
 
     Args:
         coef: weight of the KL in the reward.

@@ -18,8 +18,7 @@ from llmrl._utils.types import StateDict
 class PolicyVersion(KnownArguments, Transform):
     """Writes the version of the policy's weights to `"policy_version"` at reset and step: `[*batch]` int64, or a uuid.
 
-    Per-token versions, which are exact also if weights change within a completion, are in
-    `("policy_versions", "full")`.
+    If weights change within a completion, `("policy_versions", "full")` has the exact version of each token.
 
     Args:
         version_type: `int` (or `"int"`) for a count, or `str` (or `"uuid"`) for a uuid that is unique across runs.

@@ -39,8 +39,7 @@ class RubricReward(KnownArguments, Transform):
         terminate_when_answered: whether an assistant message without a reply terminates the conversation.
 
     Raises:
-        UnknownRewardInput: when appended to an environment with a dataset, if a reward function has an unknown
-            parameter.
+        UnknownRewardInput: when appended to a dataset's environment, if a reward function has an unknown parameter.
         ValueError: when appended after another one with a reward function of the same name.
 
     Example:

@@ -23,8 +23,7 @@ def countdown_problems(
 ) -> Sequence[Row]:
     """Return problems with numbers, a reachable target and a solution; the splits share no problem.
 
-    Raises:
-        ValueError: if the bounds leave no problem.
+    ValueError is raised if the bounds leave no problem.
 
     Example:
         >>> countdown_problems(1, num_count=2, max_number=9)[0].keys()
