@@ -37,8 +37,7 @@ class ChatEnv(KnownArguments, EnvBase):
         input_mode: what the policy reads: `history` (messages; exact multi-turn tokens), `text` or `tokens`.
         batch_size: a fixed batch shape; by default `reset` and `step` accept any.
         system_prompt: first message of every conversation whose query has no system message.
-        data_key: entry of the reset tensordict that holds the query: a string, a list of messages, or token ids in
-            `tokens` mode.
+        data_key: entry of the reset tensordict with the query: a string, messages, or token ids in `tokens` mode.
         tokenizer: renders a query's messages with its chat template in the modes `text` and `tokens`; without it, the
             query must already be text or token ids.
         template_kwargs: further arguments of the chat template.

@@ -26,8 +26,7 @@ class DatasetChatEnv(ChatEnv):
     `("rollout", "group_id" | "sample_index" | "group_size")` identify the group of a conversation.
 
     Args:
-        dataset, split: a hub name, a file or folder, a Hugging Face `Dataset`, or an iterable of mappings or strings;
-            see `load_rows`.
+        dataset, split: a hub name, a file or folder, or an iterable of mappings or strings; see `load_rows`.
         data_key: column with the query.
         repeats: group size, the number of conversations per prompt.
         shuffle, seed, num_epochs, name: see `PromptSampler`.

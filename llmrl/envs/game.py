@@ -93,8 +93,7 @@ class GameEnv(MessageChatEnv):
         **order: `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
     Raises:
-        ValueError: if opponents have unknown roles or play all roles, or if `repeats` is no multiple of the policy's
-            roles.
+        ValueError: if opponents have unknown or all roles, or if `repeats` is no multiple of the policy's roles.
 
     Example:
         >>> from llmrl.envs import Game

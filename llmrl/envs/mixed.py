@@ -166,8 +166,7 @@ class MixedEnv:
             before a group is drawn. By default all are equal.
 
     Raises:
-        ValueError: if `envs` is empty, an environment has no dataset of its own, or names, `repeats` or weights are
-            invalid.
+        ValueError: if an environment has no dataset of its own, or if names, `repeats` or weights are invalid.
 
     Example:
         >>> from llmrl.envs import DatasetChatEnv

@@ -45,8 +45,7 @@ class Judge:
     Each name in braces in the prompt is an input, as are the parameters of a reward function. The score is the last
     number of the reply, mapped from `scale` to [0, 1]. If there is no reply or no number within `scale`, the rollout
     is not scored. The client retries after lost connections, rate limits and server errors. Equal requests are sent
-    once, also if they are concurrent. A policy may learn to exploit its judge: inspect rewarded answers, and track
-    another metric.
+    once, also if they are concurrent. A policy may learn to exploit its judge: track another metric, too.
 
     Args:
         model: the judge's model name at the API.

@@ -52,8 +52,7 @@ class Rubric:
         timeout_seconds: time limit of scoring one rollout.
 
     Raises:
-        ValueError: if functions are missing or share a name, the weights' sum is not positive, or a reward is not
-            finite.
+        ValueError: if functions are missing or share a name, or if weights or fixed rewards are invalid.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync

@@ -35,8 +35,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
 
     Append it after the transform that writes the reward. The prompt replaces the answer's last `<answer>` and what
     follows, or is added to its end; without `edit_last_turn` it is a new message. The rest of the answer keeps its
-    sampled tokens; if more than half of the answer is replaced, the original answer becomes a separate row (see
-    `Conversation`).
+    sampled tokens; if more than half of it is replaced, the original answer becomes a separate row.
 
     Args:
         cond: function of the `next` entries of one conversation; True asks again.
@@ -48,7 +47,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
         undo_done: whether to clear the done flags.
 
     Raises:
-        ValueError: if the role is unknown or excludes `edit_last_turn`, or if `prompt` and `random_prompt` are both given.
+        ValueError: if the role is unknown or excludes `edit_last_turn`, or if both prompt options are given.
 
     Example:
         >>> from llmrl.data import ChatHistory

@@ -41,8 +41,7 @@ class OpenEnvChatEnv(MessageChatEnv):
             field of the server's action schema.
         observation_adapter: converts each observation, a dict, before it is used; if the result is a dict, it is
             stored as `("next", "env_info")`.
-        history_content_adapter: converts an observation to the text of a message; by default its only field, or all
-            of its fields as JSON.
+        history_content_adapter: converts an observation to a text; by default its only field, or all as JSON.
         timeout: time limit of opening a session and of each answer, in seconds.
 
     Raises:

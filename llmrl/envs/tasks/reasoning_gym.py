@@ -33,8 +33,7 @@ class ReasoningGymProblems:
         config: arguments of reasoning-gym's configuration, by task.
 
     Raises:
-        ValueError: if a task is unknown, lacks a curriculum or rejects its configuration, or if the weights are
-            invalid.
+        ValueError: if a task is unknown, lacks a curriculum or rejects its configuration, or weights are invalid.
         TypeError: if a task's configuration has an unknown argument.
 
     Example:

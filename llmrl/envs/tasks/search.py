@@ -103,8 +103,7 @@ def example_conversation() -> tuple[Message, ...]:
 class SearchEnv(TaskEnv):
     """Questions that can only be answered with the search tool.
 
-    The reward is the weighted mean of naming the answer in the last message (weight 1) and of a successful search
-    (0.2).
+    The reward is the mean of naming the answer in the last message (weight 1) and of a successful search (0.2).
 
     Args:
         dataset: questions with the columns `query`, `answer` and `documents` (texts); searches cover the documents of
