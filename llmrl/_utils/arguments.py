@@ -80,12 +80,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 @functools.cache
 def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
-    """Return the keywords of a function, including those of a typed `**options`; None if it takes any keyword.
-
-    Example:
-        >>> keywords_of(refuse_unknown)
-        ('owner', 'given', 'known', 'explained')
-    """
+    """Return the keywords of a function, including those of a typed `**options`; None if it takes any keyword."""
     names: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:

@@ -11,14 +11,7 @@ Result = TypeVar("Result")
 
 
 def run_sync(coroutine: Coroutine[object, None, Result]) -> Result:
-    """Run a coroutine and return its result, even if an event loop is running, as in notebooks.
-
-    Example:
-        >>> async def answer():
-        ...     return 42
-        >>> run_sync(answer())
-        42
-    """
+    """Run a coroutine and return its result, even if an event loop is running, as in notebooks."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

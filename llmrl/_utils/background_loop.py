@@ -128,16 +128,7 @@ def _take(tickets: list[None]) -> bool:
 
 
 class BackgroundLoop:
-    """An event loop in a daemon thread. It runs until `close`, whatever its tasks raise.
-
-    Example:
-        >>> async def answer():
-        ...     return 42
-        >>> loop = BackgroundLoop("example")
-        >>> loop.run(answer())
-        42
-        >>> loop.close()
-    """
+    """An event loop in a daemon thread. It runs until `close`, whatever its tasks raise."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()

@@ -42,10 +42,6 @@ def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
 
     Raises CpuLimitError if it is stopped. It is stopped between two Python instructions, so a call into an extension
     finishes first. Calls cannot be nested.
-
-    Example:
-        >>> call_within(lambda: sum(range(4)), 10.0)
-        6
     """
     thread = threading.get_ident()
     seconds: Callable[[], float] = time.monotonic

@@ -106,10 +106,6 @@ def check_entries(folder: Path, names: Collection[str], *, links: Collection[str
         folder: may be missing.
         names: patterns of the entries to check (`fnmatch`).
         links: patterns of paths that may be links, such as `wandb/latest-run`.
-
-    Example:
-        >>> import tempfile
-        >>> check_entries(Path(tempfile.mkdtemp()), ["*"])
     """
     if not folder.is_dir():
         return
@@ -159,14 +155,6 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
 
     If `write` raises, nothing changes. If the process is killed between the two renames, `clean_killed_writes` restores
     the old folder.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "model")
-        >>> for text in ("old", "new"):
-        ...     write_folder_atomically(path, lambda folder: (folder / "note.txt").write_text(text))
-        >>> (path / "note.txt").read_text(), len(list(path.parent.iterdir()))
-        ('new', 1)
     """
     temporary = _temporary(path)
     old = path.with_name(f".{path.name}.old")

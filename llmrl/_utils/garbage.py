@@ -20,14 +20,6 @@ def search_rarely(owner: object) -> Callable[[], None]:
 
     With Python's threshold, the short-lived objects of turns trigger full collections over the half million objects of
     torch. A higher threshold of the program is kept, and so is a disabled collector.
-
-    Example:
-        >>> class Owner: ...
-        >>> owner = Owner()
-        >>> search_as_before = search_rarely(owner)
-        >>> gc.get_threshold()[0] >= 50_000
-        True
-        >>> search_as_before()
     """
     global _num_owners, _before
     with _lock:
@@ -40,11 +32,7 @@ def search_rarely(owner: object) -> Callable[[], None]:
 
 
 def search_young() -> None:
-    """Free recent unreachable objects, such as a step's tensors in reference cycles.
-
-    Example:
-        >>> search_young()
-    """
+    """Free recent unreachable objects, such as a step's tensors in reference cycles."""
     if gc.isenabled():
         gc.collect(1)
 

@@ -39,12 +39,7 @@ def finite_number(value: object, name: str) -> float:
 
 
 def location_of(function: Callable[..., object], error: BaseException | None = None) -> str:
-    """Return `file:line` of a function, at the last line in `error`'s traceback if given; "" for a built-in function.
-
-    Example:
-        >>> location_of(location_of).rpartition("/")[2].partition(":")[0]
-        'numbers.py'
-    """
+    """Return `file:line` of a function, or of its last line in `error`'s traceback; "" for a built-in function."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)

@@ -37,10 +37,6 @@ def gather_or_fail(compute: Callable[[], T], process_group: torch.distributed.Pr
     Raises:
         Exception: any exception of `compute` on this rank.
         RuntimeError: if another rank failed, with its error as text.
-
-    Example:
-        >>> gather_or_fail(lambda: 3, None)
-        [3]
     """
     if process_group is None:
         return [compute()]

@@ -49,14 +49,6 @@ class ReplaceableLoop:
 
     If user code blocks (`time.sleep`, a synchronous request), coroutines that have not started move to another loop,
     and a warning shows the stack of the blocked thread. A loop that responds again is used again.
-
-    Example:
-        >>> async def answer():
-        ...     return 42
-        >>> loop = ReplaceableLoop("example")
-        >>> asyncio.run(loop.wait(answer()))
-        42
-        >>> loop.close()
     """
 
     def __init__(self, name: str) -> None:

@@ -49,8 +49,6 @@ def write_safetensors(
     """Write a file, flush it to disk, and return its size and CRC-32.
 
     Args:
-        path: path of the file.
-        entries: the coming tensors.
         pairs: names and tensors, in the same order.
         checksum_name: name of an additional last tensor, the CRC-32 of everything before it.
 

@@ -61,11 +61,6 @@ def span(operation: str, subject: str = "", *, parent: str = "") -> AbstractCont
         operation: first word of the span's name, and its `gen_ai.operation.name`.
         subject: rest of the name: a model or a tool.
         parent: `here()` of another thread; by default the current span.
-
-    Example:
-        >>> with span("execute_tool", "search") as current:
-        ...     print(current)
-        None
     """
     if _tracer is None:
         return _OFF

@@ -18,18 +18,7 @@ Result = TypeVar("Result")
 
 
 class WorkerThread:
-    """A thread that runs calls in order; it starts with the first call.
-
-    Example:
-        >>> async def main():
-        ...     worker = WorkerThread("example")
-        ...     try:
-        ...         return await worker.call(max, 1, 2)
-        ...     finally:
-        ...         worker.close()
-        >>> asyncio.run(main())
-        2
-    """
+    """A thread that runs calls in order; it starts with the first call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -72,10 +61,6 @@ async def run_in_thread(
     """Run a function in a new thread, which is abandoned if the caller is cancelled.
 
     Raises errors as `as_exception` converts them.
-
-    Example:
-        >>> asyncio.run(run_in_thread(max, 1, 2))
-        2
     """
     call = _Call(lambda: function(*arguments, **keywords))
     threading.Thread(target=call.run, name="llmrl-call", daemon=True).start()
@@ -85,12 +70,7 @@ async def run_in_thread(
 def start_in_thread(
     function: Callable[Parameters, Result], /, *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> Future[Result]:
-    """Run a function in a new daemon thread, which, unlike an executor's, does not delay the end of the process.
-
-    Example:
-        >>> start_in_thread(max, 1, 2).result()
-        2
-    """
+    """Run a function in a new daemon thread, which, unlike an executor's, does not delay the end of the process."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -72,7 +72,6 @@ class BatchSource:
     """Batches of a collector, each with the state after it.
 
     Args:
-        collector: source of the batches.
         in_background: draw batches in a thread; `take` then returns an empty batch if none is ready.
         needs_batch: returns whether the step must wait for a batch; used only with `in_background`.
         last: last batch that was taken, for a resumed run.

@@ -76,10 +76,5 @@ class Estimate:
 
 
 def estimate_of_mean(problem_means: Sequence[float]) -> Estimate:
-    """Return the mean of scores in [0, 1], one per problem, with its `interval_of_mean`.
-
-    Example:
-        >>> estimate_of_mean([0.5, 0.5]).mean
-        0.5
-    """
+    """Return the mean of scores in [0, 1], one per problem, with its `interval_of_mean`."""
     return Estimate(sum(problem_means) / len(problem_means), *interval_of_mean(problem_means))

@@ -121,8 +121,6 @@ class Evaluator:
 
     Args:
         envs: a `DatasetChatEnv`, usually transformed, by name; its `repeats` is the number of answers per problem.
-        policy: generates the answers.
-        limits: turn, prompt and time limits of a rollout.
         num_problems: evaluate the first `num_problems` of each environment; all by default.
         max_concurrent_rollouts: conversations in flight per environment; all by default.
 
@@ -216,8 +214,6 @@ def check_metric(metric: str | None, envs: Mapping[str, EnvBase], *, measured: S
     """Refuse an `eval.metric` that the evaluations do not have, before anything starts.
 
     Args:
-        metric: `eval.metric`, or None.
-        envs: environments of the evaluation, by name.
         measured: names of further metrics that the loop measures.
 
     Raises:

@@ -36,7 +36,6 @@ class Exports:
     If the model is sharded, all ranks call the same methods, and rank 0 writes.
 
     Args:
-        cfg: configuration of the run.
         say: reports problems to the user.
     """
 
@@ -49,11 +48,7 @@ class Exports:
         self._being_pushed: Path | None = None
 
     def start(self, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults) -> None:
-        """Begin the export of a step's weights.
-
-        Raises:
-            Exception: any exception of the previous export.
-        """
+        """Begin the export of a step's weights. Raises any exception of the previous export."""
         self._writes.wait()
         copied = copy_to_host(model)
         if copied is not None:

@@ -25,11 +25,6 @@ class FolderLock:
 
     Raises:
         FolderInUseError: if the lock is held; the message names the process and its host.
-
-    Example:
-        >>> import tempfile
-        >>> lock = FolderLock(Path(tempfile.mkdtemp()))
-        >>> lock.release()
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,15 +54,7 @@ class FolderLock:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a process holds the lock of a folder.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> lock = FolderLock(folder)
-        >>> is_in_use(folder), lock.release(), is_in_use(folder)
-        (True, None, False)
-    """
+    """Return whether a process holds the lock of a folder."""
     try:
         with open_file(folder / "lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

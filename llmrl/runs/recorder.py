@@ -30,10 +30,6 @@ _NUM_SHOWN = 3
 class RunRecorder:
     """Folder, metrics, health, best evaluation and live view of a run. No method calls a collective.
 
-    Args:
-        cfg: configuration of the run.
-        console: receives the output.
-
     Raises:
         FileExistsError, FileNotFoundError, FolderInUseError, ValueError: as `RunFolder` raises them.
     """

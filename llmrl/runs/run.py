@@ -72,7 +72,6 @@ class Run:
 
     Args:
         cfg: configuration, saved as `config.yaml`.
-        console: receives the output.
         continued_by: returns how to continue the run, from its path and the entries to change; a command by default.
 
     Raises:
@@ -340,10 +339,8 @@ class Run:
         A replayed step that was logged before the kill is not logged again.
 
         Args:
-            step: number of the step, from `steps`.
             learned: the report of `train_step`, several of them, or metrics.
             version: version of the weights after this step's update.
-            metrics: further metrics.
 
         Raises:
             ValueError: if `step` is not the current step.

@@ -24,7 +24,6 @@ def run_card(
     """Return a model card in Markdown, with the metadata that the hub reads.
 
     Args:
-        cfg: configuration of the run.
         step: step after which the weights were taken.
         metrics: metrics of that step; may be empty.
         summary: evaluations before and after training.

@@ -219,11 +219,7 @@ class RunFolder:
         write_atomically(self._batch_path(step), lambda path: save_state(path, dict(collected)))
 
     def load_batch(self, step: int) -> StateDict | None:
-        """Return what `save_batch` saved for a step, or None.
-
-        Raises:
-            DamagedFileError: if the file is damaged.
-        """
+        """Return what `save_batch` saved for a step, or None. Raises DamagedFileError if the file is damaged."""
         path = self._batch_path(step)
         advice = f"Remove it and those of later steps, and resume: step {step} is then collected anew."
         return load_state(path, advice=advice) if path.exists() else None
@@ -345,11 +341,7 @@ class RunFolder:
                 shutil.rmtree(folder)
 
     def load_checkpoint(self) -> StateDict | None:
-        """Return the last checkpoint, memory-mapped, or None.
-
-        Raises:
-            DamagedFileError: if the file is damaged.
-        """
+        """Return the last checkpoint, memory-mapped, or None. Raises DamagedFileError if the file is damaged."""
         advice = "Put a copy of it in its place, or begin another run, from a model that you have, in another folder."
         return load_state(self.checkpoint_path, advice=advice) if self.checkpoint_path.exists() else None
 
@@ -390,15 +382,7 @@ def random_states() -> StateDict:
 
 
 def restore_random_states(states: StateDict) -> None:
-    """Restore the result of `random_states`.
-
-    Example:
-        >>> states = random_states()
-        >>> first = torch.rand(1)
-        >>> restore_random_states(states)
-        >>> bool(torch.rand(1) == first)
-        True
-    """
+    """Restore the result of `random_states`."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -411,14 +395,6 @@ class BackgroundWrites:
 
     Raises:
         Exception: from `wait`, any exception of the write.
-
-    Example:
-        >>> written = []
-        >>> writes = BackgroundWrites()
-        >>> writes.start(written.append, 1)
-        >>> writes.wait()
-        >>> written
-        [1]
     """
 
     def __init__(self) -> None:

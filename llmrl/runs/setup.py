@@ -76,15 +76,7 @@ def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
 
 
 def check_reward(env: EnvBase, name: str) -> None:
-    """Refuse an environment without a reward.
-
-    Args:
-        env: transformed environment.
-        name: name for the message.
-
-    Raises:
-        ValueError: if no part of the environment gives a reward.
-    """
+    """Refuse an environment without a reward. Raises ValueError if no part of the environment gives a reward."""
     if not writes_reward(env):
         raise ValueError(
             f"{name} gives no reward, so that nothing can be learned from it or measured in it: add one, "
@@ -183,9 +175,7 @@ def make_collector(
     rewards are made to differ, so that the loss is not zero.
 
     Args:
-        cfg: configuration of the run.
         env: environment, with groups of `collect.group_size`.
-        policy: generates the answers.
         postproc: called with each batch, such as `MCAdvantage`.
     """
     if cfg.dry_run and postproc is not None:

@@ -128,7 +128,6 @@ def train(
         path: folder of the run; a new one in `runs/` by default.
         engine: used instead of vLLM, such as a `TransformersEngine` of the same model. It receives the model's weights
             before the first step, and is not shut down.
-        console: receives the output.
         options: entries of the configuration (`TrainOptions`), such as `num_steps=100`, `loss="dapo"`, `resume=True`.
             `docs/how-to/change-the-loop.md` describes them.
 

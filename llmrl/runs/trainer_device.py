@@ -36,9 +36,6 @@ class TrainerDevice:
 
     Create it before the engines. With Ray, it reserves GPUs of this host for as long as it exists.
 
-    Args:
-        cfg: configuration of the run.
-
     Raises:
         RuntimeError: if `train.device` is a GPU and this host has fewer GPUs than ranks.
     """

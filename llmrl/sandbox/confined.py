@@ -25,9 +25,6 @@ class ConfinedSandbox:
     command), the result says so, and the next call starts with an empty folder. `put` and `get` support only regular
     files in the sandbox's folder, of at most `PythonLimits.file_bytes`.
 
-    Args:
-        service: runs the commands.
-
     Example:
         >>> from llmrl._utils.asynchronous import run_sync
         >>> async def look(service):

@@ -72,11 +72,7 @@ class FrameBuffer:
         self._held = bytearray()
 
     def add(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that are complete.
-
-        Raises:
-            BrokenFrame: if a message is too long or invalid JSON.
-        """
+        """Yield the messages that are complete. Raises BrokenFrame if a message is too long or invalid JSON."""
         self._held += data
         while len(self._held) >= HEADER.size:
             (size,) = HEADER.unpack_from(self._held)
@@ -90,15 +86,7 @@ class FrameBuffer:
 
 
 def decode(body: bytes) -> Any:
-    """Decode the body of a message.
-
-    Raises:
-        BrokenFrame: if it is invalid JSON.
-
-    Example:
-        >>> decode(encode({"code": "1"})[HEADER.size :])
-        {'code': '1'}
-    """
+    """Decode the body of a message. Raises BrokenFrame if it is invalid JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

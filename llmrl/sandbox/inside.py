@@ -30,7 +30,6 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
 
     Args:
         argv: program and arguments.
-        stdin: input of the command.
         timeout: seconds after which the command is killed.
         num_kept: maximum number of bytes of output, and of errors, to keep.
     """

@@ -105,7 +105,6 @@ class Launcher:
 
     Args:
         level: one of `LEVELS`.
-        limits: limits for code.
 
     Raises:
         IsolationError: if this machine does not allow the level.
@@ -177,11 +176,7 @@ class Launcher:
         return gaps
 
     def start(self) -> socket.socket:
-        """Start an interpreter, and return the socket to it.
-
-        Raises:
-            IsolationError: if it cannot be started.
-        """
+        """Start an interpreter, and return the socket to it. Raises IsolationError if it cannot be started."""
         ours, theirs = socket.socketpair()
         group = os.devnull
         if self._groups is not None:

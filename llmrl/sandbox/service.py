@@ -100,7 +100,6 @@ class PythonExecutorService:
         pool_size: number of concurrent calls; further calls wait, and their timeout starts later.
         timeout: seconds per call.
         isolation: required level, or `auto` for the first level that this machine allows.
-        limits: limits of each interpreter.
         num_ready: number of interpreters started in advance.
 
     Raises:
@@ -200,7 +199,6 @@ class PythonExecutorService:
         """Run code, from any event loop. Errors of the code are in the result.
 
         Args:
-            code: Python source.
             session: calls of the same session share variables and run in order; None uses a new interpreter.
             timeout: seconds; the service's timeout by default.
 

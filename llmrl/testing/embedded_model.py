@@ -49,12 +49,7 @@ def default_home() -> Path:
 
 
 def model_folder(home: str | os.PathLike[str] | None = None) -> Path:
-    """Return the path of the converted model, which may not exist yet.
-
-    Example:
-        >>> model_folder("/cache").name
-        'SmolLM2-135M-Instruct-bfloat16-v1'
-    """
+    """Return the path of the converted model, which may not exist yet."""
     root = default_home() if home is None else Path(home).expanduser().absolute()
     return root / "models" / f"{MODEL_NAME}-bfloat16-v{_FORMAT}"
 
@@ -91,12 +86,7 @@ def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
 
 
 def is_intact(folder: Path, *, check_content: bool = False) -> bool:
-    """Return whether all files of the manifest have the right size and, with `check_content`, the right SHA-256.
-
-    Example:
-        >>> is_intact(Path("/no/such/folder"))
-        False
-    """
+    """Return whether all files of the manifest have the right size and, with `check_content`, the right SHA-256."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         for name, entry in manifest["files"].items():

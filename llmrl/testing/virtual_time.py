@@ -47,10 +47,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(coroutine: Coroutine[None, None, Result]) -> Result:
-    """Run a coroutine like `asyncio.run`, on a `VirtualTimeLoop`.
-
-    Raises:
-        RuntimeError: in a deadlock.
+    """Run a coroutine like `asyncio.run`, on a `VirtualTimeLoop`. Raises RuntimeError in a deadlock.
 
     Example:
         >>> run_in_virtual_time(asyncio.sleep(3600.0, "an hour later"))

@@ -31,15 +31,10 @@ def HttpTool(
             unlike the browser's gateway, this does not protect the local network.
         timeout: seconds per request.
         max_response_bytes: length at which a body is cut.
-        name: name of the tool.
 
     Raises:
         ValueError: if there are no hosts.
         MissingExtraError: if aiohttp is not installed.
-
-    Example:
-        >>> HttpTool(allowed_hosts=["api.example.org"]).name
-        'http'
     """
     if isinstance(allowed_hosts, str) or not allowed_hosts:
         raise ValueError(f"allowed_hosts must name the hosts that requests may go to, got {allowed_hosts!r}.")
@@ -94,12 +89,7 @@ def HttpTool(
 
 
 def StopTool(name: str = "stop") -> Tool:
-    """Return a tool with which the model ends the conversation; the message with the call is its last answer.
-
-    Example:
-        >>> StopTool().name
-        'stop'
-    """
+    """Return a tool with which the model ends the conversation; the message with the call is its last answer."""
 
     async def stop(reason: str = "done") -> None:
         """Say that you have finished.

@@ -93,8 +93,6 @@ class SandboxExecutor:
     Calls of one session share a sandbox and its files, but no variables; without a session each call has a new one.
 
     Args:
-        make: returns a new sandbox.
-        python: name of the interpreter in the sandbox.
         timeout: seconds per call.
 
     Example:

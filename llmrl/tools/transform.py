@@ -52,7 +52,6 @@ class ToolTransform(KnownArguments, Transform):
     elsewhere. The schemas are written to `"tools"` at the root, where policies read them.
 
     Args:
-        tools: tools that the model may call.
         tool_name: role of the answers.
         tool_parser: parser of messages without parsed calls; a name in `TOOL_CALL_PARSERS`.
         timeout: seconds per call.
@@ -258,9 +257,7 @@ class ToolTransform(KnownArguments, Transform):
         """Return the tool messages for an assistant message, in the order of its calls; never raises.
 
         Args:
-            message: message of the assistant.
             malformed: calls in it that could not be parsed.
-            session: session of the conversation.
             turn: number of messages, which identifies the turn.
         """
         calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()

@@ -20,8 +20,6 @@ def follow(
     """Write the page, and rewrite it whenever a run has logged more, until no run continues.
 
     Args:
-        runs: folders of the runs.
-        path: path of the page.
         max_rollouts: keep only the last so many rollouts per run.
         interval: minimum seconds between checks; longer if writing is slow.
 

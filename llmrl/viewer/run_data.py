@@ -101,7 +101,6 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
     """Read a run folder; incomplete lines are left out.
 
     Args:
-        path: the folder.
         max_rollouts: keep only the last so many rollouts.
 
     Raises:
@@ -146,11 +145,7 @@ def key_of(record: Record) -> tuple[int, str, str]:
 
 
 def last_run(folder: str | Path = "runs") -> Path:
-    """Return the run that logged last in a folder of runs.
-
-    Raises:
-        FileNotFoundError: if the folder holds no run.
-    """
+    """Return the run that logged last in a folder of runs. Raises FileNotFoundError if the folder holds no run."""
     runs = _runs_in(Path(folder))
     if not runs:
         raise FileNotFoundError(f"there is no run in {Path(folder).resolve()}; name the run's folder.")

@@ -16,12 +16,7 @@ from llmrl.watch.live_view import conversation_panel, sparkline
 
 
 def print_run(run: RunData, *, console: Console | None = None) -> None:
-    """Print the curves, the number of rollouts by status, and the best and worst conversations of the last step.
-
-    Args:
-        run: from `read_run`.
-        console: receives the output; standard output by default.
-    """
+    """Print the curves, the number of rollouts by status, and the best and worst conversations of the last step."""
     console = console or Console()
     head = Text(printable(run.name), style="bold")
     console.print(head.append(f": {len(run.metrics)} steps, {len(run.rollouts)} rollouts", style="not bold"))

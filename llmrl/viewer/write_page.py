@@ -56,7 +56,6 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
 
     Args:
         runs: from `read_run`; their curves are overlaid.
-        path: path of the HTML file.
 
     Returns:
         The path.

@@ -79,12 +79,7 @@ class Finding:
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
-    """Return the worst verdict.
-
-    Example:
-        >>> str(verdict_of([]))
-        'fine'
-    """
+    """Return the worst verdict."""
     return max((finding.verdict for finding in findings), key=list(Verdict).index, default=Verdict.FINE)
 
 
@@ -121,15 +116,7 @@ def _number(value: JSON) -> float:
 
 
 class HealthLog:
-    """The file `health.jsonl` of a run: verdict and findings per step. The last line of a step counts.
-
-    Example:
-        >>> import tempfile
-        >>> log = HealthLog(Path(tempfile.mkdtemp(), "health.jsonl"))
-        >>> log.write(3, [Finding("answers_cut", Verdict.LOOK, "25 % of the answers were cut.", ("too few tokens",))])
-        >>> log.read()[3]["verdict"]
-        'look'
-    """
+    """The file `health.jsonl` of a run: verdict and findings per step. The last line of a step counts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -46,9 +46,7 @@ class HealthJudge:
     """Judges a run step by step and logs the findings.
 
     Args:
-        log: receives the findings.
         steps: metrics of earlier steps, by step.
-        max_staleness: as for `diagnose`.
     """
 
     def __init__(self, log: HealthLog, steps: Mapping[int, Metrics], *, max_staleness: int | None = None) -> None:
@@ -63,8 +61,6 @@ class HealthJudge:
         The metrics of a step may come in several calls: first of training, then of the evaluation.
 
         Args:
-            step: number of the step.
-            metrics: metrics of the step.
             records: records of the step's rollouts (`Rollout.to_record`).
         """
         if records or self._records[0] != step:

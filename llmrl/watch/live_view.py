@@ -81,7 +81,6 @@ class LiveView:
     Args:
         num_steps: total number of steps of the run.
         first_step: number of steps done before a resumption.
-        console: receives the output.
     """
 
     def __init__(self, num_steps: int, *, first_step: int = 0, console: Console | None = None) -> None:

@@ -73,7 +73,6 @@ class MetricHistory:
         """Return a share over the last few steps and its lower confidence bound, or None if the last step lacks it.
 
         Args:
-            name: name of the metric.
             counted: metric with the denominator of the share; without it the bound is the share itself.
         """
         if self.now(name) is None:

@@ -57,11 +57,6 @@ class TokenLog:
 
     Args:
         path: the folder; created by the first write.
-
-    Example:
-        >>> import tempfile
-        >>> TokenLog(tempfile.mkdtemp()).steps()
-        []
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -79,7 +74,6 @@ class TokenLog:
         """Store a batch of rows.
 
         Args:
-            step: step of training.
             rows: from a collector or `rollout_rows`.
             trainer_log_probs: `[num_tokens]` per row, NaN if unknown.
             not_trained: further rows with the entries `TOKEN_KEYS`, of rollouts that are not trained on.

@@ -189,7 +189,6 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
         names: `"tensorboard"` writes into the folder. `"wandb"` follows its own settings, such as `WANDB_MODE=offline`,
             and `"trackio"` writes to its local database; the project is `WANDB_PROJECT`, or `llmrl`. `"mlflow"` writes
             to `MLFLOW_TRACKING_URI`, or to a database in the folder.
-        path: folder of the run.
 
     Raises:
         TypeError: if `names` is a string.
@@ -278,11 +277,7 @@ def _open_trackio(path: Path) -> Tracker:
 
 
 class MLflowTracker:
-    """A run of MLflow, identified by the folder's id, without MLflow's global state.
-
-    Args:
-        path: folder of the run.
-    """
+    """A run of MLflow, identified by the folder's id, without MLflow's global state."""
 
     def __init__(self, path: Path) -> None:
         from mlflow import MlflowClient
