@@ -98,15 +98,7 @@ def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
 
 
 class KnownArguments:
-    """Base of classes that refuse unknown keywords before they do anything else.
-
-    Example:
-        >>> class Task(KnownArguments):
-        ...     def __init__(self, num_problems: int = 1) -> None: ...
-        >>> Task(num_problem=2)
-        Traceback (most recent call last):
-        TypeError: Task has no argument 'num_problem'; did you mean 'num_problems'?
-    """
+    """Base of classes that refuse unknown keywords before they do anything else."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         called: Callable[..., object] = cls if "__signature__" in vars(cls) else cls.__init__

@@ -38,12 +38,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def describe(error: BaseException) -> str:
-    """Return type and text of an error in one line.
-
-    Example:
-        >>> describe(KeyError("a")), describe(as_exception(SystemExit(3)))
-        ("KeyError: 'a'", 'SystemExit: 3')
-    """
+    """Return type and text of an error in one line."""
     try:
         text = str(error)
     except Exception:  # raised by a user's class

@@ -125,13 +125,6 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file atomically: `write(temporary_path)`, flush to disk, then rename.
 
     If `write` raises, nothing changes. `clean_killed_writes` removes the temporary file of a killed process.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "note.txt")
-        >>> write_atomically(path, lambda temporary: temporary.write_text("whole"))
-        >>> path.read_text(), len(list(path.parent.iterdir()))
-        ('whole', 1)
     """
     temporary = _temporary(path)
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o666))

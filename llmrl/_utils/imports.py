@@ -16,14 +16,6 @@ def require(module: str, *, extra: str) -> ModuleType:
     Args:
         module: dotted name of the module.
         extra: extra of llmrl that installs it.
-
-    Example:
-        >>> require("json", extra="tools").loads("[1]")
-        [1]
-        >>> require("no_such_package", extra="tools")
-        Traceback (most recent call last):
-        ...
-        llmrl._utils.imports.MissingExtraError: this needs the package 'no_such_package', which is not ...
     """
     try:
         return importlib.import_module(module)

@@ -38,8 +38,7 @@ def interval_of_mean(problem_means: Sequence[float]) -> tuple[float, float]:
     Args:
         problem_means: mean score of each problem's answers.
 
-    Raises:
-        ValueError: if there are no problems, or if a score is outside [0, 1].
+    Raises ValueError if there are no problems, or if a score is outside [0, 1].
 
     Example:
         >>> low, high = interval_of_mean([1.0] * 25)

@@ -121,9 +121,7 @@ def open_repository(name: str, *, is_public: bool = False) -> None:
         name: such as `me/my-model`.
         is_public: whether a new repository is public; an existing one is not changed.
 
-    Raises:
-        ValueError: if the name is invalid.
-        OSError: if the hub cannot be reached or refuses.
+    Raises ValueError if the name is invalid, and OSError if the hub cannot be reached or refuses.
     """
     from huggingface_hub import HfApi
 

@@ -23,8 +23,7 @@ class FolderLock:
     Args:
         folder: an existing folder. If its file system has no locks, there is a warning and no lock.
 
-    Raises:
-        FolderInUseError: if the lock is held; the message names the process and its host.
+    Raises FolderInUseError if the lock is held; the message names the process and its host.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -354,12 +354,7 @@ class Run:
 
     @staticmethod
     def is_due(step: int, every: int | None) -> bool:
-        """Return whether a periodic action is due after this step; None means never.
-
-        Example:
-            >>> [step for step in range(1, 7) if Run.is_due(step, 3)], Run.is_due(5, None)
-            ([3, 6], False)
-        """
+        """Return whether a periodic action is due after this step; None means never."""
         return every is not None and step % every == 0
 
     # Evaluation

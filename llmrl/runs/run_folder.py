@@ -213,8 +213,7 @@ class RunFolder:
     def save_batch(self, step: int, collected: Mapping[str, object]) -> None:
         """Save what a step collected (rows, state, records) before the step trains on it.
 
-        Raises:
-            TypeError: if `save_state` does not support a value.
+        Raises TypeError if `save_state` does not support a value.
         """
         write_atomically(self._batch_path(step), lambda path: save_state(path, dict(collected)))
 
@@ -259,8 +258,7 @@ class RunFolder:
             num_logged: number of steps with logged metrics.
             checkpoint_every: steps between checkpoints.
 
-        Raises:
-            ValueError: if the checkpoint is missing, or older than the saved batches require.
+        Raises ValueError if the checkpoint is missing, or older than the saved batches require.
         """
         saved = sorted(int(path.stem) for path in self.batches_path.glob("[0-9]*.safetensors"))
         last = checkpoint
@@ -326,8 +324,7 @@ class RunFolder:
     def save_checkpoint(self, state: StateDict) -> None:
         """Replace the checkpoint; `state["step"]` is the step after which it was taken.
 
-        Raises:
-            TypeError: if `save_state` does not support a value.
+        Raises TypeError if `save_state` does not support a value.
         """
         for path in (self.metrics_path, self.rollouts_path):  # steps before it are not replayed
             if path.exists():
@@ -352,8 +349,7 @@ class RunFolder:
     def read_summary(self) -> StateDict:
         """Return the content of `summary.json`; empty if the file is missing.
 
-        Raises:
-            DamagedFileError: if the file is not JSON.
+        Raises DamagedFileError if the file is not JSON.
         """
         try:
             return json.loads(read_text(self.summary_path)) if self.summary_path.exists() else {}

@@ -89,9 +89,7 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
 
     Ranks above 0 get a `NullEngine`.
 
-    Raises:
-        ValueError: if the model has no chat template.
-        EngineError: if an engine does not start.
+    Raises ValueError if the model has no chat template, and EngineError if an engine does not start.
     """
     if this_rank() > 0:
         return nullcontext(NullEngine(cfg.model.folder))

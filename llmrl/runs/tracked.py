@@ -69,9 +69,7 @@ def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> Stat
 def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path: Path) -> None:
     """Restore the states of a loop's objects from the checkpoint at `path`, on any number of ranks.
 
-    Raises:
-        ValueError: if the checkpoint lacks an object.
-        DamagedFileError: if the shards are damaged.
+    Raises ValueError if the checkpoint lacks an object, and DamagedFileError if the shards are damaged.
     """
     states = checkpoint["tracked"]
     missing = [name for name in tracked if name not in states]

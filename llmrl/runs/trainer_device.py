@@ -36,8 +36,7 @@ class TrainerDevice:
 
     Create it before the engines. With Ray, it reserves GPUs of this host for as long as it exists.
 
-    Raises:
-        RuntimeError: if `train.device` is a GPU and this host has fewer GPUs than ranks.
+    Raises RuntimeError if `train.device` is a GPU and this host has fewer GPUs than ranks.
     """
 
     def __init__(self, cfg: ScriptConfig) -> None:

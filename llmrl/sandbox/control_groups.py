@@ -30,8 +30,7 @@ class MemoryGroups:
     Args:
         num_bytes: memory limit of each group in bytes.
 
-    Raises:
-        OSError: if no group is delegated.
+    Raises OSError if no group is delegated.
     """
 
     def __init__(self, num_bytes: int) -> None:

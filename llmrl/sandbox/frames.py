@@ -40,8 +40,7 @@ def encode(message: object) -> bytes:
 def receive(channel: socket.socket) -> Any:
     """Return the next message, or None at the end of the stream.
 
-    Raises:
-        BrokenFrame: if the message is incomplete, too long or invalid JSON.
+    Raises BrokenFrame if the message is incomplete, too long or invalid JSON.
     """
     header = _receive_exactly(channel, HEADER.size)
     if header is None:

@@ -58,11 +58,7 @@ class IsolationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonLimits:
-    """Limits for code, enforced by the kernel.
-
-    Raises:
-        ValueError: if a limit is not positive.
-    """
+    """Limits for code, enforced by the kernel. Raises ValueError if a limit is not positive."""
 
     memory_bytes: int = 1 << 30
     """Address space per process. If control groups are delegated to this program, all processes and files of an
@@ -106,8 +102,7 @@ class Launcher:
     Args:
         level: one of `LEVELS`.
 
-    Raises:
-        IsolationError: if this machine does not allow the level.
+    Raises IsolationError if this machine does not allow the level.
     """
 
     def __init__(self, level: Isolation, limits: PythonLimits) -> None:

@@ -216,8 +216,7 @@ def filter_program(
         is_user_shared: whether only Landlock protects other files of the interpreter's user.
         is_truncation_open: whether Landlock is used in a version that does not restrict truncation.
 
-    Raises:
-        OSError: if the architecture is unknown.
+    Raises OSError if the architecture is unknown.
     """
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no filter of system calls for {machine}, only for {', '.join(_ARCHITECTURES)}")
@@ -249,8 +248,7 @@ def filter_system_calls(*, is_user_shared: bool, is_truncation_open: bool) -> No
 
     Requires `forbid_new_privileges`. The arguments are those of `filter_program`.
 
-    Raises:
-        OSError: if the kernel does not support filters, or the architecture is unknown.
+    Raises OSError if the kernel does not support filters, or the architecture is unknown.
     """
     program = filter_program(os.uname().machine, is_user_shared=is_user_shared, is_truncation_open=is_truncation_open)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))

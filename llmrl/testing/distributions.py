@@ -13,8 +13,7 @@ Draw = Callable[..., float]
 def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
     """Return a function that draws from a log-normal distribution; `sigma` is the standard deviation of the logarithm.
 
-    Raises:
-        ValueError: if `median` is not positive or `sigma` is negative.
+    Raises ValueError if `median` is not positive or `sigma` is negative.
     """
     if median <= 0 or sigma < 0:
         raise ValueError(f"median must be positive and sigma not negative, got {median!r} and {sigma!r}.")
@@ -30,13 +29,7 @@ def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
 def with_stragglers(draw: Draw, value: float, *, one_in: int = 50, seed: int = 0) -> Draw:
     """Return a function that draws `value` in about one of `one_in` calls, and from `draw` otherwise.
 
-    Raises:
-        ValueError: if `one_in` is below 1.
-
-    Example:
-        >>> draw = with_stragglers(log_normal(1.0, 0.0), 20.0, one_in=1)
-        >>> draw()
-        20.0
+    Raises ValueError if `one_in` is below 1.
     """
     if one_in < 1:
         raise ValueError(f"one_in must be at least 1, got {one_in!r}.")

@@ -17,8 +17,7 @@ async def check_sandbox(make: Callable[[], Sandbox]) -> None:
     Args:
         make: returns a new sandbox; two are used at once.
 
-    Raises:
-        AssertionError: if a check fails.
+    Raises AssertionError if a check fails.
     """
     first = make()
     second = make()

@@ -15,8 +15,7 @@ TruncateSide = Literal["start", "middle", "end"]
 def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
     r"""Return the text, shortened if necessary, with a mark where characters were removed.
 
-    Raises:
-        ValueError: if the side is unknown or the limit is below 1.
+    Raises ValueError if the side is unknown or the limit is below 1.
 
     Example:
         >>> truncate("abcdefghij", 4, "end"), truncate("abcdefghij", 4, "middle")
@@ -110,8 +109,7 @@ def _text_of_part(part: ToolResultPart) -> str:
 def as_text(value: object) -> str:
     """Return a value as text: strings and results as they are, None as "", others as JSON or else as `str`.
 
-    Raises:
-        TypeError: if the text contains a memory address.
+    Raises TypeError if the text contains a memory address.
 
     Example:
         >>> as_text({"celsius": 9}), as_text(None), as_text({1, 1})

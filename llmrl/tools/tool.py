@@ -109,8 +109,7 @@ class InstanceTools:
         cls: the class; `reset`, `close` and `get_reward` are not tools.
         make: returns an instance; `cls()` by default.
 
-    Raises:
-        TypeError: if the class has no public method, or an unsuitable one.
+    Raises TypeError if the class has no public method, or an unsuitable one.
 
     Example:
         >>> class Notes:
@@ -181,9 +180,7 @@ class InstanceTools:
 def collect_tools(tools: Iterable[object]) -> list[Tool]:
     """Return tools from tools, functions and classes.
 
-    Raises:
-        TypeError: if an item is something else.
-        ValueError: if names are not unique.
+    Raises TypeError if an item is something else, and ValueError if names are not unique.
     """
     collected: list[Tool] = []
     for tool in tools:
@@ -205,8 +202,7 @@ def collect_tools(tools: Iterable[object]) -> list[Tool]:
 class Signature:
     """A function's parameters as a schema that validates, and its documentation.
 
-    Raises:
-        TypeError: if a parameter has no type hint, or the function has no docstring.
+    Raises TypeError if a parameter has no type hint, or the function has no docstring.
     """
 
     def __init__(self, function: Callable[..., object], *, is_method: bool = False) -> None:
@@ -241,8 +237,7 @@ class Signature:
     def validate(self, arguments: dict[str, object]) -> dict[str, object]:
         """Return the arguments converted to the parameters' types.
 
-        Raises:
-            InvalidArguments: if they do not match, with all reasons.
+        Raises InvalidArguments if they do not match, with all reasons.
         """
         try:
             valid = self._model.model_validate(arguments)

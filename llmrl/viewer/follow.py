@@ -26,8 +26,7 @@ def follow(
     Yields:
         The path, and whether a run continues, after each write.
 
-    Raises:
-        FileNotFoundError: if a folder holds no run.
+    Raises FileNotFoundError if a folder holds no run.
     """
     while True:
         seen = [_modified(run) for run in runs]

@@ -60,8 +60,7 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
     Returns:
         The path.
 
-    Raises:
-        ValueError: if there are no runs.
+    Raises ValueError if there are no runs.
     """
     if not runs:
         raise ValueError("runs is empty; give at least one that read_run gave.")

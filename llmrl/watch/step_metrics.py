@@ -72,14 +72,6 @@ class StepMeter:
     Args:
         tracked: objects of the loop; those with `param_groups` are optimizers.
         engine: engine to report the load of, since the previous step.
-
-    Example:
-        >>> meter = StepMeter({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)})
-        >>> with meter.part("sync"):
-        ...     pass
-        >>> metrics = meter.metrics({"generate_seconds": 1.0, "num_trained_tokens": 30.0})
-        >>> metrics["learning_rate"], metrics["sync_seconds"] < metrics["seconds"], metrics["seconds"] >= 1.0
-        (0.5, True, True)
     """
 
     def __init__(self, tracked: Mapping[str, Any], engine: object = None) -> None:

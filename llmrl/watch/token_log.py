@@ -79,8 +79,7 @@ class TokenLog:
             not_trained: further rows with the entries `TOKEN_KEYS`, of rollouts that are not trained on.
             split: `"train"`, or the name of an evaluation.
 
-        Raises:
-            ValueError: if the length of a row's trainer log-probs differs from its number of tokens.
+        Raises ValueError if the length of a row's trainer log-probs differs from its number of tokens.
         """
         elements = batch_elements(rows) if isinstance(rows, TensorDictBase) else list(rows)
         columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
@@ -134,9 +133,7 @@ class TokenLog:
     def read(self, step: int, split: str = "train") -> list[TokenRow]:
         """Return the rows of a step.
 
-        Raises:
-            FileNotFoundError: if the step was not stored.
-            DamagedFileError: if the file is damaged.
+        Raises FileNotFoundError if the step was not stored, and DamagedFileError if the file is damaged.
         """
         path = self._path(step, split)
         try:

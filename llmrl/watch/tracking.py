@@ -111,14 +111,6 @@ class CSVTracker:
 
     Args:
         path: the file, created by the first step.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     tracker = CSVTracker(Path(folder, "metrics.csv"))
-        ...     tracker.log_metrics({"reward_mean": 0.5}, step=1)
-        ...     tracker.read()
-        [{'step': 1.0, 'reward_mean': 0.5}]
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,8 +138,7 @@ class CSVTracker:
     def read(self) -> list[dict[str, float]]:
         """Return the metrics of all steps; of a metric that was logged twice, the last value.
 
-        Raises:
-            DamagedFileError: if the file is no table of steps.
+        Raises DamagedFileError if the file is no table of steps.
         """
         steps: dict[int, dict[str, float]] = {}
         for row in self._read_rows()[0]:
