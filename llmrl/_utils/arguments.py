@@ -18,8 +18,6 @@ def refuse_unknown(
     """Raise TypeError for the first unknown name, with the nearest known one.
 
     Args:
-        owner: what has the arguments, for the message.
-        given, known: names.
         explained: advice for names from other libraries; by default `instead_of(owner)`.
 
     Example:

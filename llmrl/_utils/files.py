@@ -57,7 +57,6 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
     Args:
         path: path of the file. Links among its parent folders are followed (`check_entries`).
         mode: `r`, `r+`, `w`, `a` or `a+`, with `b` for bytes.
-        newline, errors: as for `open`.
 
     Raises UnsafeFileError if the path is no regular file, and FileNotFoundError if there is no file to read.
 
@@ -103,7 +102,6 @@ def check_entries(folder: Path, names: Collection[str], *, links: Collection[str
     Used before other libraries, which follow links, open files in the folder.
 
     Args:
-        folder: may be missing.
         names: patterns of the entries to check (`fnmatch`).
         links: patterns of paths that may be links, such as `wandb/latest-run`.
     """

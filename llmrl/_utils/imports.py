@@ -11,12 +11,7 @@ class MissingExtraError(ImportError):
 
 
 def require(module: str, *, extra: str) -> ModuleType:
-    """Import an optional module. Raises MissingExtraError if its package is not installed.
-
-    Args:
-        module: dotted name of the module.
-        extra: extra of llmrl that installs it.
-    """
+    """Import an optional module. Raises MissingExtraError if its package is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

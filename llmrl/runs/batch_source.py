@@ -110,11 +110,7 @@ class BatchSource:
             }
 
     def take(self) -> SavedBatch | None:
-        """Return what the next step trains on, or None at the end of the data.
-
-        Raises:
-            Exception: any exception of the collector.
-        """
+        """Return what the next step trains on, or None at the end of the data."""
         started = time.perf_counter()
         if self._ahead is None:
             collected = next(self._batches, None)

@@ -34,9 +34,6 @@ class Exports:
     push is reported and does not end the run.
 
     If the model is sharded, all ranks call the same methods, and rank 0 writes.
-
-    Args:
-        say: reports problems to the user.
     """
 
     def __init__(self, cfg: ScriptConfig, say: Callable[[str], object]) -> None:

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 class NullEngine:
-    """An engine with a tokenizer that refuses requests, for ranks above 0 and runs that generate nothing.
-
-    Args:
-        model: name or folder of the model.
-    """
+    """An engine with a tokenizer that refuses requests, for ranks above 0 and runs that generate nothing."""
 
     max_model_len: int = sys.maxsize
     vocab_size: int | None = None

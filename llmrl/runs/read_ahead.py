@@ -14,9 +14,6 @@ Item = TypeVar("Item")
 class ReadAhead(Generic[Item]):
     """Draws items in the background, at most one ahead in the queue.
 
-    Args:
-        items: iterated by one thread, which starts at once.
-
     Example:
         >>> ahead = ReadAhead(iter("ab"))
         >>> ahead.take(wait=True), ahead.take(wait=True), ahead.take(wait=True)
@@ -35,11 +32,7 @@ class ReadAhead(Generic[Item]):
         self._thread.start()
 
     def take(self, *, wait: bool) -> Item | None:
-        """Return the next item, or None at the end, or if it is not ready and `wait` is false.
-
-        Raises:
-            Exception: any exception of the iterator.
-        """
+        """Return the next item, or None at the end, or if it is not ready and `wait` is false."""
         if self.is_at_end:
             return None
         try:

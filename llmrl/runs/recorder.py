@@ -28,11 +28,7 @@ _NUM_SHOWN = 3
 
 
 class RunRecorder:
-    """Folder, metrics, health, best evaluation and live view of a run. No method calls a collective.
-
-    Raises:
-        FileExistsError, FileNotFoundError, FolderInUseError, ValueError: as `RunFolder` raises them.
-    """
+    """Folder, metrics, health, best evaluation and live view of a run. No method calls a collective."""
 
     def __init__(self, cfg: ScriptConfig, console: Console) -> None:
         self._cfg = cfg

@@ -195,7 +195,6 @@ class Run:
         A resumed run begins with the saved batches since the checkpoint. `why_stopped` explains an early end.
 
         Args:
-            num_steps: total number of steps of the run.
             target_reward: end after a step with at least this mean reward.
             in_background: draw batches in the background; if none is ready, a step has an empty batch.
             needs_batch: returns whether a step must wait for a batch; used only with `in_background`.

@@ -21,13 +21,7 @@ def run_card(
     metrics: Mapping[str, float],
     summary: RunResults,
 ) -> str:
-    """Return a model card in Markdown, with the metadata that the hub reads.
-
-    Args:
-        step: step after which the weights were taken.
-        metrics: metrics of that step; may be empty.
-        summary: evaluations before and after training.
-    """
+    """Return a model card in Markdown, with the metadata that the hub reads."""
     from huggingface_hub import ModelCardData
     from omegaconf import OmegaConf
 

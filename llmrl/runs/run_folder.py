@@ -255,8 +255,6 @@ class RunFolder:
 
         Args:
             checkpoint: step of the checkpoint; 0 if there is none.
-            num_logged: number of steps with logged metrics.
-            checkpoint_every: steps between checkpoints.
 
         Raises ValueError if the checkpoint is missing, or older than the saved batches require.
         """
@@ -387,11 +385,7 @@ def restore_random_states(states: StateDict) -> None:
 
 
 class BackgroundWrites:
-    """Runs one write at a time in a background thread. Call `wait` before changing what is being written.
-
-    Raises:
-        Exception: from `wait`, any exception of the write.
-    """
+    """Runs one write at a time in a background thread. Call `wait` before changing what is being written."""
 
     def __init__(self) -> None:
         from concurrent.futures import Future, ThreadPoolExecutor

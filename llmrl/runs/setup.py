@@ -171,10 +171,6 @@ def make_collector(
 
     On Ray, each actor builds its own environment (`make_env`) and a policy with the same engines. In a dry run, the
     rewards are made to differ, so that the loss is not zero.
-
-    Args:
-        env: environment, with groups of `collect.group_size`.
-        postproc: called with each batch, such as `MCAdvantage`.
     """
     if cfg.dry_run and postproc is not None:
         postproc = _after(with_differing_rewards, postproc)

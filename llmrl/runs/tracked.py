@@ -46,7 +46,6 @@ def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> Stat
     Args:
         tracked: objects by name. All ranks call this if one has sharded tensors.
         path: folder of the run, which all ranks can access.
-        step: step after which the checkpoint is taken.
     """
     states: StateDict = {name: one.state_dict() for name, one in tracked.items()}
     shards = {place: tensor for place, tensor in _tensors(states) if isinstance(tensor, DTensor)}

@@ -27,9 +27,6 @@ class MemoryGroups:
     A group of version 2 is delegated if its manager has enabled subgroups or marked it (`systemd-run --scope -p
     Delegate=yes`), one of version 1 if this user may write to it.
 
-    Args:
-        num_bytes: memory limit of each group in bytes.
-
     Raises OSError if no group is delegated.
     """
 

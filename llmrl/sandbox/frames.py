@@ -57,9 +57,6 @@ def receive(channel: socket.socket) -> Any:
 class FrameBuffer:
     """Splits a stream into messages, without waiting.
 
-    Args:
-        max_bytes: maximum size of a message.
-
     Example:
         >>> buffer, stream = FrameBuffer(100), encode([1]) + encode([2])
         >>> list(buffer.add(stream[:9])), list(buffer.add(stream[9:]))

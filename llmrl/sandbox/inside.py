@@ -29,7 +29,6 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
     Does not wait for processes that the command leaves running.
 
     Args:
-        argv: program and arguments.
         timeout: seconds after which the command is killed.
         num_kept: maximum number of bytes of output, and of errors, to keep.
     """

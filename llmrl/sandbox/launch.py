@@ -99,9 +99,6 @@ def outermost(paths: Iterable[str]) -> list[str]:
 class Launcher:
     """Starts interpreters at one level of isolation.
 
-    Args:
-        level: one of `LEVELS`.
-
     Raises IsolationError if this machine does not allow the level.
     """
 

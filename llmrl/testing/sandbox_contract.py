@@ -14,9 +14,6 @@ _BINARY = bytes(range(256)) * 4096  # 1 MiB
 async def check_sandbox(make: Callable[[], Sandbox]) -> None:
     """Test a sandbox.
 
-    Args:
-        make: returns a new sandbox; two are used at once.
-
     Raises AssertionError if a check fails.
     """
     first = make()

@@ -11,9 +11,6 @@ def make_tiny_model(path: str | os.PathLike[str]) -> str:
     """Save a random one-layer llama with the embedded model's tokenizer, and return its folder.
 
     For tests and dry runs; the weights are always the same.
-
-    Raises:
-        EmbeddedModelError: as `ensure_embedded_model` raises it.
     """
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM

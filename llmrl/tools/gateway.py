@@ -102,9 +102,6 @@ class Gateway:
 
     It receives all requests of the browser, also those of web sockets, resolves names itself, and connects to the
     address that it has checked (`is_reachable`).
-
-    Args:
-        allowed_domains: as for `is_allowed`.
     """
 
     def __init__(self, allowed_domains: Sequence[str]) -> None:

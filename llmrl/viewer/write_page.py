@@ -57,9 +57,6 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
     Args:
         runs: from `read_run`; their curves are overlaid.
 
-    Returns:
-        The path.
-
     Raises ValueError if there are no runs.
     """
     if not runs:

@@ -43,11 +43,7 @@ def diagnose(
 
 
 class HealthJudge:
-    """Judges a run step by step and logs the findings.
-
-    Args:
-        steps: metrics of earlier steps, by step.
-    """
+    """Judges a run step by step and logs the findings."""
 
     def __init__(self, log: HealthLog, steps: Mapping[int, Metrics], *, max_staleness: int | None = None) -> None:
         self._log = log

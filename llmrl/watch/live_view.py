@@ -77,10 +77,6 @@ class LiveView:
 
     Rare values (cut answers, errors, forks, …) are shown once they occur. It redraws in place on a terminal, and prints
     one line per step elsewhere. A context manager.
-
-    Args:
-        num_steps: total number of steps of the run.
-        first_step: number of steps done before a resumption.
     """
 
     def __init__(self, num_steps: int, *, first_step: int = 0, console: Console | None = None) -> None:

@@ -23,7 +23,6 @@ class MetricHistory:
     It tracks which steps were read, as the steps a finding examined; reads for the noise (`margin`) do not count.
 
     Args:
-        steps: metrics of all steps in order.
         numbers: numbers of these steps; 1, 2, … by default.
     """
 
