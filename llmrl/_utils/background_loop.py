@@ -167,10 +167,7 @@ class BackgroundLoop:
             raise
 
     def run(self, coroutine: Coroutine[None, None, Result], timeout: float | None = None) -> Result:
-        """Run a coroutine on the loop and wait for its result.
-
-        Raises RuntimeError in the loop's own thread, which would deadlock, and after `close`.
-        """
+        """Run a coroutine on the loop and return its result. Raises RuntimeError in its thread, or after `close`."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError(f"The background loop {self._thread.name!r} cannot block on itself.")

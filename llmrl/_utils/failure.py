@@ -1,7 +1,6 @@
 """Converts whatever user code raises to an `Exception`.
 
-`SystemExit`, `CancelledError` and `GeneratorExit` are not subclasses of `Exception`. An event loop would obey them if
-they escaped from user code, such as a reward that calls `sys.exit()`.
+Event loops would obey a `SystemExit`, `CancelledError` or `GeneratorExit` that escapes from user code.
 """
 
 from __future__ import annotations
@@ -65,10 +64,7 @@ async def guarded(work: Awaitable[Result]) -> Result:
 
 
 async def contained(work: Awaitable[Result]) -> Result:
-    """Await user code on this loop; a `CancelledError` is always a cancellation of the caller, which cancels the code.
-
-    Raises other errors as `as_exception` converts them.
-    """
+    """Await user code. A `CancelledError` is the caller's; `as_exception` converts all other errors."""
     task = asyncio.ensure_future(guarded(work))
     try:
         await asyncio.wait([task])

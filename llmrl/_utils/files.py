@@ -144,8 +144,7 @@ def _temporary(path: Path) -> Path:
 def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a folder atomically: `write(temporary_path)`, flush to disk, then rename.
 
-    If `write` raises, nothing changes. If the process is killed between the two renames, `clean_killed_writes` restores
-    the old folder.
+    If `write` raises, nothing changes. `clean_killed_writes` restores the old folder after a kill.
     """
     temporary = _temporary(path)
     old = path.with_name(f".{path.name}.old")

@@ -32,12 +32,7 @@ def share_of(micro_batches: Sequence[T], rank: int, num_ranks: int) -> Iterator[
 
 
 def gather_or_fail(compute: Callable[[], T], process_group: torch.distributed.ProcessGroup | None) -> list[T]:
-    """Return the results of all ranks by rank; if one rank fails, all ranks raise.
-
-    Raises:
-        Exception: any exception of `compute` on this rank.
-        RuntimeError: if another rank failed, with its error as text.
-    """
+    """Return the results of all ranks by rank. Raises this rank's error, or RuntimeError if another one failed."""
     if process_group is None:
         return [compute()]
     rank, num_ranks = rank_and_size(process_group)

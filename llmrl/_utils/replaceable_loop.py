@@ -83,12 +83,7 @@ class ReplaceableLoop:
         *,
         on: BackgroundLoop | None = None,
     ) -> Result:
-        """Await a coroutine on the current loop, or on `on`. Cancelling the wait cancels the coroutine.
-
-        Raises:
-            Exception: any exception of the coroutine, converted by `as_exception`.
-            TimeoutError: after `timeout_seconds`.
-        """
+        """Await a coroutine on the current loop, or on `on`, up to a timeout. Cancelling the wait cancels it."""
         here = asyncio.get_running_loop()
         place = on or self.current
         if place.loop is here:

@@ -24,11 +24,8 @@ _tracer: Tracer | None = None
 def trace_spans(provider: TracerProvider | None = None) -> None:
     """Create spans for rollouts of this process, without conversation text.
 
-    Args:
-        provider: creates the spans. None means the program's provider, or one that exports by OTLP to
-            `OTEL_EXPORTER_OTLP_ENDPOINT`.
-
-    Raises MissingExtraError if OpenTelemetry is not installed.
+    `provider` None means the program's provider, or one that exports by OTLP to `OTEL_EXPORTER_OTLP_ENDPOINT`. Raises
+    MissingExtraError if OpenTelemetry is not installed.
     """
     global _tracer
     trace = require("opentelemetry.trace", extra="spans")

@@ -58,10 +58,7 @@ class WorkerThread:
 async def run_in_thread(
     function: Callable[Parameters, Result], /, *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> Result:
-    """Run a function in a new thread, which is abandoned if the caller is cancelled.
-
-    Raises errors as `as_exception` converts them.
-    """
+    """Run a function in a new thread, abandoned on cancellation. Raises errors as `as_exception` converts them."""
     call = _Call(lambda: function(*arguments, **keywords))
     threading.Thread(target=call.run, name="llmrl-call", daemon=True).start()
     return await call.future

@@ -1,6 +1,6 @@
 """Arguments and attributes of TorchRL's classes that classes of the same name here lack, with alternatives.
 
-`docs/migrating-from-torchrl.md` prints the table, and errors quote it. A test compares it with TorchRL's signatures.
+Errors and `docs/migrating-from-torchrl.md` quote them; a test compares them with TorchRL's signatures.
 """
 
 from __future__ import annotations

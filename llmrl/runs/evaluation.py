@@ -167,11 +167,7 @@ class Evaluator:
         }
 
     def evaluate(self) -> dict[str, EvaluationReport]:
-        """Play all environments in parallel and return their reports by name.
-
-        Raises:
-            EndOfData: if an environment has no epochs left.
-        """
+        """Play all environments in parallel and return reports by name. Raises EndOfData if one has no epochs left."""
         with ThreadPoolExecutor(max(1, len(self._collectors)), thread_name_prefix="llmrl-evaluation") as pool:
             return dict(zip(self._collectors, pool.map(self._play, self._collectors), strict=True))
 
@@ -211,14 +207,7 @@ def metrics_of_evaluation(reports: Mapping[str, EvaluationReport]) -> dict[str, 
 
 
 def check_metric(metric: str | None, envs: Mapping[str, EnvBase], *, measured: Sequence[str] = ()) -> None:
-    """Refuse an `eval.metric` that the evaluations do not have, before anything starts.
-
-    Args:
-        measured: names of further metrics that the loop measures.
-
-    Raises:
-        EntryError: with the nearest metric and all metrics.
-    """
+    """Raise EntryError if the evaluations do not have the metric; `measured` are the names of further metrics."""
     known = [f"eval/{name}" for name in measured]
     for name, env in envs.items():
         metrics = EvaluationReport.of(_example_rollouts(env)).to_metrics()
@@ -291,12 +280,9 @@ class BestEvaluation:
             raise ValueError(f"patience must be at least 1, got {self.patience}.")
 
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Add an evaluation and return whether it is the best so far.
+        """Add an evaluation, and return whether it is the best so far; a missing metric or NaN is the worst.
 
-        An evaluation without the metric, or with NaN, counts as the worst.
-
-        Raises:
-            KeyError: if no evaluation so far has the metric.
+        Raises KeyError if no evaluation so far has the metric.
         """
         if self.metric not in metrics and not self.values:
             raise KeyError(f"the evaluation has no {self.metric!r}; it has {', '.join(sorted(metrics))}.")

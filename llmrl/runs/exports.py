@@ -136,10 +136,8 @@ def open_repository(name: str, *, is_public: bool = False) -> None:
 def push_folder(folder: Path, repository: str, *, is_public: bool = False) -> str:
     """Push a model's folder to a repository on the hub (`open_repository`), and return its URL.
 
-    Raises:
-        FileNotFoundError: if the folder has no model.
-        UnsafeFileError: if the folder has a link, which could lead to a private file.
-        OSError: if the hub cannot be reached or refuses.
+    Raises FileNotFoundError if the folder has no model, UnsafeFileError if it has a link, and OSError if the hub cannot
+    be reached or refuses.
     """
     from huggingface_hub import HfApi
 

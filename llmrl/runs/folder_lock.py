@@ -18,10 +18,7 @@ class FolderInUseError(RuntimeError):
 
 
 class FolderLock:
-    """Holds the file `lock` of a folder. The kernel releases it when the process ends in any way.
-
-    Args:
-        folder: an existing folder. If its file system has no locks, there is a warning and no lock.
+    """Holds the file `lock` of a folder, until the process ends in any way; warns if the file system has no locks.
 
     Raises FolderInUseError if the lock is held; the message names the process and its host.
     """

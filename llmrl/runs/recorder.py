@@ -87,10 +87,7 @@ class RunRecorder:
             yield
 
     def log_dropped(self, step: int, metrics: Mapping[str, float], played: Sequence[Rollout]) -> None:
-        """Record, judge and show rollouts of the coming step that are not trained on, before its batch comes.
-
-        They are not logged again with the batch.
-        """
+        """Record, judge and show rollouts that are not trained on; they are not logged again with the step's batch."""
         records = rollout_records(played)
         is_first = not self._dropped_ids and all(row.get("is_skipped", 1.0) for row in self._logged.values())
         rows = token_rows(played)  # of all calls in this step, because the tokens of a step are one file
@@ -135,11 +132,7 @@ class RunRecorder:
     # Evaluation
 
     def evaluate(self, step: int, evaluator: Evaluator, measured: Mapping[str, float]) -> tuple[dict[str, float], bool]:
-        """Evaluate after a step, unless the evaluation is recorded already (`Run.evaluate`).
-
-        Returns:
-            The metrics, and whether the model is the best so far and must be saved.
-        """
+        """Return an evaluation's metrics, new or recorded, and whether the model is the best and must be saved."""
         own = (*(f"eval/{name}/" for name in evaluator.num_rollouts), *(f"eval/{name}" for name in measured))
         metrics = {name: value for name, value in self._logged.get(step, {}).items() if name.startswith(own)}
         is_new = not metrics

@@ -19,10 +19,7 @@ from llmrl.runs.run_folder import RunFolder
 
 
 def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw the reward, evaluations, log-prob difference and time per step as a PNG.
-
-    Raises ImportError if matplotlib is missing.
-    """
+    """Draw reward, evaluations, log-prob difference and times as a PNG. Raises ImportError if matplotlib is missing."""
     from llmrl._utils.imports import require
 
     require("matplotlib", extra="scripts")

@@ -385,7 +385,7 @@ def restore_random_states(states: StateDict) -> None:
 
 
 class BackgroundWrites:
-    """Runs one write at a time in a background thread. Call `wait` before changing what is being written."""
+    """Runs one write at a time in a thread. Call `wait`, which raises its error, before changing what is written."""
 
     def __init__(self) -> None:
         from concurrent.futures import Future, ThreadPoolExecutor

@@ -32,11 +32,9 @@ class GpuReservation:
 
 
 class TrainerDevice:
-    """The device of the trainer's model; each rank has its own GPU.
+    """The device of the trainer's model; each rank has its own GPU. Create it before the engines.
 
-    Create it before the engines. With Ray, it reserves GPUs of this host for as long as it exists.
-
-    Raises RuntimeError if `train.device` is a GPU and this host has fewer GPUs than ranks.
+    With Ray, it reserves its GPUs. Raises RuntimeError if `train.device` is a GPU and the host has fewer than ranks.
     """
 
     def __init__(self, cfg: ScriptConfig) -> None:

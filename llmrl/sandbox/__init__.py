@@ -1,4 +1,1 @@
-"""Confined execution of untrusted Python.
-
-This package imports nothing by itself, so that confined processes start in milliseconds.
-"""
+"""Confined execution of untrusted Python; imports nothing, so that confined processes start in milliseconds."""

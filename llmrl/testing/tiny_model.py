@@ -8,10 +8,7 @@ from llmrl.testing.embedded_model import ensure_embedded_model, quiet_libraries
 
 
 def make_tiny_model(path: str | os.PathLike[str]) -> str:
-    """Save a random one-layer llama with the embedded model's tokenizer, and return its folder.
-
-    For tests and dry runs; the weights are always the same.
-    """
+    """Save a random llama with one layer and the embedded model's tokenizer, always the same, and return its folder."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 class PageActions:
-    """The actions on one page.
-
-    Args:
-        page: page of playwright.
-        allowed_domains: for messages to the model.
-        screenshot_path: returns the path of the next screenshot.
-    """
+    """The actions on one page; `screenshot_path` returns the path of the next screenshot."""
 
     def __init__(self, page: Page, allowed_domains: Sequence[str], screenshot_path: Callable[[], Path]) -> None:
         self._page = page

@@ -276,10 +276,7 @@ def _check_description(server: str, description: mcp_types.Tool) -> None:
 
 
 def result_text(result: mcp_types.CallToolResult) -> str:
-    """Return a result as text; images, sounds and files are replaced by descriptions.
-
-    Structured content is used only if there is no other content, because servers repeat it as text.
-    """
+    """Return a result as text: its content, with descriptions of media, or else its structured content."""
     parts = [_content_text(content) for content in result.content]
     if not parts and result.structured_content is not None:
         parts = [as_text(result.structured_content)]

@@ -83,10 +83,9 @@ async def make_client(
 
 
 class BoundedLines(codecs.IncrementalDecoder):
-    """Decodes UTF-8 with one message per line, and cuts lines that are too long before the SDK collects them.
+    """Decodes UTF-8 with one message per line, and cuts long lines; their requests get an error.
 
-    It is a codec, because the SDK applies one to a program's output first. A cut message becomes an error for its
-    request.
+    It is a codec, because the SDK decodes a program's output before it collects lines of any length.
     """
 
     def __init__(self, errors: str = "strict") -> None:

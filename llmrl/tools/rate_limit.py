@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 
 class RateLimiter:
-    """Slots that calls wait for in order of arrival, on one event loop.
+    """Slots that calls wait for in order of arrival, on one event loop. None means no limit.
 
     Args:
-        max_concurrent: number of concurrent calls; None means no limit.
-        rate_per_second: number of calls that start per second; None means no limit.
+        max_concurrent: number of concurrent calls.
+        rate_per_second: number of calls that start per second.
         burst: calls that may start at once after a pause; by default one second's worth, at least 1.
 
     Raises ValueError if a limit is not positive, or the burst is below 1.

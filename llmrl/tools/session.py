@@ -30,10 +30,9 @@ OUTCOMES = ("answered", "failed", "timeouts", "invalid", "unknown", "malformed")
 
 
 class ToolSession:
-    """A conversation as its tools know it: an id, and callbacks for its end.
+    """A conversation as its tools know it: an id, and callbacks for its end. Copies of the TensorDict share it.
 
-    Copies of the TensorDict share the session. The callbacks run once, on `release`, which a collector calls at the end
-    of each rollout, or when nothing refers to the conversation any more.
+    The callbacks run once: on `release`, which collectors call, or when nothing refers to the conversation any more.
 
     Example:
         >>> told = []

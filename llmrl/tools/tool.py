@@ -178,10 +178,7 @@ class InstanceTools:
 
 
 def collect_tools(tools: Iterable[object]) -> list[Tool]:
-    """Return tools from tools, functions and classes.
-
-    Raises TypeError if an item is something else, and ValueError if names are not unique.
-    """
+    """Return tools from tools, functions and classes. Raises TypeError for other items, ValueError for equal names."""
     collected: list[Tool] = []
     for tool in tools:
         if isinstance(tool, Tool):
@@ -200,10 +197,7 @@ def collect_tools(tools: Iterable[object]) -> list[Tool]:
 
 
 class Signature:
-    """A function's parameters as a schema that validates, and its documentation.
-
-    Raises TypeError if a parameter has no type hint, or the function has no docstring.
-    """
+    """A function's schema and documentation. Raises TypeError if a type hint or the docstring is missing."""
 
     def __init__(self, function: Callable[..., object], *, is_method: bool = False) -> None:
         pydantic = require("pydantic", extra="tools")
@@ -235,10 +229,7 @@ class Signature:
         self.schema = _without_titles(self._model.model_json_schema())
 
     def validate(self, arguments: dict[str, object]) -> dict[str, object]:
-        """Return the arguments converted to the parameters' types.
-
-        Raises InvalidArguments if they do not match, with all reasons.
-        """
+        """Return the arguments converted to the parameters' types. Raises InvalidArguments with all reasons."""
         try:
             valid = self._model.model_validate(arguments)
         except self._invalid as error:

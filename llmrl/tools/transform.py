@@ -200,11 +200,7 @@ class ToolTransform(KnownArguments, Transform):
         return _like(next_tensordict, next_elements)
 
     def _with_answers(self, prompt: History, answers: list[Message], turn: int, session: ToolSession) -> History:
-        """Return the prompt with the answers right after the calls, and the environment's messages after them.
-
-        Answers are in the order of the calls, because few templates identify the call, even if several transforms
-        answer.
-        """
+        """Return the prompt with answers after the calls, in their order, because few templates identify the call."""
         [chat] = flatten(prompt.chats)
         end = turn
         while end < len(chat) and (chat[end]["role"] == self.tool_role or session.place_of(chat[end]) is not None):

@@ -19,14 +19,11 @@ def follow(
 ) -> Iterator[tuple[Path, bool]]:
     """Write the page, and rewrite it whenever a run has logged more, until no run continues.
 
+    Yields the path, and whether a run continues, after each write. Raises FileNotFoundError if a folder holds no run.
+
     Args:
         max_rollouts: keep only the last so many rollouts per run.
         interval: minimum seconds between checks; longer if writing is slow.
-
-    Yields:
-        The path, and whether a run continues, after each write.
-
-    Raises FileNotFoundError if a folder holds no run.
     """
     while True:
         seen = [_modified(run) for run in runs]

@@ -50,14 +50,9 @@ _SCRIPTS = (
 
 
 def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
-    """Write a page with health, curves, rewards, groups, conversations and tokens of runs.
+    """Write a page with health, curves, rewards, groups, conversations and tokens of runs, whose curves are overlaid.
 
-    If a run is still being written, the page reloads periodically, so it can be rewritten at the same path.
-
-    Args:
-        runs: from `read_run`; their curves are overlaid.
-
-    Raises ValueError if there are no runs.
+    The page of a running run reloads periodically, so it can be rewritten. Raises ValueError if there are no runs.
     """
     if not runs:
         raise ValueError("runs is empty; give at least one that read_run gave.")

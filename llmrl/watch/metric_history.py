@@ -18,12 +18,9 @@ SURE_OF_SHARE = 2.6
 
 
 class MetricHistory:
-    """Metrics of the steps so far: latest, smoothed, initial values, and noise.
+    """Metrics of the steps so far, in order: latest, smoothed, initial values, and noise.
 
     It tracks which steps were read, as the steps a finding examined; reads for the noise (`margin`) do not count.
-
-    Args:
-        numbers: numbers of these steps; 1, 2, … by default.
     """
 
     def __init__(self, steps: Sequence[Metrics], numbers: Sequence[int] | None = None) -> None:
@@ -71,8 +68,7 @@ class MetricHistory:
     def share(self, name: str, counted: str) -> tuple[float, float] | None:
         """Return a share over the last few steps and its lower confidence bound, or None if the last step lacks it.
 
-        Args:
-            counted: metric with the denominator of the share; without it the bound is the share itself.
+        `counted` is the metric with the denominator; without it the bound is the share itself.
         """
         if self.now(name) is None:
             return None

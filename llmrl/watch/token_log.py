@@ -53,11 +53,7 @@ class TokenRow:
 
 
 class TokenLog:
-    """A folder with one compressed file per step and split.
-
-    Args:
-        path: the folder; created by the first write.
-    """
+    """A folder with one compressed file per step and split, created by the first write."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -71,15 +67,13 @@ class TokenLog:
         not_trained: Sequence[TensorDictBase] = (),
         split: str = "train",
     ) -> None:
-        """Store a batch of rows.
+        """Store a batch of rows. Raises ValueError if a row's trainer log-probs are not one per token.
 
         Args:
             rows: from a collector or `rollout_rows`.
             trainer_log_probs: `[num_tokens]` per row, NaN if unknown.
             not_trained: further rows with the entries `TOKEN_KEYS`, of rollouts that are not trained on.
             split: `"train"`, or the name of an evaluation.
-
-        Raises ValueError if the length of a row's trainer log-probs differs from its number of tokens.
         """
         elements = batch_elements(rows) if isinstance(rows, TensorDictBase) else list(rows)
         columns: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
@@ -131,10 +125,7 @@ class TokenLog:
         return sorted((int(step), unquote(split) or "train") for step, _, split in stems)
 
     def read(self, step: int, split: str = "train") -> list[TokenRow]:
-        """Return the rows of a step.
-
-        Raises FileNotFoundError if the step was not stored, and DamagedFileError if the file is damaged.
-        """
+        """Return the rows of a step. Raises FileNotFoundError if it was not stored, and DamagedFileError if damaged."""
         path = self._path(step, split)
         try:
             return self._read(path)

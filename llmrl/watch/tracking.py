@@ -107,11 +107,7 @@ def as_recorded(value: float) -> float:
 
 
 class CSVTracker:
-    """A table with one row per step; new metrics add columns.
-
-    Args:
-        path: the file, created by the first step.
-    """
+    """A table with one row per step, created by the first step; new metrics add columns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -136,10 +132,7 @@ class CSVTracker:
         write_atomically(self.path, write)
 
     def read(self) -> list[dict[str, float]]:
-        """Return the metrics of all steps; of a metric that was logged twice, the last value.
-
-        Raises DamagedFileError if the file is no table of steps.
-        """
+        """Return the metrics of all steps, the last value of each. Raises DamagedFileError if it is no table."""
         steps: dict[int, dict[str, float]] = {}
         for row in self._read_rows()[0]:
             numbers = {name: float(value) for name, value in row.items() if value}
