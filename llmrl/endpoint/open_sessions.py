@@ -13,7 +13,7 @@ from llmrl.endpoint.tree import ChainKey, chain_keys
 
 
 class OpenSessions:
-    """Sessions of all clients with the key, opened by the first request with a name (in the path or `X-Session-ID`).
+    """Sessions that clients with the key open by their first request, named by its path or `X-Session-ID`.
 
     A request without a name joins the session whose conversation it continues, or opens a new one.
 

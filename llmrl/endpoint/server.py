@@ -57,7 +57,7 @@ class Sessions(Protocol):
         ...
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a request, by its path or `X-Session-ID`. Raises RefusedRequest without access."""
+        """Return the session of a request, by its path or `X-Session-ID`. Raises RefusedRequest if access is denied."""
         ...
 
 
@@ -79,7 +79,7 @@ ANTHROPIC = Dialect(anthropic.read, anthropic.write, anthropic.events, anthropic
 
 
 class EndpointServer:
-    """Answers requests over HTTP, on the event loop that starts it. Raises MissingExtraError without aiohttp.
+    """HTTP server of sessions on the event loop that starts it. Raises MissingExtraError without aiohttp.
 
     Args:
         sessions: sessions to answer.

@@ -78,7 +78,7 @@ class Exchange:
 
 
 class Session:
-    """Answers and records the requests of one client or several; runs on one event loop.
+    """The requests of one client or several, and their answers; runs on one event loop.
 
     Args:
         session_id: id of the session.
@@ -127,7 +127,7 @@ class Session:
     # Requests
 
     def begin(self, request: ModelRequest, digest: bytes, *, is_repeated: bool = False) -> Exchange:
-        """Begin a request, or join an earlier one with the same `digest` whose client hung up, or if `is_repeated`.
+        """Begin a request, or join one with the same `digest` that its client abandoned or now repeats (`is_repeated`).
 
         Raises RefusedRequest if the session has ended, a budget is used up, or the request cannot be answered.
         """

@@ -29,7 +29,7 @@ class _Observation:
 
 
 class HangDetector:
-    """Polls the progress of engines and finds those that make none for `timeout_seconds`.
+    """Detector of engines that make no progress for `timeout_seconds`.
 
     An engine that does not answer makes no progress; one without `progress()`, or a dead one, is ignored. Time is
     counted in checks, so a period in which this process was stopped does not count. Raises ValueError if the time is
@@ -84,7 +84,7 @@ class WatchedEngine(Engine, ReportsProgress, Protocol):
 
 
 class HangWatch:
-    """Watches an engine while it has requests, and shuts it down if it hangs; a time-out of None disables it."""
+    """Watch over an engine that shuts it down if it hangs while it has requests; a time-out of None disables it."""
 
     def __init__(self, timeout_seconds: float | None) -> None:
         self._detector = None if timeout_seconds is None else HangDetector(timeout_seconds)

@@ -81,7 +81,7 @@ def take_load(engine: object, reader: str = METRICS) -> EngineLoad | None:
 
 
 class LoadMeter:
-    """Accumulates vLLM's statistics of each step; implements its `StatLoggerBase`."""
+    """Accumulator of vLLM's statistics of each step, as its `StatLoggerBase`."""
 
     def __init__(self) -> None:
         self._loads = {METRICS: EngineLoad()}

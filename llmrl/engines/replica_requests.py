@@ -22,7 +22,7 @@ LOOK_AGAIN_S = 0.1
 
 
 class ReplicaRequests(Generic[EngineT]):
-    """Sends requests to replicas, and retries them on failure."""
+    """Requests to replicas, which are retried on failure."""
 
     num_retried: int
     is_shut_down: bool

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
-    """Sends requests to several engines, as a `Router` chooses, and retries them on another engine if one fails.
+    """Several engines used as one: a `Router` distributes requests, which are retried elsewhere if an engine fails.
 
     With `restart`, a dead replica is replaced by a new engine. A replica serves only if it has the same version of the
     weights as the others; `before_serving` callbacks bring a new one to that version. The sequence of engines can be

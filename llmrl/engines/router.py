@@ -1,4 +1,4 @@
-"""`Router`: assigns requests to replicas."""
+"""`Router`: assignment of requests to replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NoReplicaError(LookupError):
 
 
 class Router:
-    """Assigns requests with a routing key to its last replica (for its prefix cache), others to the least loaded one.
+    """Assignment of requests: a routing key keeps its replica for its prefix cache, others go to the least loaded one.
 
     Args:
         num_replicas: number of replicas, numbered from 0; all are open at first.

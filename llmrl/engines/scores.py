@@ -58,7 +58,7 @@ def read_scores(
     Args:
         token_ids: `[num_tokens]` requested tokens.
         reported_ids, reported: `[num_tokens - 1, 1 + top_k]` ids and log-probs: the token's own, then the likeliest.
-        engine: name of the engine in errors, such as EngineError for other tokens or invalid log-probs.
+        engine: name of the engine in an EngineError, which is raised for other tokens or invalid log-probs.
 
     Example:
         >>> ids, log_probs = torch.tensor([[7, 5]]), torch.tensor([[-2.0, -0.5]])

@@ -12,7 +12,7 @@ _UNFINISHED = "\ufffd"
 
 
 class StopStringWatch:
-    """Detects stop strings that begin in one part of a completion and end in another.
+    """Detector of stop strings that begin in one part of a completion and end in another.
 
     If a part ends with the beginning of a stop string, tokens are requested one at a time until the match completes or
     fails, so no token is sampled after a stop string. `decode` turns token ids into text.

@@ -29,11 +29,11 @@ from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Rendere
 
 
 class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
-    """Generates one completion for each conversation of a batch of any shape.
+    """A policy that generates one completion for each conversation of a batch of any shape.
 
-    Reads `(input_mode, "prompt")` and, if present, `"conversation"`, the exact tokens of earlier turns. Writes prompt,
-    response and full of the input mode and of `"tokens"`, `"log_probs"`, `"masks"`; also `("policy_versions", "full")`,
-    `"conversation"`, `"finish_reason"` and, outside a collector, `"text"`.
+    Reads `(input_mode, "prompt")` and, if present, `"conversation"`, the exact tokens of earlier turns. Writes
+    `prompt`, `response` and `full` of the input mode, `"tokens"`, `"log_probs"` and `"masks"`, and
+    `("policy_versions", "full")`, `"conversation"`, `"finish_reason"` and, outside a collector, `"text"`.
 
     Args:
         model: engine that generates.

@@ -19,7 +19,7 @@ class vLLMWrapper(LLMWrapperBase):
         generate: must be true.
         options: see `LLMWrapperBase`; by default tokenizer and renderer are those of the model.
 
-    Raises ImportError if vLLM is not installed, and ValueError if there is no tokenizer, or as `LLMWrapperBase`.
+    Raises ImportError if vLLM is not installed, and ValueError if there is no tokenizer, or as `LLMWrapperBase` does.
     """
 
     def __init__(

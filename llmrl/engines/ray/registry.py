@@ -71,7 +71,7 @@ class EngineRegistry:
     def publish(self, replicas: EngineReplicas) -> None:
         """Register the serving engines now and at each change, until the replicas are shut down.
 
-        Hanging engines are replaced meanwhile, even if the trainer makes no requests. Raises as `publish_once`.
+        Hanging engines are replaced meanwhile, even if the trainer makes no requests. Raises as `publish_once` does.
         """
         self.publish_once(replicas)
         threading.Thread(

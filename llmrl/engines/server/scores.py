@@ -16,7 +16,7 @@ _NUM_SCORES_A_TOKEN = 16
 
 
 class ServerScores(ABC):
-    """Requests a server's scores of given tokens, and the tokens of a text."""
+    """Requests for a server's scores of given tokens, and for the tokens of a text."""
 
     max_model_len: int
     model: str
@@ -30,9 +30,9 @@ class ServerScores(ABC):
         """Return the server's JSON answer."""
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return scores as `ScoresTokens.score`; `top_k` is limited to 20, or the server's `--max-logprobs`.
+        """Return token scores as `ScoresTokens.score` does; `top_k` is limited to 20, or the server's `--max-logprobs`.
 
-        Raises ValueError also if the server refuses, and EngineError if it cannot be reached or answers too late.
+        Also raises ValueError if the server refuses, and EngineError if it cannot be reached or answers too late.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         body = {"model": self.model, "prompt": list(token_ids), "prompt_logprobs": top_k, "max_tokens": 1}

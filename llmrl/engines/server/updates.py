@@ -80,7 +80,7 @@ class ServerInfo:
 
 
 class ServerUpdates(ABC):
-    """Pauses one server and updates its weights.
+    """The weight updates of one server.
 
     The server stores the version of its weights as a label, because it outlives its trainer and may be restarted. If
     the label differs from the expected version, the weights are lost, and the server is not used until the next update.

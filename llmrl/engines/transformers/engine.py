@@ -155,7 +155,7 @@ class TransformersEngine:
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
 
-        Raises as `Engine.generate`, and ValueError for unknown token ids, or stop strings without a tokenizer.
+        Raises as `Engine.generate` does, and ValueError for unknown token ids, or stop strings without a tokenizer.
         """
         request_id = f"transformers-{next(self._ids)}" if request_id is None else request_id
         prompt = list(prompt_ids)
@@ -186,7 +186,7 @@ class TransformersEngine:
             del self._in_flight[request_id]
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return scores as `ScoresTokens.score`. Raises ValueError also for ids outside the vocabulary."""
+        """Return token scores as `ScoresTokens.score` does. Also raises ValueError for ids outside the vocabulary."""
         check_scored(token_ids, top_k, self.max_model_len)
         if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             raise ValueError(f"token_ids has tokens outside the vocabulary of {self.vocab_size}.")

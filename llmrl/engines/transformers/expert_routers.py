@@ -180,7 +180,7 @@ def _after_router(
 
 
 class _Chosen(TorchFunctionMode):
-    """Replaces the ids of the `topk` that chooses among experts, and their scores."""
+    """Mode that replaces the ids and scores of the `topk` that chooses among experts."""
 
     def __init__(self, forced: torch.Tensor, num_experts: int) -> None:
         super().__init__()

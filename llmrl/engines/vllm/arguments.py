@@ -160,7 +160,7 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     """Return vLLM's arguments for the model in a folder.
 
     Raises TypeError if a name in `engine_args` is unknown to vLLM or has its own option, and EngineError as
-    `weight_transfer_backend`, or if `enable_sleep` is used on CPU or without a backend that can restore weights.
+    `weight_transfer_backend` does, or if `enable_sleep` is used on CPU or without a backend that restores weights.
     """
     from llmrl.engines.vllm.private import AsyncEngineArgs, WeightTransferConfig
 

@@ -92,7 +92,7 @@ def scoring_params(top_k: int) -> SamplingParams:
 async def generate_one(
     llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str, weights: WholeWeights
 ) -> Completion:
-    """Await one completion on the engine's own loop. Raises as `answer_of` and `read_completion`."""
+    """Await one completion on the engine's own loop. Raises as `answer_of` and `read_completion` do."""
     final, version = await answer_of(llm, prompt_ids, params, request_id, weights)
     return read_completion(final, llm.vllm_config.model_config.get_vocab_size(), version=version)
 

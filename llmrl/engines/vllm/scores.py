@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class VLLMScores:
-    """Awaits requests to a vLLM engine, and scores given tokens."""
+    """Requests to a vLLM engine, and its scores of given tokens."""
 
     max_model_len: int
     _llm: AsyncLLM
@@ -37,7 +37,7 @@ class VLLMScores:
         raise NotImplementedError
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return scores as `ScoresTokens.score`. Raises EngineError also if the engine sleeps.
+        """Return token scores as `ScoresTokens.score` does. Also raises EngineError if the engine sleeps.
 
         vLLM recomputes all tokens, since its prefix cache has no log-probs.
         """
