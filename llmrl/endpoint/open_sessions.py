@@ -15,7 +15,7 @@ from llmrl.endpoint.tree import ChainKey, chain_keys
 class OpenSessions:
     """Sessions that clients with the key open by their first request, named by its path or `X-Session-ID`.
 
-    A request without a name joins the session whose conversation it continues, or opens a new one.
+    A request without a name joins the session with the conversation that it continues, or opens a new one.
 
     Args:
         open_session: function that makes a session with a name.

@@ -169,7 +169,7 @@ class RayEngine:
                 raise
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return the engine's token scores. Raises TypeError if it has no `score`, and EngineError if its actor died."""
+        """Return the engine's token scores. Raises TypeError if it has no `score`, and EngineError if it died."""
         if not self._facts.scores_tokens:
             raise TypeError("the engine in the actor does not score given tokens; it has no method score.")
         with self._in_flight_as(f"score-{next(self._id_counter)}"):

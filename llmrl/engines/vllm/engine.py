@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class AsyncVLLM(KnownArguments, VLLMScores):
-    """A vLLM engine whose weights can be replaced while requests are in flight; made by `AsyncVLLM.from_pretrained`.
+    """A vLLM engine that can replace its weights while requests are in flight; made by `AsyncVLLM.from_pretrained`.
 
     The engine core runs in a child process. `generate` may be awaited from any event loop, concurrently. vLLM's
     trainer-side weight-transfer engines can use this class as their client.
