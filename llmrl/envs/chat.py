@@ -36,7 +36,7 @@ class ChatEnv(KnownArguments, EnvBase):
     Args:
         input_mode: what the policy reads: `history` (messages; exact multi-turn tokens), `text` or `tokens`.
         batch_size: a fixed batch shape; by default `reset` and `step` accept any.
-        system_prompt: first message of every conversation whose query has no system message.
+        system_prompt: first message of every conversation, unless the query has a system message.
         data_key: entry of the reset tensordict with the query: a string, messages, or token ids in `tokens` mode.
         tokenizer: renders a query's messages with its chat template in the modes `text` and `tokens`; without it, the
             query must already be text or token ids.

@@ -82,7 +82,7 @@ class GameEnv(MessageChatEnv):
     messages are excluded from the loss.
 
     A player leaves the game (`Game.leave`) if its answer was cut or its turns are used up. If a conversation fails,
-    no role of its game is scored. A rollout whose game ends before its first turn is completed without a turn. Games
+    no role of its game is scored. If a game ends before a rollout's first turn, the rollout has no turns. Games
     in which the policy plays several roles need a collector.
 
     Args:

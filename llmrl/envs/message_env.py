@@ -82,7 +82,7 @@ class Opened:
 
 
 class MessageChatEnv(DatasetChatEnv):
-    """A `ChatEnv` whose conversations are `MessageEnv`s.
+    """A `ChatEnv` of which each conversation is a `MessageEnv`.
 
     Args:
         factory: function that builds the environment of one conversation from a dataset item.

@@ -103,7 +103,7 @@ class MixedPrompts:
         return chosen
 
     def end(self, name: str) -> None:
-        """Exclude an environment whose data ended during its last draw."""
+        """Exclude an environment after its data ended during a draw."""
         self._ended.add(name)
         self.progress[name].num_groups -= 1
 

@@ -149,7 +149,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
 
 
 class RayDataLoadingPrimer(DataLoadingPrimer):
-    """A `DataLoadingPrimer` whose data and position are in a Ray actor, so that many processes share one pass.
+    """A `DataLoadingPrimer` with its data and position in a Ray actor, so that many processes share one pass.
 
     Primers with the same `actor_name` share the actor, as does a pickled copy. The actor ends with its last handle.
     Collectors stop at the end of the data but do not form groups, since other processes draw in between.

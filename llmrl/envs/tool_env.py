@@ -1,4 +1,4 @@
-"""`ToolEnv`: an environment whose public methods are the model's tools, like TRL's `environment_factory`."""
+"""`ToolEnv`: an environment with its public methods as the model's tools, like TRL's `environment_factory`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from llmrl.transforms import RubricReward
 
 
 class ToolEnv(KnownArguments, TransformedEnv):
-    """Conversations with an object whose public methods are the model's tools, like TRL's `environment_factory`.
+    """Conversations with an object; its public methods are the tools, like TRL's `environment_factory`.
 
     Each conversation has its own instance. `reset` is called first, with the columns of the row that it has
     parameters for; the text that it returns, if any, is appended to the last user message. `get_reward` returns the

@@ -142,8 +142,8 @@ class RubricReward(KnownArguments, Transform):
         reason_of_collector = element.get(("rollout", "reason"), None)
         reason = plain(reason_of_collector) or StopReason.NONE
         is_terminated = bool(next_element.get("terminated").any())
-        # A cut answer truncates the conversation and does not terminate it. An agent whose requests were refused
-        # is truncated by its environment.
+        # A cut answer truncates the conversation and does not terminate it. If an agent's requests were refused,
+        # its environment truncates it.
         is_truncated = bool(next_element.get("truncated").any())
         is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED) or (bool(reason) and is_truncated)
         if not (is_terminated or is_cut) and self.terminate_when_answered and _is_answered(messages):

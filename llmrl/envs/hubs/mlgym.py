@@ -209,7 +209,7 @@ def _builder(task: str, max_steps: int, seed: int, container_type: str) -> Calla
 
 @contextlib.contextmanager
 def _in_mlgym_folder() -> Iterator[None]:
-    """Change to MLGym's folder, whose files it opens by relative paths; one thread at a time."""
+    """Change to MLGym's folder, because it opens files by relative paths; one thread at a time."""
     spec = importlib.util.find_spec("mlgym")
     if spec is None or not spec.submodule_search_locations:
         yield

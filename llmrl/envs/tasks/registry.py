@@ -30,7 +30,7 @@ def make_task_env(
 
     Args:
         name: a name in `task_environments()`, or `FILE.py:FUNCTION` for a function that returns an environment. It is
-            called with the options and with those of `split`, `repeats`, `data` and `seed` that are parameters.
+            called with the options, and with `split`, `repeats`, `data` and `seed` if it has such parameters.
         split: `train`, `test`, or a split of the hub's dataset, such as `train[:-100]`.
         data: your own problems: a hub name, a file or folder, or rows.
         repeats: group size, the number of conversations per problem.
