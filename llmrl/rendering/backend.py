@@ -26,8 +26,7 @@ def make_renderer(
     Args:
         tokenizer: a Hugging Face tokenizer.
         backend: `template` renders the chat template; `renderers` uses the package of that name; `auto` uses the
-            template, or the package if it knows the model and the template is not rendered exactly or its calls are
-            not read.
+            template, or the package if it knows the model and the template or its calls cannot be read exactly.
         template_arguments: arguments of `TemplateRenderer`.
 
     Raises RenderingError if no backend renders the model exactly, MissingExtraError if `renderers` is not installed.

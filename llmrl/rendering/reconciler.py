@@ -1,7 +1,6 @@
 """Effect of a prompt on the current training row: append, realign or fork.
 
-For each turn, k is the number of tokens that the prompt shares with the row, and drift is the number of later row
-tokens.
+For each turn, k is the number of leading tokens that prompt and row share, and drift that of later row tokens.
 
 - clean (drift 0): the rest of the prompt is appended as context.
 - realign (k within the last answer, drift below the threshold and at most half of that answer): the tokens after k are

@@ -54,8 +54,7 @@ class TemplateRenderer:
     Args:
         tokenizer: a Hugging Face tokenizer.
         chat_template: Jinja text; the tokenizer's by default.
-        tool_parser: name of a tool-call parser; `auto` selects one that reads the template's calls, `none` reads no
-            calls.
+        tool_parser: name of a tool-call parser; `auto` selects one that reads the template's calls, `none` reads none.
         tool_results: `tool` writes results under the template's role for them, `user` as user messages, for templates
             without such a role (Gemma, Cohere's Command R).
         reasoning_parser: `auto` detects the marks, `think` uses `<think>` and `</think>`, `none` reads no reasoning.

@@ -56,8 +56,7 @@ class TurnNode:
     """One turn, stored as its difference from its parent; immutable.
 
     Its prompt is the first `num_kept_tokens` of its parent's tokens, then `context_ids`. Nodes with the same parent
-    are branches. Raises ValueError if log-probs or versions are not one per completion token, or more tokens are kept
-    than the parent has.
+    are branches. Raises ValueError if columns differ in length, or `num_kept_tokens` is too large.
 
     Example:
         >>> root = TurnNode(None, 0, [1, 2], [3], [-0.1], [0])

@@ -77,8 +77,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
             `grpo_size`; if the selection is out of bounds, more rollouts are awaited, up to `candidate_group_size`.
         candidate_selector: selection rule.
         keep_return_bounds: drop groups with a mean return not strictly within these bounds.
-        drop_constant_groups: drop groups with all returns equal (DAPO, equation 11), except with
-            `normalization="none"`.
+        drop_constant_groups: drop groups with equal returns (DAPO, equation 11); not for `normalization="none"`.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

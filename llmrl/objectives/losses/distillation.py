@@ -38,8 +38,7 @@ class DistillationLoss(KnownArguments, SequenceLoss):
 
     Without `teacher`, the KL is estimated from the teacher's log-probs of the same tokens:
     `write_log_probs(teacher, batch, ("next", "teacher_log_probs", "full"))`. For tokens that the student sampled, `k2`
-    has the gradient of the reverse KL and `k3`, TorchRL's, that of the forward KL. `k1` is refused: its gradient does
-    not depend on the teacher.
+    has the gradient of the reverse KL and `k3`, TorchRL's, that of the forward KL; that of `k1` ignores the teacher.
 
     With `teacher`, the divergence of both distributions at each trained token is computed exactly (GKD, equation 3),
     whichever model sampled the token. `TeacherDistribution` uses whole distributions and no entries of the batch;

@@ -35,8 +35,7 @@ class GRPOLoss(LLMLoss):
     """Clipped importance-weighted policy loss of GRPO (arXiv:2402.03300, equation 3) over trained tokens.
 
     Names, keys and defaults are TorchRL's, except that `entropy_bonus` is off unless `entropy_coeff` is given,
-    `masking_strategy` is `rlhf`, averages exclude prompts and padding, and parameters are the policy's own, not
-    functional copies.
+    `masking_strategy` is `rlhf`, averages exclude prompts and padding, and parameters are not copied.
 
     The ratio is to `old_log_prob` if the batch has it (`write_log_probs`), otherwise to the sampler's log-probs, as in
     TorchRL. With `importance_cap` a bounded weight corrects for the sampler (`importance_weights`), and the ratio is
@@ -54,8 +53,7 @@ class GRPOLoss(LLMLoss):
         aggregation: method of `aggregation_weights`; a sequence is a rollout with all its rows. Excluded tokens still
             count in the denominator, so that micro-batches add up.
         fixed_length: sequence length for `aggregation="fixed_length"`.
-        entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy`, with 0.01 by default; a coefficient enables
-            it.
+        entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy` (0.01 by default); a coefficient implies it.
         kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_probs`.
         kl_to_inference_coeff: coefficient of the KL to the sampler.
         kl_estimator: `k1`, `k2` or `k3` (`kl_estimate`); `KLPenalty` puts the KL into the reward instead.

@@ -113,8 +113,7 @@ def read_inputs(
 
     Raises:
         KeyError: if an entry is missing.
-        ValueError: if a column does not have one entry per token, or its log-probs cover only the loss mask and the
-            strategy trains other tokens.
+        ValueError: if a column does not have one entry per token, or log-probs are missing at trained tokens.
         NonFiniteColumnError: if a column is not finite at a trained token.
     """
     batch = flat_batch(tensordict)

@@ -25,8 +25,7 @@ from llmrl.objectives.ratios import sequence_totals
 class SFTLoss(KnownArguments, SequenceLoss):
     """Negative log-likelihood of the trained tokens, optionally with a KL to a reference.
 
-    Names, keys and defaults are TorchRL's. Unlike in TorchRL, the KL and the reference's log-probs in `minor_sft`
-    cover only trained tokens.
+    Names, keys and defaults are TorchRL's, but the KL and `minor_sft`'s reference cover only trained tokens.
 
     Args:
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `log_probs`' entry with gradients.

@@ -36,8 +36,7 @@ def observed_tokens(row: TensorDictBase) -> torch.Tensor:
 def write_loss_weights(batch: TensorDictBase, **streams: Callable[[TensorDictBase], torch.Tensor]) -> TensorDictBase:
     """Write `("loss_weights", NAME)` into the rows of a batch, in place, for `StreamsLoss`; return the batch.
 
-    Each stream's function returns one finite weight per token of a row, `[num_tokens]`; otherwise ValueError is
-    raised.
+    Each stream's function returns the `[num_tokens]` weights of a row; ValueError is raised if they are not finite.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

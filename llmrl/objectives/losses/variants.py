@@ -69,8 +69,7 @@ class DPPOLoss(GRPOLoss):
 class GSPOLoss(GRPOLoss):
     """GRPO with length-normalized sequence ratios (GSPO, arXiv:2507.18071, equations 5, 7 and 14).
 
-    The default clip bounds are the paper's (section 5.1). A sequence is a row: a rollout with several rows has several
-    ratios.
+    The default clip bounds are the paper's (section 5.1). A sequence is a row, so a rollout may have several ratios.
     """
 
     _has_sequence_ratio = True
@@ -89,8 +88,7 @@ class GSPOLoss(GRPOLoss):
 class RLOOLoss(GRPOLoss):
     """Policy gradient without a ratio, `-A log pi` summed over a sequence (RLOO, arXiv:2402.14740, equations 5 and 7).
 
-    The paper's baseline is `MCAdvantage(normalization="leave_one_out")`; `importance_cap` corrects for off-policy
-    samples.
+    The baseline is `MCAdvantage(normalization="leave_one_out")`. `importance_cap` corrects off-policy samples.
     """
 
     def __init__(

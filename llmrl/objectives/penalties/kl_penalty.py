@@ -29,8 +29,7 @@ class KLPenalty(Transform):
 
     Args:
         log_prob_key: the policy's log-probs, by default the sampler's; `("old_log_probs", "full")` are the trainer's.
-        other_log_prob_key: the other's, by default the reference's; `("log_probs", "full")` are the inference
-            policy's.
+        other_log_prob_key: the other's, by default the reference's; `("log_probs", "full")` are the sampler's.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
