@@ -39,8 +39,8 @@ class TransformersWrapper(LLMWrapperBase):
 
     *Generating*, it is a policy over a `TransformersEngine` of the model; see `LLMWrapperBase`.
 
-    *Scoring*, it reads `("tokens", "full")` and `("masks", "all_assistant_mask")` and writes `(log_probs_key,
-    "full")`: `[num_tokens]` float32 per row, differentiable, and 0 outside the mask and at a row's first token.
+    *Scoring*, it reads `("tokens", "full")` and `("masks", "all_assistant_mask")`, and writes
+    `(log_probs_key, "full")`: `[num_tokens]` float32 per row, differentiable, 0 outside the mask and at the first token.
 
     - Without a mask, every token is scored.
     - Without tokens, they are made from `("history", "full")` with the chat template, and the mask from its assistant
@@ -63,8 +63,7 @@ class TransformersWrapper(LLMWrapperBase):
             error of 0.01 to 0.02 nats per token). Entropies and truncated distributions always use `torch`.
         compile_layers: compile the decoder's layers (`torch.compile`); attention on CUDA is always compiled.
         offload_activations: store what gradient checkpointing keeps, each layer's input, in host memory.
-        options: see `LLMWrapperBase`. Scoring uses the temperature in `generate_kwargs`; `pad_output` pads on the
-            left.
+        options: see `LLMWrapperBase`. Scoring uses `temperature` of `generate_kwargs`; `pad_output` pads on the left.
 
     Raises:
         ValueError: if the kernel is unknown, the temperature is 0 when scoring, activations are offloaded without

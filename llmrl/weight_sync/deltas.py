@@ -88,8 +88,7 @@ def decode(data: bytes, num_gap_bytes: int) -> tuple[Positions, Words]:
         raise ValueError(f"{num_gap_bytes} gap bytes of {len(data)}.")
     stream = np.frombuffer(data, dtype=np.uint8, count=num_gap_bytes)
     ends = np.flatnonzero(stream != _ESCAPE)
-    # A gap is the sum of its bytes; a position is the sum of the gaps so far, plus one word for each earlier
-    # position.
+    # A gap is the sum of its bytes; a position is the sum of all gaps so far plus the number of earlier positions.
     positions = np.cumsum(stream, dtype=np.int64)[ends] + np.arange(len(ends))
     planes = np.frombuffer(data, dtype=np.uint8, offset=num_gap_bytes) if num_gap_bytes < len(data) else stream[:0]
     if len(planes) != 2 * len(ends) or (num_gap_bytes and stream[-1] == _ESCAPE):

@@ -134,7 +134,7 @@ class AllWorkers:
         self._members = members
         self._each = each
         self.timeout_seconds = timeout_seconds
-        """Shorter than the engines' hang timeout, so that engines which wait for a dead one are not ended."""
+        """Shorter than the engines' hang timeout, so that engines which wait for a dead one are not killed."""
 
     @property
     def num_workers(self) -> int:

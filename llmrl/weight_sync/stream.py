@@ -61,8 +61,7 @@ class StreamChannel(Channel):
     def connect(self, client: Client) -> Connection:
         """Form one group of the trainer and all workers.
 
-        Raises EngineError if an engine does not join, and ValueError without a GPU, or for `ipc` with several
-        processes.
+        Raises EngineError if an engine does not join, and ValueError without a GPU or for `ipc` on several ranks.
         """
         if not torch.accelerator.is_available():
             raise ValueError(

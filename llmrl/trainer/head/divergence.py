@@ -315,8 +315,7 @@ class TeacherTopK:
                 "mask, so train on these (masking_strategy='rlhf')."
             )
         ours, positions = student.packed_head(packed)
-        # One position per token: tokens that share a position may have different teacher scores, for example with
-        # hints.
+        # One position per token: tokens that share a position may have different teacher scores (hints).
         ours = replace(ours, states=ours.states[positions])
         theirs = TopK(token_ids, log_probs)
         return chunked_divergence(ours, theirs, divergence, beta=self.beta, chunk_size=student.chunk_size)

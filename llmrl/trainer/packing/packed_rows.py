@@ -306,8 +306,7 @@ def _with_scored_tokens(
     device: torch.device,
 ) -> PackedRows:
     # A shared node predicts for each row that passes through it, so predictors may repeat. All arrays run over the
-    # rows' computed tokens, row after row, until `places` picks the predictors; sorting lets the head read states in
-    # order.
+    # rows' computed tokens, row after row, until `places` picks the predictors, sorted by position.
     lengths = np.asarray([len(path) for path in paths])
     positions = np.concatenate(paths)
     starts = np.cumsum(lengths) - lengths
