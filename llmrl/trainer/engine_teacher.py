@@ -79,8 +79,7 @@ class EngineTeacher:
     def scores(self, batch: TensorDictBase, *, top_k: int = 0, assistant_only: bool = True) -> list[TokenScores]:
         """Return the teacher's scores of each row's tokens; where nothing is scored, log-probs are 0 and ids -1.
 
-        Raises ValueError if rows are from truncated distributions or too long, and EngineError if an engine fails on
-        any rank.
+        Raises ValueError if rows are from truncated distributions or too long, and EngineError if any engine fails.
         """
         rows = flat_batch(batch)
         token_ids = [ids.cpu() for ids in ragged_column(rows, _TOKENS)]

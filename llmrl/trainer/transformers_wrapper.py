@@ -40,7 +40,7 @@ class TransformersWrapper(LLMWrapperBase):
     *Generating*, it is a policy over a `TransformersEngine` of the model; see `LLMWrapperBase`.
 
     *Scoring*, it reads `("tokens", "full")` and `("masks", "all_assistant_mask")`, and writes
-    `(log_probs_key, "full")`: `[num_tokens]` float32 per row, differentiable, 0 outside the mask and at the first token.
+    `(log_probs_key, "full")`: `[num_tokens]` float32 per row, differentiable, 0 outside the mask and at token 0.
 
     - Without a mask, every token is scored.
     - Without tokens, they are made from `("history", "full")` with the chat template, and the mask from its assistant

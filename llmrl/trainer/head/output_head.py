@@ -43,8 +43,7 @@ class OutputHead:
     def weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return `[vocab_size, hidden_size]`, differentiable; with LoRA, the sum of the base weight and its update.
 
-        With `dtype`, a sharded weight is cast before it is gathered; its gradient is summed in the weight's own
-        dtype.
+        With `dtype`, a sharded weight is cast before it is gathered; its gradient is summed in the weight's dtype.
         """
         head = self._head
         is_adapted = hasattr(head, "lora_A") and not head.disable_adapters and not head.merged

@@ -110,8 +110,7 @@ class CausalModel:
     def hidden_states(self, packed: PackedRows) -> torch.Tensor:
         """Return the last hidden states `[num_bins, bin_length, hidden_size]`.
 
-        Raises ValueError if a row is so long that the rotary embedding depends on the batch, or compiled layers get
-        experts.
+        Raises ValueError if a row is so long that rotary embeddings depend on the batch, or compiled layers get experts.
         """
         if packed.routed_experts is not None and self._is_compiled:
             raise ValueError("compile_layers=True cannot replay the experts of rows: leave one of the two.")
@@ -153,7 +152,7 @@ class CausalModel:
         return max(1.0, num_weights / (2 * width * num_layers))
 
     def _is_replaced(self, chosen: str) -> bool:
-        """Whether packed attention may replace `chosen`, which is `eager` only if the model does not support `sdpa`."""
+        """Whether packed attention may replace `chosen`; it replaces `eager` only for models without `sdpa`."""
         is_fused = self.head.device.type in FUSED_DEVICES
         if chosen == "eager":
             return is_fused and not getattr(self.model, "_supports_sdpa", True)

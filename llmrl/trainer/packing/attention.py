@@ -32,8 +32,7 @@ def packed_attention(
 
     With a `PackedMask` (on CUDA) it is PyTorch's variable-length kernel for half-precision rows that share nothing,
     and compiled `flex_attention` for all others. Otherwise it is `sdpa`, or matrix products if the mask is additive
-    (for short bins on CPU, where `sdpa`'s backward pass is slow) or scores have a soft cap, which `sdpa` silently
-    ignores.
+    (short bins on CPU, where `sdpa`'s backward pass is slow) or scores have a soft cap, which `sdpa` ignores.
 
     Args:
         query: `[num_bins, num_heads, length, head_size]`.
