@@ -110,7 +110,7 @@ class CausalModel:
     def hidden_states(self, packed: PackedRows) -> torch.Tensor:
         """Return the last hidden states `[num_bins, bin_length, hidden_size]`.
 
-        Raises ValueError if a row is so long that rotary embeddings depend on the batch, or compiled layers get experts.
+        Raises ValueError if a row is so long that rotary frequencies change with it, or compiled layers get experts.
         """
         if packed.routed_experts is not None and self._is_compiled:
             raise ValueError("compile_layers=True cannot replay the experts of rows: leave one of the two.")
