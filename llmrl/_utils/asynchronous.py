@@ -1,4 +1,4 @@
-"""Running coroutines from ordinary code."""
+"""Runs coroutines from synchronous code."""
 
 from __future__ import annotations
 

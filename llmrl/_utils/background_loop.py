@@ -63,7 +63,7 @@ class CrossLoopTask(Generic[Result]):
         self._here = asyncio.get_running_loop()
         self._context = contextvars.copy_context()  # the sender's context, not that of the task that wakes the loop
         self.future: asyncio.Future[Result] = self._here.create_future()
-        """Its result, for the loop that it was begun from."""
+        """The result, on the loop that started the coroutine."""
         self._task: asyncio.Task[Result] | None = None
         self._ended: asyncio.Future[None] | None = None
 

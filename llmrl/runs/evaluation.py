@@ -146,7 +146,7 @@ class Evaluator:
             raise ValueError(f"num_problems must be at least 1, got {num_problems}.")
         self.policy = policy
         self.num_rollouts: dict[str, int] = {}
-        """Answers of an evaluation, by environment."""
+        """Number of answers in an evaluation, by environment."""
         for name, env in envs.items():
             dataset_env = dataset_env_of(env)
             if dataset_env is None:
@@ -287,7 +287,7 @@ class BestEvaluation:
         if self.metric not in metrics and not self.values:
             raise KeyError(f"the evaluation has no {self.metric!r}; it has {', '.join(sorted(metrics))}.")
         value = as_recorded(metrics.get(self.metric, math.nan))
-        # A loss is better where it is lower.
+        # A lower loss is better.
         self.values[step] = -math.inf if math.isnan(value) else -value if self.metric.endswith("loss") else value
         return self.step == step
 

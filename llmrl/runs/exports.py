@@ -143,7 +143,7 @@ def push_folder(folder: Path, repository: str, *, is_public: bool = False) -> st
 
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no model to push: there is no config.json in it.")
-    check_entries(folder, ["*"])  # what a link leads to would be pushed
+    check_entries(folder, ["*"])  # the target of a link would be pushed
     open_repository(repository, is_public=is_public)
     try:
         HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Push {folder.name}")
@@ -162,7 +162,7 @@ def copy_to_host(model: PreTrainedModel) -> PreTrainedModel | None:
 
     All ranks call this if the model is sharded; only rank 0 gets the copy, the others get None.
     """
-    broadcast_from_rank0(None)  # without a time limit: rank 0 may be writing for long
+    broadcast_from_rank0(None)  # the other ranks wait here while rank 0 writes
     dtype = trained_model(model).compute_dtype or torch.float32
     base: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
     weights = {}

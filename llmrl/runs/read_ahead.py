@@ -27,7 +27,7 @@ class ReadAhead(Generic[Item]):
         self._drawn: queue.Queue[Item | Exception | None] = queue.Queue(maxsize=1)
         self._is_closed = threading.Event()
         self.is_at_end = False
-        """Whether there is nothing more to take."""
+        """Whether all items have been taken."""
         self._thread = threading.Thread(target=self._draw, name="llmrl-read-ahead", daemon=True)
         self._thread.start()
 

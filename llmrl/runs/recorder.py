@@ -35,9 +35,9 @@ class RunRecorder:
         self._console = console
         self.folder = RunFolder(cfg.run.path, resume=cfg.resume, trackers=cfg.run.trackers)
         self.summary: dict[str, Results] = self.folder.read_summary()
-        """What is written as `summary.json`."""
+        """Content of `summary.json`."""
         self.metrics: dict[str, float] = {}
-        """Of the last step that was logged."""
+        """Metrics of the last logged step."""
         self.view = LiveView(0, console=Console(quiet=True))  # until the loop begins
         self._logged = {int(row["step"]): row for row in self.folder.read_metrics()}
         self.folder.drop_rollouts(self._logged)
@@ -45,7 +45,7 @@ class RunRecorder:
         self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
         self._best_step: int | None = None  # the step of the last best model that this process saved
         self._dropped_ids: set[str] = set()  # rollouts that were logged before the batch of their step
-        self._meter = StepMeter({})  # of the step
+        self._meter = StepMeter({})  # of the current step
 
     def recall(self, checkpoint: int) -> None:
         """Restore what was known from the recorded metrics, without those of steps that will be collected anew."""

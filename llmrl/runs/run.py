@@ -94,7 +94,7 @@ class Run:
             warnings.simplefilter("ignore")
             logging.getLogger("llmrl").setLevel(logging.ERROR)
         self.why_stopped = ""
-        """What ended the loop."""
+        """Why the loop ended; empty before."""
         self._continued_by = continued_by
         self._warn = functools.partial(self.console.print, style="bold red", highlight=False, markup=False)
         self._recorder = self._open_recorder() if is_rank0 else None

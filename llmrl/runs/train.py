@@ -198,7 +198,7 @@ def _dataset_of(env: EnvBase | MixedEnv) -> DatasetChatEnv | DataLoadingPrimer |
 
 
 def _check_envs(env: EnvBase | MixedEnv, eval_envs: Mapping[str, EnvBase]) -> int:
-    """Return the number of answers to each prompt that is trained on."""
+    """Check the environments, and return the number of answers per training prompt."""
     prompts = _dataset_of(env).prompts
     if prompts.num_samples < 2:
         raise ValueError(

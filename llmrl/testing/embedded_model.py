@@ -107,7 +107,7 @@ def _find_source() -> Path:
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    import fcntl  # not on Windows, where this module still has to import
+    import fcntl  # unavailable on Windows, where this module must be importable
 
     with path.open("w") as file:
         # The kernel releases the lock of a killed process.

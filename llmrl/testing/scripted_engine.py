@@ -75,9 +75,9 @@ class ScriptedEngine:
         self.max_model_len = max_model_len
         self.vocab_size: int | None = None
         self.requests: list[tuple[list[int], SamplingConfig, str]] = []
-        """Prompt ids, sampling and routing key ("" for none) of every request so far."""
+        """Prompt ids, sampling and routing key ("" if None) of all requests so far."""
         self.busy_s = 0.0
-        """Seconds that requests were being served, all added up, on their loop's clock."""
+        """Total service time of all requests in seconds, on their loop's clock."""
         self._encode = encode
         self._decode = decode
         self._log_prob = log_prob

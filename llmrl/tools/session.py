@@ -48,9 +48,9 @@ class ToolSession:
         self.tool_names: set[str] = set()
         """Names of the tools of all transforms."""
         self.outcomes: Counter[str] = Counter()
-        """Calls by outcome, see `OUTCOMES`."""
+        """Number of calls by outcome (`OUTCOMES`)."""
         self.states: dict[str, object] = {}
-        """What tools with a memory keep for the conversation, by name."""
+        """State that tools keep for the conversation, by name."""
         self.is_stopped = False
         """Whether a tool has ended the conversation."""
         self._releases: list[Release] = []

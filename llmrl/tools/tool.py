@@ -133,7 +133,7 @@ class InstanceTools:
         if not functions:
             raise TypeError(f"{cls.__name__} has no public method that could be a tool.")
         self.state_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-        """By which rewards read the instance."""
+        """Name by which rewards read the instance."""
         self._make = make or cls
         self._instances: dict[str, Any] = {}
         self._loops: dict[str, asyncio.AbstractEventLoop] = {}

@@ -109,7 +109,7 @@ class ToolTransform(KnownArguments, Transform):
         self.truncate_side = truncate_side
         self.rate_limits = dict(rate_limits or {})
         self.counts: Counter[str] = Counter()
-        """`calls`, `failures`, and of those `unknown`, `invalid`, `malformed`, `timeouts`."""
+        """Number of `calls` and `failures`, and of `unknown`, `invalid`, `malformed` and `timeouts` among these."""
         self._loops = ReplaceableLoop("llmrl-tools")
         self._home: BackgroundLoop | None = None  # for tools bound to one loop, such as connections
         self._given = tuple(tools)
