@@ -26,12 +26,7 @@ _STYLES = ((0.9, "green"), (0.5, "yellow"), (0.0, "red"))
 
 
 class ChatSession:
-    """A conversation with a policy in an environment that may answer with tools.
-
-    Args:
-        policy: policy in history mode.
-        env: a `ChatEnv`, with transforms that answer.
-    """
+    """A conversation with a policy (in history mode) in a `ChatEnv`, which may answer with tools."""
 
     def __init__(self, policy: LLMWrapperBase, env: EnvBase) -> None:
         unlock_batch_size(env)
@@ -42,11 +37,7 @@ class ChatSession:
         """Reward of the last step."""
 
     def problem(self) -> Iterator[Message]:
-        """Start over with the environment's next problem; yield its messages and the following ones as they arrive.
-
-        Raises:
-            ValueError: if the environment has no problems.
-        """
+        """Start over with the next problem, if there is one (else ValueError); yield the messages as they arrive."""
         if dataset_env_of(self.env) is None:
             raise ValueError("this environment has no problems; start with --env.")
         state = self.env.reset()

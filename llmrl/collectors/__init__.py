@@ -1,4 +1,4 @@
-"""Collectors: conversations in, batches out."""
+"""Collectors, which play conversations and return them in batches."""
 
 from llmrl._utils.spans import stop_spans, trace_spans
 from llmrl.collectors.collector import LLMCollector

@@ -89,7 +89,12 @@ class GroupRules:
 
 
 def have_equal_rewards(rollouts: Sequence[Rollout]) -> bool:
-    """Return whether all rollouts have the same reward; true without rollouts."""
+    """Return whether all rollouts have the same reward.
+
+    Example:
+        >>> have_equal_rewards([])
+        True
+    """
     return len({rollout.reward for rollout in rollouts}) < 2
 
 

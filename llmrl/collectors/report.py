@@ -19,7 +19,13 @@ _ROLLOUT_ID = ("rollout", "rollout_id")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectionReport:
-    """Statistics of one collected batch, with every drop counted by its reason."""
+    """Statistics of one collected batch, with every drop counted by its reason.
+
+    Example:
+        >>> report = CollectionReport.of([], seconds=1.0)
+        >>> report.num_rollouts, report.tokens_per_second
+        (0, 0.0)
+    """
 
     num_rollouts: int
     num_turns: int

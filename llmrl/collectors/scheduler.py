@@ -90,7 +90,7 @@ class _Group:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     kept: list[Rollout] | None = None
     dropped: list[Dropped] = field(default_factory=list)
-    """Dropped rollouts of a group of which some were kept; they are reported with it."""
+    """Dropped rollouts of a partly kept group, which are reported with it."""
 
 
 class RolloutScheduler:
@@ -212,7 +212,7 @@ class RolloutScheduler:
         self._undelivered = []
 
     def rollback(self) -> None:
-        """Undo the last delivery, of which nothing is trained on, also in the gate's bounds."""
+        """Undo the last delivery, also in the gate, since nothing in it is trained on."""
         self.gate.rollback()
         self.notify()
 

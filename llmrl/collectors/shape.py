@@ -38,6 +38,10 @@ class BatchShape:
 
         Raises:
             ValueError: if the arguments do not define exactly one kind of batch, or if a number is below 1.
+
+        Example:
+            >>> BatchShape.of(yield_only_last_steps=True)
+            BatchShape(kind='last_steps', size=1)
         """
         if yield_only_last_steps and yield_completed_trajectories is False:
             raise ValueError(

@@ -87,7 +87,6 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
 
 
 def _memory(cfg: ScriptConfig) -> str:
-    """Return a summary of the memory of the trainer and of an engine."""
     model = shape_of(cfg)
     if model is None:
         return "of the trainer is known when the model is here, and a dense transformer"

@@ -34,7 +34,7 @@ class EngineConfig(Section):
     cpu_threads: int | None = field(default=None, metadata=at_least(1))
     """Number of threads of an engine on CPU; null is all cores."""
     quantization: Quantization | None = field(default=None, metadata=one_of("int8"))
-    """`int8` quantizes the linear layers of an engine on CPU; `train.importance_cap` corrects for it."""
+    """`int8` quantises the linear layers of an engine on CPU; `train.importance_cap` corrects for it."""
     sleep_while_training: bool | None = None
     """Whether the engine frees a shared GPU for the trainer (`sync.transport=ipc`); null: if they alternate."""
     use_ray: bool = False

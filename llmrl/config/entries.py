@@ -32,12 +32,7 @@ _KINDS: dict[object, str] = {
 
 
 class EntryError(ValueError):
-    """Raised if a configuration entry has an invalid value.
-
-    Args:
-        entry: dotted name of the entry.
-        problem: the expected value, and the value that was given.
-    """
+    """Error about an entry's invalid value; `problem` says what was expected and given."""
 
     def __init__(self, entry: str, problem: str) -> None:
         super().__init__(f"{entry} {problem}")
@@ -123,10 +118,7 @@ class Section:
 def check_entries(section: DataclassInstance, name: str) -> None:
     """Check all entries of a dataclass against their types and declarations; `name` is the prefix of their names.
 
-    numpy numbers and tuples are replaced by Python's numbers and lists.
-
-    Raises:
-        EntryError: if a value is invalid.
+    numpy numbers and tuples are replaced by Python's numbers and lists. EntryError: if a value is invalid.
     """
     kinds = _hints(type(section))
     for field in dataclasses.fields(section):

@@ -36,10 +36,7 @@ class PlanConfig(Section):
 
 
 def training_shape(model: ModelConfig, train: TrainerConfig, *, budget: int = 0) -> TrainingShape:
-    """Return the trainer's memory-relevant settings.
-
-    `budget` is the maximum number of tokens in the answers of one conversation.
-    """
+    """Return the trainer's memory-relevant settings; `budget` is the maximum length of a conversation's answers."""
     longest = model.max_model_len or train.token_budget
     return TrainingShape(
         num_ranks=train.num_ranks,
@@ -106,7 +103,7 @@ def lines_of(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _gpu_memory() -> int | None:
-    """Return the memory of the smallest GPU in bytes, without initializing CUDA, which must not precede the engines."""
+    """Return the memory of the smallest GPU in bytes, without initialising CUDA, which must not precede the engines."""
     if shutil.which("nvidia-smi") is None:
         return None
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

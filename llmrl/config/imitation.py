@@ -74,10 +74,7 @@ class TeacherConfig(Section):
                 )
 
     def hint_for(self, problem: Row) -> str:
-        """Return the hint for a problem.
-
-        Raises:
-            ValueError: if the hint names a column that the problem lacks.
+        """Return the hint for a problem; ValueError if the problem lacks one of the hint's columns.
 
         Example:
             >>> TeacherConfig(hint="It is {answer}.").hint_for({"query": "1 + 1 =", "answer": "2"})

@@ -40,12 +40,8 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
     hydra composes the file, the groups that the command line names (`task=gsm8k`) and single entries
     (`train.learning_rate=1e-6`). Invalid entries end the program with a message before anything starts. With
     `resume=true`, the command line changes the run's saved configuration. With `train.num_ranks` above 1, this number
-    of processes is started, unless `torchrun` has started them.
-
-    Args:
-        main: main function of the script.
-        config_type: type of its configuration.
-        config_path: path of the file, relative to the file that defines `main`.
+    of processes is started, unless `torchrun` has started them. `config_path` is relative to the file that defines
+    `main`.
     """
     require("hydra", extra="scripts")
     import hydra

@@ -22,7 +22,7 @@ class LossChoice:
     entries: tuple[str, ...] = (*_CLIP, "dual_clip", "aggregation")
     """Entries of `train` that it accepts, in addition to `COMMON`."""
     normalization: Normalization = "std"
-    """Its normalization of advantages (`group_advantages`)."""
+    """Its normalisation of advantages (`group_advantages`)."""
 
 
 LOSSES: Mapping[str, LossChoice] = {
@@ -61,13 +61,9 @@ def check_loss_entries(loss: str, train: object) -> None:
 
 
 def build_loss(loss: str, train: object, actor: TransformersWrapper, *, budget: int | None = None) -> GRPOLoss:
-    """Build a loss from the entries of a `train` section.
+    """Build a loss from the entries of a `train` section; None or a missing entry is the loss's default.
 
-    Args:
-        loss: name of the loss.
-        train: section with the entries; None or a missing entry is the loss's default.
-        actor: policy that is trained.
-        budget: maximum number of tokens of a conversation, the default of `fixed_length`.
+    `budget` is the maximum number of tokens of a conversation, the default of `fixed_length`.
     """
     choice = LOSSES[loss]
     options = own_entries(train) | {entry: getattr(train, entry) for entry in COMMON if hasattr(train, entry)}

@@ -70,11 +70,7 @@ class ModelConfig(Section):
         return None if self.dtype == "float32" else torch.bfloat16
 
     def template_text(self) -> str | None:
-        """Return the text of `chat_template`; None if the model's own is used.
-
-        Raises:
-            ValueError: if it is neither a file nor Jinja text.
-        """
+        """Return the text of `chat_template`, None for the model's own; ValueError if it is neither file nor Jinja."""
         given = self.chat_template
         if given is None or "{" in given:
             return given

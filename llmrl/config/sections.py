@@ -397,7 +397,7 @@ class GRPOConfig(ScriptConfig):
 
     train: GRPOTrainConfig
     loss: LossName = field(default="grpo", metadata=one_of(*LOSSES))
-    """Name of the loss; it also sets the normalization of advantages."""
+    """Name of the loss; it also sets the normalisation of advantages."""
     algorithm: str = "grpo"
 
     def __post_init__(self) -> None:
@@ -407,7 +407,7 @@ class GRPOConfig(ScriptConfig):
 
     @property
     def normalization(self) -> Normalization:
-        """Normalization of advantages in `MCAdvantage` for this loss."""
+        """Normalisation of advantages in `MCAdvantage` for this loss."""
         return LOSSES[self.loss].normalization
 
     def build_loss(self, actor: TransformersWrapper) -> GRPOLoss:

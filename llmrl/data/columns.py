@@ -63,13 +63,10 @@ class TokenColumns:
         sampling_mask: Sequence[array[int] | None] | None = None,
         routed_experts: np.ndarray | None = None,
     ) -> None:
-        """Append sampled tokens.
+        """Append sampled tokens; ValueError if a column is missing or does not have one value per token.
 
         `routed_experts`, `[num_tokens - 1, num_layers, top_k]`, covers all tokens of the sequence but the last. Tokens
         that have experts keep them.
-
-        Raises:
-            ValueError: if `log_probs` or `versions` are missing, or a column does not have one value per token.
         """
         sampling_mask = [None] * len(token_ids) if sampling_mask is None else sampling_mask
         check_per_token(token_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)

@@ -50,9 +50,7 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
         """Render the turn with the chat template; the prompt ends with the generation prompt, the response follows it.
 
         This is for display and for supervised data; `("tokens", ...)` has the exact tokens of a sampled turn.
-
-        Raises:
-            ValueError: if the template changes the prompt when the response follows.
+        ValueError: if the template changes the prompt when the response follows.
         """
 
         def render(history: History | None, *, is_prompt: bool = False) -> str | None:
@@ -127,9 +125,6 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     def to_history(self, tokenizer: Tokenizer | None = None, chat_template_name: str | None = None) -> ChatHistory:
         r"""Parse the messages that a chat template wrote, as `History.from_text` does; `tokenizer` is ignored.
-
-        Raises:
-            ValueError: if the family is unknown, or the text has none of its marks.
 
         Example:
             >>> prompt = "<|im_start|>user\n7 + 8 =<|im_end|>\n<|im_start|>assistant\n"

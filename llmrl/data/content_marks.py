@@ -46,7 +46,7 @@ class ContentMarks:
         self._tokens_of = {beginning: tuple(tokens) for beginning, tokens in beginnings.items()}
         # A lookahead finds overlapping tokens, too.
         self._pattern = re.compile("(?=(" + "|".join(map(re.escape, self._tokens_of)) + "))")
-        # Some tokens are matched in the normalized text, and some models' special tokens are also ordinary pieces.
+        # Some tokens are matched in the normalised text, and some models' special tokens are also ordinary pieces.
         self._normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
         normalize = None if self._normalizer is None else self._normalizer.normalize_str
         self._is_ascii_kept = normalize is None or normalize(string.printable) == string.printable
@@ -74,8 +74,7 @@ class ContentMarks:
     ) -> tuple[str, Sequence[Message], Sequence[ToolSchema] | None]:
         """Return the mark (empty if none is needed), and the messages and tools with it in each special token.
 
-        Raises:
-            RenderingError: if the texts contain all candidates for a mark.
+        RenderingError: if the texts contain all candidates for a mark.
         """
         if self.first_in(messages, tools) is None:
             return "", messages, tools
@@ -108,7 +107,7 @@ class ContentMarks:
         return value
 
     def _is_hidden(self, text: str) -> bool:
-        """Return whether normalization turns part of a text into a special token."""
+        """Return whether normalisation turns part of a text into a special token."""
         if self._normalizer is None or (self._is_ascii_kept and text.isascii()):
             return False
         return bool(self.find(self._normalizer.normalize_str(text)))
@@ -120,8 +119,7 @@ class ContentMarks:
     def locate(self, text: str, mark: str) -> list[tuple[int, tuple[int, int]]]:
         """Return the tokens of `encode` with their character spans in a text with plain marks (`with_plain_marks`).
 
-        Raises:
-            RenderingError: if the tokenizer does not report the positions of the marks.
+        RenderingError: if the tokenizer does not report the positions of the marks.
         """
         if mark and not self._tokenizer.is_fast:
             raise _refusal("the tokenizer is a slow one, which does not say where its tokens stand")

@@ -98,7 +98,6 @@ class ChatRendering:
         return _gathered(self._padded(rows) if self.padding else rows, is_dict=is_dict)
 
     def _padded(self, rows: Nested[TensorDict]) -> Nested[TensorDict]:
-        """Pad encoded conversations to one length, on the tokenizer's padding side."""
         flat = _flat(rows)
         is_left = getattr(self.tokenizer, "padding_side", "right") == "left"
         pad_id = getattr(self.tokenizer, "pad_token_id", None)

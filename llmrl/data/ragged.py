@@ -80,10 +80,8 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
     """Write one tensor per row into a batch of any shape, in place; the reverse of `ragged_column`.
 
     The rows are in row-major order. Lazily stacked batches store them unchanged, padded batches at their real tokens,
-    with zeros elsewhere. A missing container is created, lazily stacked if the rows differ in length.
-
-    Raises:
-        ValueError: if the rows differ in length and the batch is neither lazily stacked nor padded.
+    with zeros elsewhere. A missing container is created, lazily stacked if the rows differ in length. ValueError: if
+    the rows differ in length and the batch is neither lazily stacked nor padded.
 
     Example:
         >>> from tensordict import TensorDict

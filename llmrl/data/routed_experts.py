@@ -31,8 +31,7 @@ class Replay(TypedDict, total=False):
 def read_replay(batch: TensorDictBase, lengths: Sequence[int]) -> Replay:
     """Return the replay entries of the rows of a batch with one batch dimension; `lengths`: tokens of each row.
 
-    Raises:
-        ValueError: if an entry does not have one value per token.
+    ValueError: if an entry does not have one value per token.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

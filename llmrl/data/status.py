@@ -63,10 +63,8 @@ _STATUS_OF_REASON: Mapping[str, RolloutStatus] = {
 def decide_status(*, is_terminated: bool, reason: str = StopReason.NONE) -> RolloutStatus:
     """Decide the status of a rollout from whether its environment terminated and which limit or failure it met.
 
-    A failure or an abort takes precedence, then termination, then a limit in the same turn.
-
-    Raises:
-        ValueError: if `reason` is not a `StopReason`.
+    A failure or an abort takes precedence, then termination, then a limit in the same turn. ValueError: if `reason` is
+    not a `StopReason`.
 
     Example:
         >>> decide_status(is_terminated=True).name, decide_status(is_terminated=False, reason="max_turns").name

@@ -16,7 +16,12 @@ class SlowTemplateError(RenderingError):
 
 
 def written_in_time(write: Callable[[], object]) -> str:
-    """Return the text that `write`, a call of a chat template, returns; SlowTemplateError after `TEMPLATE_SECONDS`."""
+    """Return the text that `write`, a call of a chat template, returns; SlowTemplateError after `TEMPLATE_SECONDS`.
+
+    Example:
+        >>> written_in_time(lambda: "user: Hello")
+        'user: Hello'
+    """
     try:
         return str(call_within(write, TEMPLATE_SECONDS))
     except CpuLimitError:

@@ -85,8 +85,7 @@ _MISTRAL_END = "</s>"
 def template_named(name: str) -> str:
     r"""Return the chat template of a family or a model, which writes contents only, or one that was added.
 
-    Raises:
-        ValueError: if the name is unknown.
+    ValueError: if the name is unknown.
 
     Example:
         >>> template_named("qwen") == template_named("chatml") != template_named("gemma")
@@ -200,11 +199,8 @@ def _mistral_turns(text: str) -> list[tuple[str, str, bool]]:
 def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message], bool], str]) -> list[tuple[int, int]]:
     """Return the `(start, end)` character spans of the assistant's turns in the whole rendering.
 
-    The conversation is rendered up to each answer, with and without it, so any template works that only appends.
-    `render` gets messages and whether to add the generation prompt, and returns the text.
-
-    Raises:
-        ValueError: if the template rewrites an earlier turn when others follow.
+    The conversation is rendered up to each answer, with and without it, so any template works that only appends, else
+    ValueError. `render` gets messages and whether to add the generation prompt, and returns the text.
 
     Example:
         >>> render = lambda chat, is_prompt: "".join(f"{m['role'][0]}:{m['content']};" for m in chat) + "a:" * is_prompt
