@@ -33,7 +33,7 @@ class AgentEnv(DatasetChatEnv):
 
     A `RolloutLimits` of the collector refuses further requests (`max_turns`, `max_completion_tokens`) or stops the
     agent (`rollout_timeout_seconds`); the rollout is then truncated and keeps its turns. A completion that is cut by
-    its length does not end the rollout. Train on groups: other batches have only a rollout's last answered turn.
+    its length does not end the rollout. Train on groups: other batches contain only each rollout's last answered turn.
 
     Args:
         play: a function of a row and an `AgentModel`, or a `command`. It returns a number, a mapping of named scores

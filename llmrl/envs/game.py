@@ -66,10 +66,7 @@ class Game(ABC):
         """Return the reward of each role, or None while the game is running."""
 
     def leave(self, role: str) -> Mapping[str, float] | None:
-        """Return the reward of each role when a player's answer was cut or its turns are used up.
-
-        None, the default, leaves all roles unscored: the other players' conversations fail.
-        """
+        """Return each role's reward when a player's answer is cut or its turns are used up; None fails the game."""
         return None
 
 
@@ -82,8 +79,8 @@ class GameEnv(MessageChatEnv):
     messages are excluded from the loss.
 
     A player leaves the game (`Game.leave`) if its answer was cut or its turns are used up. If a conversation fails,
-    no role of its game is scored. If a game ends before a rollout's first turn, the rollout has no turns. Games
-    in which the policy plays several roles need a collector.
+    no role of its game is scored. If a game ends before a rollout's first turn, the rollout is completed without
+    turns. Games in which the policy plays several roles need a collector.
 
     Args:
         make_game: function that creates the game of a row.

@@ -204,10 +204,7 @@ def _sum(scores: Sequence[Score]) -> Score:
 
 
 async def scores_of(rubric: Rubric, rollouts: Sequence[RewardInput], *, parent: str = "") -> list[Score]:
-    """Score finished rollouts, in order: together if the rubric scores groups, otherwise each in its own tracing span.
-
-    If the rubric scores groups, the rollouts must be one group. `parent` is the parent span from another thread.
-    """
+    """Score finished rollouts, in order: as one group if the rubric scores groups, else each in a tracing span."""
     if rubric.is_group_scored:
         return await rubric.score_group(rollouts)
     return list(await asyncio.gather(*(_score_in_span(rubric, rollout, parent) for rollout in rollouts)))

@@ -37,10 +37,7 @@ def reads_turns(env: EnvBase) -> bool:
 
 
 def writes_reward(env: EnvBase) -> bool:
-    """Return whether a part of an environment may write a reward.
-
-    Parts of llmrl declare this with an attribute `writes_reward`; other parts without it are assumed to write one.
-    """
+    """Return whether a part of an environment may write a reward; other projects' parts do by default."""
     return _declares(env, "writes_reward")
 
 

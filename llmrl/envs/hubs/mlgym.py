@@ -152,7 +152,6 @@ def make_mlgym(
         repeats: group size, the number of conversations per task.
 
     Raises:
-        ValueError: unless exactly one of `task` and `tasks` is given.
         ImportError: if MLGym is not installed (it is in no package index).
 
     Example:
