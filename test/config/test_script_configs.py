@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -407,6 +408,7 @@ def run_script(tiny_engine, tiny_model_path, monkeypatch):
         script, made = script_of(cfg.algorithm, monkeypatch), {}
         make_optimizer = sections.make_optimizer
 
+        @functools.wraps(make_optimizer)  # a section gives it the entries that it has keywords for
         def kept(model, **options):
             made["before"] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
             made["model"], (made["optimizer"], schedule) = model, make_optimizer(model, **options)
