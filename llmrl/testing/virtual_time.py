@@ -24,7 +24,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()` in seconds starts at 0 and advances only by sleeping."""
+    """An event loop with a clock, in seconds, that starts at 0 and advances only by sleeping."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()

@@ -50,7 +50,7 @@ _SCRIPTS = (
 
 
 def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
-    """Write a page with health, curves, rewards, groups, conversations and tokens of runs, whose curves are overlaid.
+    """Write a page with health, overlaid curves, rewards, groups, conversations and tokens of runs.
 
     The page of a running run reloads periodically, so it can be rewritten. Raises ValueError if there are no runs.
     """

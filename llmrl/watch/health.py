@@ -52,7 +52,7 @@ class HealthJudge:
         self._records: tuple[int, Sequence[Row]] = (-1, ())
 
     def judge(self, step: int, metrics: Metrics, records: Sequence[Row] = ()) -> list[Finding]:
-        """Return the findings about a step, whose metrics may come in several calls; `records` are of its rollouts."""
+        """Return the findings about a step. Its metrics may come in several calls; `records` are of its rollouts."""
         if records or self._records[0] != step:
             self._records = step, records
         self._steps[step] = {**self._steps.get(step, {}), **metrics}
