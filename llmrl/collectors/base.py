@@ -41,7 +41,7 @@ class CollectorSource(RolloutSource, Protocol):
 
     @property
     def dataset_env(self) -> DatasetChatEnv | DataLoadingPrimer | MixedEnv | None:
-        """Environment whose position in the dataset is part of the saved state."""
+        """Environment with its position in the dataset, which is part of the saved state."""
         ...
 
     @property

@@ -17,7 +17,7 @@ class WeightSender(Protocol):
     """Trainer's end of a weight-sync scheme."""
 
     def register_model(self, model: Weights) -> None:
-        """Set the model whose weights are sent."""
+        """Set the model that sends its weights."""
         ...
 
     def init_all_workers_group(self, model_metadata: Any, engine: Any) -> None:

@@ -25,7 +25,7 @@ Config = TypeVar("Config", bound=ScriptConfig)
 
 NUM_STEPS = 2
 
-# Problems for each task whose data is on a hub.
+# Problems for each task with data on a hub.
 _ROWS: dict[str, list[Row]] = {
     "gsm8k": [{"question": f"Tom has {n} boxes of 6 eggs. How many?", "answer": f"#### {6 * n}"} for n in (2, 3)],
     "math": [{"problem": f"Half of {n}?", "solution": f"It is $\\boxed{{{n // 2}}}$."} for n in (4, 6)],

@@ -109,7 +109,7 @@ class Section:
         check_entries(self, self.section)
 
     def arguments_of(self, function: Callable[..., object]) -> dict[str, Any]:
-        """Return the entries whose names are keywords of a function or a class."""
+        """Return the entries that have the name of a keyword of a function or a class."""
         assert dataclasses.is_dataclass(self)
         known = keywords_of(function) or ()
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in known}

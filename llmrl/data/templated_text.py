@@ -65,7 +65,7 @@ FAMILIES = {
         "<start_of_turn>", "\n", "<end_of_turn>", begin="<bos>", after="\n", roles=(("model", "assistant"),)
     ),
 }
-# Templates whose text has no marks, so it cannot be parsed.
+# Templates without marks in their text, which therefore cannot be parsed.
 _TEMPLATES = {
     "dialogpt": "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['content'] + eos_token }}"
     "{% endif %}{% endfor %}",

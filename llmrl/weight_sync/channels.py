@@ -36,7 +36,7 @@ _MEETING_SECONDS = 10.0
 
 
 class Client(Protocol):
-    """Receiver of weights: one engine, or several engines whose workers form one group."""
+    """Receiver of weights: one engine, or several engines with one group of workers."""
 
     timeout_seconds: float
     """Timeout of a streamed transfer without progress."""

@@ -37,7 +37,7 @@ _NUM_COMPILED = 32
 class CausalModel:
     """The parts of a causal language model: hidden states of packed rows, output head and logit transform.
 
-    Rows are computed in the first of these ways whose logits match those of the model in `eager`, one row at a time:
+    Rows are computed in the first of these ways that gives the logits of the model in `eager`, one row at a time:
     packed with the configured attention, packed with `eager`, or one row per bin without a mask (`ExactnessProbe`).
 
     Raises:

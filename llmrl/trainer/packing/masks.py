@@ -14,7 +14,7 @@ IMPLEMENTATION = "llmrl_packed"
 FUSED_DEVICES = frozenset({"cuda"})
 """Device types with kernels that train without `[length, length]` masks and weights."""
 MAX_PRODUCT_LENGTH = 256
-"""Longest bin whose attention is computed by matrix products on CPU; longer bins use `sdpa`."""
+"""Length up to which attention of a bin is computed by matrix products on CPU; longer bins use `sdpa`."""
 _BLOCK_LENGTH = 128
 
 
