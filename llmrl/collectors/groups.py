@@ -41,7 +41,7 @@ class GroupRules:
         >>> rollouts = [Rollout(rollout_id=str(i), group_id="g", sample_index=i, group_size=2, is_scored=i == 0,
         ...                     num_completion_tokens=3) for i in range(2)]
         >>> kept, dropped = GroupRules().judge(rollouts)
-        >>> [r.rollout_id for r in kept], [(r.rollout_id, why) for r, why in dropped]
+        >>> [r.rollout_id for r in kept], [(r.rollout_id, str(why)) for r, why in dropped]
         (['0'], [('1', 'unscored')])
     """
 

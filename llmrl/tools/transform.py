@@ -31,6 +31,9 @@ from llmrl.tools.rate_limit import RateLimiter
 from llmrl.tools.session import SESSION, STATE_KEY, ToolSession
 from llmrl.tools.tool import InvalidArguments, StopSignal, Tool, ToolError, collect_tools
 
+Call = Mapping[str, Any]
+"""Entry of a message's `tool_calls`."""
+
 
 class OutputOptions(TypedDict, total=False):
     """Options for reading calls and cutting answers (`ToolTransform`)."""
@@ -256,13 +259,13 @@ class ToolTransform(KnownArguments, Transform):
             malformed: calls in it that could not be parsed.
             turn: number of messages, which identifies the turn.
         """
-        calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
+        calls: Sequence[Call] = message.get("tool_calls") or ()
         if not calls and not malformed:
             parsed = self._parse(text_of(message.get("content")), self._schemas)
             calls = parsed.tool_calls
             malformed = parsed.malformed
         places = asyncio.Semaphore(self.max_parallel_calls)
-        queues: dict[object, list[tuple[int, Mapping[str, Any]]]] = {}
+        queues: dict[object, list[tuple[int, Call]]] = {}
         for index, call in enumerate(calls):
             name = call["function"]["name"]
             belongs_to_other = name in session.tool_names and name not in self.tools
@@ -270,7 +273,7 @@ class ToolTransform(KnownArguments, Transform):
                 state_name = self.tools[name].state_name if name in self.tools else ""
                 queues.setdefault(state_name or index, []).append((index, call))
 
-        async def answer_all(queue: list[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, Message]]:
+        async def answer_all(queue: list[tuple[int, Call]]) -> list[tuple[int, Message]]:
             return [(index, await self._answer_call(call, session, places)) for index, call in queue]
 
         answered = await asyncio.gather(*map(answer_all, queues.values()))
@@ -284,7 +287,7 @@ class ToolTransform(KnownArguments, Transform):
             session.put_place(message, place)
         return [message for _, message in placed]
 
-    async def _answer_call(self, call: Mapping[str, Any], session: ToolSession, places: asyncio.Semaphore) -> Message:
+    async def _answer_call(self, call: Call, session: ToolSession, places: asyncio.Semaphore) -> Message:
         function = call["function"]
         async with places:
             text = await self.call(function["name"], function.get("arguments") or {}, session)
