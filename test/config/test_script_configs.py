@@ -618,7 +618,9 @@ def test_adapters_a_reference_epochs_a_schedule_and_evaluations_are_entries(ende
     assert all(row["loss_kl_to_ref"] >= 0 and row["num_trained_tokens"] > 0 for row in metrics)
     assert metrics[0]["loss_kl_to_ref"] < metrics[-1]["loss_kl_to_ref"]
     header = (tmp_path / "run/metrics.csv").read_text().splitlines()[0]
-    assert "eval/a/pass@1_low" in header and (tmp_path / "run/model-best/config.json").exists()
+    # Rewards are larger than 1, and none is named `success`: which answers are right is not known.
+    assert "eval/a/reward_std" in header and "pass@1" not in header
+    assert (tmp_path / "run/model-best/config.json").exists()
 
 
 def test_an_interrupted_step_is_finished_and_the_run_still_reports(ended, tmp_path):

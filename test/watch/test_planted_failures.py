@@ -19,7 +19,7 @@ from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
-from llmrl.runs import train as train_module
+from llmrl.runs import grpo as loop
 from llmrl.runs.evaluation import EvaluationReport, metrics_of_evaluation
 from llmrl.testing import ScriptedEngine
 from llmrl.tools import ToolTransform
@@ -172,7 +172,7 @@ def test_a_gradient_that_grows_tenfold_a_step_is_seen_at_the_third_step(planted,
             row["advantage"] *= 10.0 ** len(updates)
         return train_step(loss, batch, optimizer, **options)
 
-    monkeypatch.setattr(train_module, "train_step", growing)
+    monkeypatch.setattr(loop, "train_step", growing)
     run = planted(differs, num_steps=3)
     assert run.first("gradient_explosion")[0] == 3 and "gradient_explosion" in run.printed
 
@@ -192,7 +192,7 @@ def test_an_entropy_that_collapses_is_seen_at_any_scale_of_the_reward(planted, m
     def scaled(completion):
         return scale * differs(completion)
 
-    monkeypatch.setattr(train_module, "train_step", sharpening)
+    monkeypatch.setattr(loop, "train_step", sharpening)
     run = planted(scaled, num_steps=5, learning_rate=1e-4)
     assert run.first("entropy_collapse")[0] == 5 and "entropy_collapse" in run.printed
 
