@@ -209,7 +209,13 @@ class DeclaredTaskEnv(TaskEnv):
 
     @classmethod
     def make(cls, split: Split = "train", *, data: Dataset | None = None, **options: Any) -> Self:
-        """Make the environment over a split of the task's own problems, or over `data`."""
+        """Make the environment over a split of the task's own problems, or over `data`.
+
+        Example:
+            >>> from llmrl.envs import AdditionEnv
+            >>> AdditionEnv.make("test", data=[{"query": "1 + 1 =", "answer": "2"}]).reset()[0]["rollout", "group_id"]
+            'test/0/0'
+        """
         return cls(data, split=split, **options)
 
 
