@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torchrl.objectives.common import LossModule
 from llmrl._utils.ranks import share_of
 from llmrl.data.ragged import flat_batch, ragged_column
 from llmrl.objectives.losses.aggregation import Aggregation, aggregation_weights
-from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, at_least_float32
+from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, at_least_float32, read_inputs
 from llmrl.objectives.losses.outputs import LossOutput
 
 
@@ -100,6 +100,33 @@ class LLMLoss(LossModule):
     @abstractmethod
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
         """Read a whole batch and compute the weight of every trained token."""
+
+    @property
+    def _mask_keys(self) -> list[NestedKey]:
+        """Entries that say which tokens are trained."""
+        keys: dict[MaskingStrategy, list[NestedKey]] = {
+            "rlhf": [self.tensor_keys.assistant_mask],
+            "sft": [("tokens", "prompt")],
+            "generic": [],
+        }
+        return keys[self.masking_strategy]
+
+    def _read(
+        self,
+        tensordict: TensorDictBase,
+        token_columns: Mapping[str, NestedKey],
+        row_columns: Mapping[str, NestedKey] | None = None,
+    ) -> LossInputs:
+        """Read a batch by the loss's own keys, masking strategy and device (`read_inputs`)."""
+        return read_inputs(
+            tensordict,
+            tokens_key=self.tensor_keys.action,
+            masking_strategy=self.masking_strategy,
+            mask_key=self.tensor_keys.assistant_mask,
+            token_columns=token_columns,
+            row_columns=row_columns,
+            device=self._device(),
+        )
 
     def leave_out_idle_rows(self, inputs: LossInputs) -> None:
         """Exclude rows without gradient from the computation; the weights of the other tokens stay the same."""

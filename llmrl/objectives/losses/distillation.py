@@ -16,7 +16,7 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
 from llmrl.objectives.kl import kl_term
 from llmrl.objectives.losses.base import MicroLoss, PackedTokens
-from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs, read_vectors
+from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, read_vectors
 from llmrl.objectives.losses.outputs import DistillationLossOutput, summarized
 from llmrl.objectives.losses.sequence_loss import Reduction, SequenceLoss
 
@@ -108,10 +108,7 @@ class DistillationLoss(KnownArguments, SequenceLoss):
             read.append(keys.teacher_log_prob)
         else:
             read += self.teacher.in_keys
-        if self.masking_strategy == "rlhf":
-            read.append(keys.assistant_mask)
-        if self.masking_strategy == "sft":
-            read.append(("tokens", "prompt"))
+        read += self._mask_keys
         return read
 
     @property
@@ -141,14 +138,7 @@ class DistillationLoss(KnownArguments, SequenceLoss):
         token_columns = {}
         if self.teacher is None:
             token_columns["teacher_log_probs"] = keys.teacher_log_prob
-        inputs = read_inputs(
-            batch,
-            tokens_key=keys.action,
-            masking_strategy=self.masking_strategy,
-            mask_key=keys.assistant_mask,
-            token_columns=token_columns,
-            device=self._device(),
-        )
+        inputs = self._read(batch, token_columns)
         if self.teacher is not None:
             for key in self.teacher.in_keys:
                 inputs.columns[str(key)] = read_vectors(batch, key, inputs).to(self._device())

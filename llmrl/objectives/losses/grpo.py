@@ -19,7 +19,7 @@ from llmrl.objectives.kl import KLEstimator, kl_term
 from llmrl.objectives.losses.aggregation import Aggregation, aggregation_weights
 from llmrl.objectives.losses.base import LLMLoss, MicroLoss
 from llmrl.objectives.losses.clipping import clip_bounds, clipped_importance, clipped_log_ratio, clipped_surrogate
-from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, has_column, read_inputs
+from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, has_column
 from llmrl.objectives.losses.outputs import CISPOLossOutput, DAPOLossOutput, GRPOLossOutput, LLMLossOutput, summarized
 from llmrl.objectives.ratios import (
     ImportanceBound,
@@ -153,10 +153,7 @@ class GRPOLoss(LLMLoss):
         """Entries read from a batch."""
         keys = self.tensor_keys
         read = [keys.action, keys.sample_log_prob, keys.advantage]
-        if self.masking_strategy == "rlhf":
-            read.append(keys.assistant_mask)
-        if self.masking_strategy == "sft":
-            read.append(("tokens", "prompt"))
+        read += self._mask_keys
         if self.max_staleness is not None:
             read.append(keys.policy_version)
         if self.kl_to_ref_coeff is not None:
@@ -198,15 +195,7 @@ class GRPOLoss(LLMLoss):
             token_columns["ref_log_probs"] = keys.ref_log_probs
         if self.max_staleness is not None:
             token_columns["policy_versions"] = keys.policy_version
-        inputs = read_inputs(
-            tensordict,
-            tokens_key=keys.action,
-            masking_strategy=self.masking_strategy,
-            mask_key=keys.assistant_mask,
-            token_columns=token_columns,
-            row_columns={"advantage": keys.advantage},
-            device=self._device(),
-        )
+        inputs = self._read(tensordict, token_columns, {"advantage": keys.advantage})
         if self.max_staleness is not None:
             versions = inputs.columns.pop("policy_versions")
             newest: int | torch.Tensor = versions.max()

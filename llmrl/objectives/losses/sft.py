@@ -16,7 +16,7 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
 from llmrl.objectives.kl import KLEstimator, kl_term
 from llmrl.objectives.losses.base import MicroLoss
-from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, read_inputs
+from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs
 from llmrl.objectives.losses.outputs import SFTLossOutput, summarized
 from llmrl.objectives.losses.sequence_loss import Reduction, SequenceLoss
 from llmrl.objectives.ratios import sequence_totals
@@ -100,11 +100,7 @@ class SFTLoss(KnownArguments, SequenceLoss):
     def in_keys(self) -> list[NestedKey]:
         """Entries read from a batch."""
         keys = self.tensor_keys
-        read = [keys.action]
-        if self.masking_strategy == "rlhf":
-            read.append(keys.assistant_mask)
-        if self.masking_strategy == "sft":
-            read.append(("tokens", "prompt"))
+        read = [keys.action, *self._mask_keys]
         if self._has_reference:
             read.append(keys.ref_log_prob)
         return read
@@ -131,14 +127,7 @@ class SFTLoss(KnownArguments, SequenceLoss):
         token_columns = {}
         if self._has_reference:
             token_columns["ref_log_probs"] = keys.ref_log_prob
-        inputs = read_inputs(
-            self._with_tokens(tensordict),
-            tokens_key=keys.action,
-            masking_strategy=self.masking_strategy,
-            mask_key=keys.assistant_mask,
-            token_columns=token_columns,
-            device=self._device(),
-        )
+        inputs = self._read(self._with_tokens(tensordict), token_columns)
         share = 1.0 / max(1, inputs.num_scored)
         inputs.columns["token_share"] = torch.full(inputs.sequence_index.shape, share, device=self._device())
         return self._weighted(inputs)
