@@ -252,13 +252,15 @@ class PythonExecutorService:
             notes.append("The Python service lost this interpreter: it was released, or its supervisor was ended.")
         elif reason == "timeout":
             notes.append(f"The code ran longer than {timeout:g} s and was stopped.")
+        elif reason == "died" and answer["num_left_processes"]:
+            notes.append("Processes that the code left running start one another, so the interpreter was ended, too.")
         elif reason == "died":
             notes.append(self._describe_end(returncode))
         elif answer["is_exit"]:
             notes.append(f"The code called sys.exit({returncode}).")
         if reason and is_session:
             notes.append("All variables are lost.")
-        if answer["num_left_processes"]:
+        if answer["num_left_processes"] and not reason:
             notes.append(f"Processes that the code left running were ended: {answer['num_left_processes']}.")
         stderr = answer["stderr"]
         if notes:

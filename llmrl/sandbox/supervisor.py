@@ -47,6 +47,8 @@ class Confinement:
 
 # Counted per user, including timers.
 _MAX_PENDING_SIGNALS = 256
+# Longest time in seconds for ending processes that evade a signal to all of them.
+_CATCH_SECONDS = 2.0
 # Answers contain only the result; output is sent separately.
 _MAX_ANSWER_BYTES = 1 << 10
 
@@ -171,7 +173,10 @@ class Supervisor:
         if reason:
             returncode = self._collect_dead(reason)
         else:
-            num_left = self._end_leftovers()
+            num_left, are_caught = self._end_leftovers()
+            if not are_caught:
+                reason = "died"
+                self.end_all()
         self._drain(kept)
         (stdout, _), (stderr, _) = (output.text() for output in kept)
         return {
@@ -222,70 +227,94 @@ class Supervisor:
                 output.add(data)
 
     def _collect_dead(self, reason: str) -> int:
+        returncode = -int(signal.SIGKILL)
         if reason == "died":
             # The channel closes just before the process can be waited for, unless code closed it.
             for _ in range(50):
-                ended, status = os.waitpid(self._process, os.WNOHANG)
-                if ended:
-                    self._process = 0
-                    self.end_all()
-                    return os.waitstatus_to_exitcode(status)
+                # It is not reaped yet: its id is that of its group.
+                ended = os.waitid(os.P_PID, self._process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is not None:
+                    returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                    break
                 time.sleep(0.002)
         self.end_all()
-        return -int(signal.SIGKILL)
+        return returncode
 
-    def _end_leftovers(self) -> int:
-        """Kill the processes that the code left running, and return their number."""
+    def _end_leftovers(self) -> tuple[int, bool]:
+        """Stop the interpreter, and kill the processes that the code left running.
+
+        Returns their number, and whether all were caught.
+        """
+        # A list of processes misses those that start one another; a signal to a group reaches every process of it.
+        self._signal_group(signal.SIGSTOP)
         num_ended = 0
-        for _ in range(100):
+        known: set[int] = set()
+        deadline = time.monotonic() + _CATCH_SECONDS
+        while time.monotonic() < deadline:
             seen = descendants(os.getpid()) - {self._process}
-            if not seen:
-                break
-            # A zombie may have started another process since, so check again.
-            left = {process for process in seen if not _is_zombie(process)}
-            for process in left:
-                with contextlib.suppress(OSError):
-                    os.kill(process, signal.SIGKILL)
-            num_ended = max(num_ended, len(left))
-            self._reap()
-            time.sleep(0.001)  # large processes take a while to end, and the next call would count them again
-        return num_ended
+            if has_new := bool(seen - known):
+                self._signal_others(signal.SIGSTOP)
+                seen |= descendants(os.getpid()) - {self._process}
+            num_killed = _kill(seen)
+            num_ended = max(num_ended, num_killed)
+            _reap(seen)
+            if not num_killed and not has_new:  # what has just ended by itself may have started another one
+                return num_ended, True
+            known |= seen
+            time.sleep(0.001)  # large processes take a while to end
+        return num_ended, False
 
-    def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                # The interpreter is waited for elsewhere, where its exit code is read.
-                ready = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if ready is None or ready.si_pid == self._process:
-                    return
-                os.waitpid(ready.si_pid, os.WNOHANG)
+    def _signal_group(self, number: int) -> None:
+        """Signal the interpreter's process group, which holds what it started unless that made a group of its own."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._process, number)
 
-    def end_all(self) -> None:
-        """Kill the interpreter and all its descendants."""
+    def _signal_others(self, number: int) -> None:
+        """Signal all processes of the interpreter's namespace or user at once, if it has its own; itself, too."""
         confinement = self.confinement
         if confinement.has_own_processes:
             with contextlib.suppress(OSError):
-                os.kill(-1, signal.SIGKILL)  # all other processes of the namespace
+                os.kill(-1, number)  # all other processes of the namespace
         elif confinement.user is not None:
             # All processes of this user, which only this interpreter has: not even a fork bomb escapes.
-            killer = os.fork()
-            if not killer:
+            sender = os.fork()
+            if not sender:
                 with contextlib.suppress(BaseException):
                     os.setresuid(confinement.user, confinement.user, confinement.user)
-                    os.kill(-1, signal.SIGKILL)
+                    os.kill(-1, number)
                 os._exit(0)
-            os.waitpid(killer, 0)
-        for _ in range(200):
-            left = descendants(os.getpid())
-            for process in left:
-                with contextlib.suppress(OSError):
-                    os.kill(process, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            if not left:
-                break
+            os.waitpid(sender, 0)
+
+    def end_all(self) -> None:
+        """Kill the interpreter and all its descendants."""
+        if self._process:
+            self._signal_group(signal.SIGKILL)
+        self._signal_others(signal.SIGKILL)
+        deadline = time.monotonic() + _CATCH_SECONDS
+        while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+            _kill(left)
+            _reap(left)
             time.sleep(0.001)
+        self._process = 0
+
+
+def _kill(processes: set[int]) -> int:
+    """Kill those that have not ended, and return their number."""
+    num_killed = 0
+    # The latest first: of processes that start one another, it is the one that runs.
+    for process in sorted(processes, reverse=True):
+        if not is_zombie(process):
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+                num_killed += 1
+    return num_killed
+
+
+def _reap(processes: set[int]) -> None:
+    """Wait for those that have ended and are children of this process."""
+    for process in processes:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process, os.WNOHANG)
 
 
 def is_answer(message: object) -> bool:
@@ -353,7 +382,8 @@ def descendants(process: int) -> set[int]:
     return found
 
 
-def _is_zombie(process: int) -> bool:
+def is_zombie(process: int) -> bool:
+    """Return whether a process has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
     return True

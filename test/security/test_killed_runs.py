@@ -58,11 +58,13 @@ def table(path, names):
 
 
 def test_a_checkpoint_of_a_replayed_step_is_written_before_the_next_step_changes_it(renderer, tmp_path, monkeypatch):
-    monkeypatch.setattr(RunFolder, "save_checkpoint", lambda self, state: None)  # so that every step is replayed
+    monkeypatch.setattr(
+        RunFolder, "save_checkpoint", lambda self, state, **options: None
+    )  # so that every step is replayed
     train(tmp_path, renderer, resume=False)
     written = []
 
-    def save_slowly(self, state):
+    def save_slowly(self, state, **options):
         weights = state["tracked"]["model"]["weight"]
         before = weights.clone()
         time.sleep(0.2)

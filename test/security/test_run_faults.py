@@ -174,7 +174,7 @@ def test_a_batch_whose_replay_the_kernel_ends_for_want_of_memory_is_set_aside(
     if is_short:
         train(path, renderer, resume=True, on_step=fail)
         (kept,) = (path / "set-aside").glob("*.safetensors")
-        assert kept.with_suffix(".failed").read_text() == "The kernel ended the process for want of memory.\n" * 2
+        assert kept.with_suffix(".failed").read_text() == "The kernel ended the process because memory ran out.\n" * 2
     else:
         train(path, renderer, resume=True)
         assert not (path / "set-aside").exists() and not list(path.glob("batches/*.failed"))

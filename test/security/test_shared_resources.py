@@ -96,14 +96,16 @@ if not os.fork():
     while True:
         try:
             if os.fork(): os._exit(0)
+            {first}
         except OSError: pass
 """
 
 
 @pytest.mark.usefixtures("own_programs")
-def test_processes_that_start_one_another_are_ended(cage):
+@pytest.mark.parametrize("first", ["pass", "os.setsid()"])
+def test_processes_that_start_one_another_are_ended(cage, first):
     for _ in range(5):
-        assert "left running were ended" in cage.run(RELAY)["stderr"]
+        assert "left running were ended" in cage.run(RELAY.format(first=first))["stderr"]
         assert cage.run("import time; time.sleep(0.05)")["stderr"] == ""
 
 
