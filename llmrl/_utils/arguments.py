@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Self, Unpack, get_args, get_origin, get_type_hints
 
-from llmrl._utils.torchrl_names import instead_of
+from llmrl._utils.other_libraries import EXPLAINED, SAMPLING, SYNONYMS, instead_of
 
 
 def refuse_unknown(
@@ -34,36 +34,15 @@ def refuse_unknown(
             raise TypeError(f"{owner} has no argument {name!r}: {explained[name]}.")
         near = nearest(name, known)
         hint = f"did you mean {near!r}?" if near else f"known are {sorted(known)}."
+        if "generate_kwargs" in known and name in SAMPLING:
+            hint = f"sampling is chosen by generate_kwargs={{{SYNONYMS.get(name, (name,))[0]!r}: ...}}."
+        elif near is None and "repeats" in SYNONYMS.get(name, ()):
+            hint = "the answers to a prompt are the environment's, DatasetChatEnv(rows, repeats=8)."
         raise TypeError(f"{owner} has no argument {name!r}; {hint}")
 
 
-SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("num_generations", "rollout_n", "n", "group_size"), ("group_size", "repeats", "grpo_size")),
-    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef"), ("kl_to_ref_coeff",)),
-    **dict.fromkeys(("epsilon", "clip_ratio", "clip_ratio_low", "cliprange"), ("clip_epsilon",)),
-    **dict.fromkeys(("epsilon_high", "clip_ratio_high"), ("clip_epsilon_high",)),
-    **dict.fromkeys(("max_completion_length", "max_response_length", "response_length"), ("max_new_tokens",)),
-    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), ("groups_per_batch",)),
-    **dict.fromkeys(("num_iterations", "ppo_epochs", "num_train_epochs"), ("num_epochs",)),
-    **dict.fromkeys(("max_steps", "total_steps", "total_training_steps"), ("num_steps",)),
-    **dict.fromkeys(("save_steps", "save_freq"), ("checkpoint_every", "export_every")),
-    **dict.fromkeys(("eval_steps", "test_freq"), ("eval_every", "every")),
-    **dict.fromkeys(("report_to", "logger"), ("trackers",)),
-    **dict.fromkeys(("output_dir", "default_local_dir"), ("path",)),
-    "hub_model_id": ("push_to_hub",),
-    "reward_funcs": ("reward_fns",),
-    "lr": ("learning_rate",),
-    **dict.fromkeys(("loss_type", "loss_mode"), ("loss",)),
-    "lr_scheduler_type": ("schedule",),
-    "max_prompt_length": ("max_prompt_tokens",),
-    "vllm_gpu_memory_utilization": ("gpu_memory_utilization",),
-    "vllm_importance_sampling_cap": ("importance_cap",),
-}
-"""Names in TRL and verl, and the names here with the same meaning."""
-
-
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the synonym or the most similar known name, or None.
+    """Return the synonym or, unless the name is another library's, the most similar known name; None if there is none.
 
     Example:
         >>> nearest("wnadb", ["tensorboard", "wandb"]), nearest("beta", ["kl_to_ref_coeff", "seed"])
@@ -73,6 +52,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     for synonym in SYNONYMS.get(name, ()):
         if synonym in known:
             return synonym
+    if name in SYNONYMS or name in EXPLAINED:  # it means something else than whatever is spelt like it
+        return None
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -16,7 +16,7 @@ from llmrl.data.chats import map_chats
 from llmrl.data.content_marks import ContentMarks, with_plain_marks
 from llmrl.data.message import Message, ToolSchema
 from llmrl.data.template_limit import written_in_time
-from llmrl.data.templated_text import assistant_spans, template_of_model
+from llmrl.data.templated_text import assistant_spans, has_generation_marks, template_of_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ChatRendering:
         if self.has_mask:
             located = marks.locate(text, mark)
             token_ids = [token_id for token_id, _ in located]
-            are_assistants = _mask(self.tokenizer, text, located, assistant_spans(chat, render))
+            are_assistants = _mask(self.tokenizer, text, located, marked._spans(chat, render, mark))
         elif mark:
             token_ids = marks.encode(text, mark)
         else:
@@ -91,6 +91,35 @@ class ChatRendering:
             entries["assistant_masks"] = torch.tensor(are_assistants, dtype=torch.bool)
         length = self.max_length if self.truncation else None
         return TensorDict({name: entry[:length] for name, entry in entries.items()})
+
+    def _spans(
+        self, chat: Sequence[Message], render: Callable[[Sequence[Message], bool], str], mark: str
+    ) -> list[tuple[int, int]]:
+        """Return the character spans that the mask holds: the template's `{% generation %}` blocks, if it has them."""
+        template = self.chat_template or self.tokenizer.chat_template
+        if not (isinstance(template, str) and has_generation_marks(template)):
+            return assistant_spans(chat, render)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # The same rendering has just ended within the time limit.
+        [text], [blocks] = render_jinja_template(
+            [[dict(message) for message in chat]],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            continue_final_message=self.continue_final_message,
+            add_generation_prompt=self.add_generation_prompt,
+            **{**self.tokenizer.special_tokens_map, **self.template_kwargs},
+        )
+        # Marks that were escaped are shorter in the text that is encoded.
+        spans = [
+            (len(with_plain_marks(text[:start], mark)), len(with_plain_marks(text[:end], mark)))
+            for start, end in blocks
+        ]
+        if all(message.get("is_complete", True) for message in chat):
+            return spans
+        written = assistant_spans(chat, render)
+        both = [(max(a, c), min(b, d)) for a, b in spans for c, d in written]
+        return [(start, end) for start, end in both if start < end]
 
     def encode(self, chats: Nested[tuple[Message, ...]], *, is_dict: bool) -> Nested[torch.Tensor] | TensorDictBase:
         """Encode a batch as one TensorDict, or as nested lists of tensors `[1, num_tokens]`."""

@@ -18,8 +18,6 @@ ToolSchema: TypeAlias = Mapping[str, Any]
 
 Value = TypeVar("Value")
 
-OPTIONAL_MESSAGE_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
-
 
 @dataclass(frozen=True, slots=True)
 class MalformedToolCall:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmrl.data.chats import flatten
-from llmrl.data.message import Message
+from llmrl.data.message import Message, text_of
+
+_MARKED_CONTENT = (
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}"
+)
+# Templates say with these marks which text the mask of the assistant's tokens holds.
+_GENERATION_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +44,12 @@ class TemplateFamily:
 
     @property
     def chat_template(self) -> str:
-        """Template that writes contents only: no tools, no calls, no reasoning."""
+        """Template that writes contents only: no tools, no calls, no reasoning. Answers are marked as generated."""
         theirs = {our: their for their, our in self.roles}
         return (
             f"{{{{ {self.begin!r} }}}}{{% set roles = {theirs!r} %}}{{% for message in messages %}}"
-            f"{{{{ {self.start!r} + roles.get(message['role'], message['role']) + {self.between!r} "
-            f"+ message['content'] + {self.end + self.after!r} }}}}{{% endfor %}}"
+            f"{{{{ {self.start!r} + roles.get(message['role'], message['role']) + {self.between!r} }}}}"
+            f"{_MARKED_CONTENT}{{{{ {self.end + self.after!r} }}}}{{% endfor %}}"
             f"{{% if add_generation_prompt %}}{{{{ {self.start!r} + roles.get('assistant', 'assistant') "
             f"+ {self.between!r} }}}}{{% endif %}}"
         )
@@ -51,7 +58,8 @@ class TemplateFamily:
 def _plain_turns(*, end: str) -> str:
     return (
         "{% for message in messages %}{% if message['role'] == 'assistant' %}"
-        f"{{{{ 'Assistant: ' + message['content'] + {end} }}}}"
+        "{{ 'Assistant:' }}{% generation %}{{ ' ' + message['content'] }}{% endgeneration %}"
+        f"{{{{ {end} }}}}"
         "{% else %}{{ ('User: ' if message['role'] == 'user' else '') + message['content'] + '\n\n' }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
     )
@@ -67,8 +75,9 @@ FAMILIES = {
 }
 # Templates without marks in their text, which therefore cannot be parsed.
 _TEMPLATES = {
-    "dialogpt": "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['content'] + eos_token }}"
-    "{% endif %}{% endfor %}",
+    "dialogpt": "{% for message in messages %}{% if message['role'] != 'system' %}"
+    + _MARKED_CONTENT
+    + "{{ eos_token }}{% endif %}{% endfor %}",
     "falcon": _plain_turns(end="'\n\n'"),
     "deepseek": "{{ bos_token }}" + _plain_turns(end="eos_token"),
 }
@@ -76,7 +85,7 @@ _WITHOUT_OWN = tuple(_TEMPLATES)
 # Registered by `add_chat_template`: parts of models' names, and parsers.
 _MODEL_NAMES: dict[str, Sequence[str]] = {}
 _READERS: dict[str, Callable[[str], Any]] = {}
-# Models that use a family's template.
+# Names that use a family's template. TorchRL has templates of these names with marks, so they keep them here.
 _ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama4"}
 _MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\]([^\[]*)", re.DOTALL)
 _MISTRAL_END = "</s>"
@@ -85,11 +94,13 @@ _MISTRAL_END = "</s>"
 def template_named(name: str) -> str:
     r"""Return the chat template of a family or a model, which writes contents only, or one that was added.
 
+    The templates of TorchRL's names mark the answers without the end of their turn, so masks end there, as in TorchRL.
+
     ValueError: if the name is unknown.
 
     Example:
-        >>> template_named("qwen") == template_named("chatml") != template_named("gemma")
-        True
+        >>> has_generation_marks(template_named("qwen")), has_generation_marks(template_named("chatml"))
+        (True, False)
     """
     if name in _TEMPLATES:
         return _TEMPLATES[name]
@@ -97,21 +108,29 @@ def template_named(name: str) -> str:
     if family is None:
         known = sorted([*FAMILIES, *_ALIASES, *_TEMPLATES])
         raise ValueError(f"chat_template_name must be one of {known}, got {name!r}.")
-    return family.chat_template
+    return family.chat_template if name in _ALIASES else _GENERATION_MARKS.sub("", family.chat_template)
+
+
+def has_generation_marks(template: str) -> bool:
+    """Return whether a template says itself which text the assistant generates, with `{% generation %}` blocks."""
+    return _GENERATION_MARKS.search(template) is not None
 
 
 def template_of_model(model: str, *, has_own: bool) -> str | None:
     """Return the template for histories of a model; None means the tokenizer's own, if `has_own`.
 
     Example:
-        >>> template_of_model("microsoft/DialoGPT-medium", has_own=False) == template_named("dialogpt")
+        >>> "eos_token" in template_of_model("microsoft/DialoGPT-medium", has_own=False)
         True
     """
     model = model.lower()
     for name, parts in _MODEL_NAMES.items():
         if any(part.lower() in model for part in parts):
             return _TEMPLATES[name]
-    return None if has_own else template_named(next((name for name in _WITHOUT_OWN if name in model), "chatml"))
+    if has_own:
+        return None
+    # A mask has the end of the turn unless a template with marks is asked for by its name.
+    return _GENERATION_MARKS.sub("", template_named(next((name for name in _WITHOUT_OWN if name in model), "chatml")))
 
 
 def add_chat_template(
@@ -200,7 +219,8 @@ def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message]
     """Return the `(start, end)` character spans of the assistant's turns in the whole rendering.
 
     The conversation is rendered up to each answer, with and without it, so any template works that only appends, else
-    ValueError. `render` gets messages and whether to add the generation prompt, and returns the text.
+    ValueError. The span of an unfinished message (`is_complete` false) ends with its content. `render` gets messages
+    and whether to add the generation prompt, and returns the text.
 
     Example:
         >>> render = lambda chat, is_prompt: "".join(f"{m['role'][0]}:{m['content']};" for m in chat) + "a:" * is_prompt
@@ -212,12 +232,31 @@ def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message]
     for index, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
-        prompt = render(chat[:index], True)
         answered = render(chat[: index + 1], False)
+        prompt = render(chat[:index], True) if index else _opening(answered, render)
         if not answered.startswith(prompt) or not whole.startswith(answered):
             raise ValueError(
                 f"the template writes the assistant's turn (message {index}) differently once others follow, so there "
                 "is no mask over one rendering; collect with llmrl.rendering.Conversation, which forks the row instead."
             )
-        spans.append((len(prompt), len(answered)))
+        end = len(answered) if message.get("is_complete", True) else _end_of_content(message, answered, len(prompt))
+        spans.append((len(prompt), end))
     return spans
+
+
+def _opening(answered: str, render: Callable[[Sequence[Message], bool], str]) -> str:
+    """Return what the template writes before the answer of a conversation that begins with it."""
+    asked: list[Message] = [{"role": "user", "content": "a"}]
+    header = render(asked, True).removeprefix(render(asked, False))
+    return answered[: answered.find(header) + len(header)]
+
+
+def _end_of_content(message: Message, answered: str, start: int) -> int:
+    """Return where the content of an unfinished message ends; nothing after it was written by the assistant."""
+    *_, last_line = text_of(message.get("content")).strip().split("\n")
+    if not last_line:
+        return start
+    place = answered.rfind(last_line, start)
+    if place < 0:
+        raise ValueError(f"the template does not write the end of an unfinished answer, {last_line[-80:]!r}.")
+    return place + len(last_line)

@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor, lazy_stack
 
 from llmrl._utils.arguments import refuse_unknown
-from llmrl._utils.torchrl_names import instead_of
+from llmrl._utils.other_libraries import instead_of
 
 Container = TypeVar("Container")
 _NO_BATCH = torch.Size(())

@@ -20,7 +20,7 @@ from llmrl.tools.tool import InstanceTools, StopSignal, Tool, ToolError, functio
 from llmrl.tools.transform import ToolTransform
 
 if TYPE_CHECKING:
-    from llmrl.torchrl.tools import (
+    from llmrl.torchrl.envs.tools import (
         ExecuteToolsInOrder,
         JSONCallParser,
         SimpleToolTransform,
@@ -75,4 +75,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.tools")
+    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.envs.tools")

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, get_args
 
 import torch
@@ -95,6 +95,8 @@ class ToolTransform(KnownArguments, Transform):
         rate_limits: Mapping[str, RateLimiter] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(tools, Iterable) or isinstance(tools, str):
+            raise TypeError(f"tools must be a list of tools, got {tools!r:.80}: ToolTransform([tool]).")
         for name, value in (
             ("timeout", timeout),
             ("max_parallel_calls", max_parallel_calls),

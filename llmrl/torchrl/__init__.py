@@ -1,4 +1,16 @@
-"""Names that only TorchRL's interface needs, one module per namespace.
+"""TorchRL's namespaces with llmrl's classes, and what exists only for TorchRL's calls.
 
-`llmrl.envs`, `llmrl.transforms` and `llmrl.tools` re-export them.
+`import llmrl.torchrl as torchrl` serves `torchrl.envs.llm.ChatEnv` and the other names of TorchRL's LLM layer. Names
+outside of that layer are TorchRL's own.
 """
+
+from typing import TYPE_CHECKING
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        import importlib
+
+        if name in {"collectors", "data", "envs", "modules", "objectives", "weight_update"}:
+            return importlib.import_module(f"{__name__}.{name}")
+        return getattr(importlib.import_module("torchrl"), name)

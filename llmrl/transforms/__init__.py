@@ -21,7 +21,7 @@ from llmrl.transforms.policy_version import PolicyVersion
 from llmrl.transforms.reward import RubricReward, find_rubric_rewards, joint_rubric, write_score
 
 if TYPE_CHECKING:
-    from llmrl.torchrl.tools import (
+    from llmrl.torchrl.envs.tools import (
         ExecuteToolsInOrder,
         JSONCallParser,
         SimpleToolTransform,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         ToolService,
         XMLBlockParser,
     )
-    from llmrl.torchrl.transforms import AddThinkingPrompt, TemplateTransform, Tokenizer
+    from llmrl.torchrl.envs.transforms import AddThinkingPrompt, TemplateTransform, Tokenizer
 
 __all__ = [
     "AddThinkingPrompt",
@@ -68,4 +68,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.tools", "llmrl.torchrl.transforms")
+    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.envs.tools", "llmrl.torchrl.envs.transforms")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal
 
+import torch
 from tensordict import NonTensorData, TensorDictBase
-from torchrl.data import Composite, NonTensor
+from tensordict.utils import NestedKey, unravel_key
+from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import Transform
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
 from llmrl.data import Tokens
+from llmrl.data.templated_text import template_of_model
 from llmrl.data.tensordicts import batch_elements, plain, restacked
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
 
@@ -22,7 +26,10 @@ class IncrementalTokenizer(KnownArguments, Transform):
     output. Both share the same `Conversation`, so only messages that are new since the last turn are tokenized, once.
 
     Args:
-        tokenizer, renderer: exactly one is needed; a renderer converts messages to tokens.
+        tokenizer, renderer: exactly one is needed; a renderer converts messages to tokens. For a tokenizer without chat
+            template, the one that `History.apply_chat_template` chooses is taken, with a warning.
+        history_key: entry of the messages.
+        tokens_key: entry of the tokens; its last part is `prompt` unless the entry is a plain tensor's.
         mode, fork_threshold_tokens: see `Conversation.start`.
 
     Example:
@@ -42,12 +49,16 @@ class IncrementalTokenizer(KnownArguments, Transform):
         renderer: Renderer | None = None,
         mode: Literal["auto", "token", "message"] = "auto",
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
+        history_key: NestedKey = ("history", "prompt"),
+        tokens_key: NestedKey = ("tokens", "prompt"),
     ) -> None:
         super().__init__()
         if tokenizer is not None and renderer is None:
-            renderer = make_renderer(tokenizer)
+            renderer = _renderer_of(tokenizer)
         elif renderer is None or tokenizer is not None:
             raise ValueError("exactly one of tokenizer and renderer is needed.")
+        self.history_key = unravel_key(history_key)
+        self.tokens_key = unravel_key(tokens_key)
         self.renderer = renderer
         self.mode: Literal["auto", "token", "message"] = mode
         self.fork_threshold_tokens = fork_threshold_tokens
@@ -55,7 +66,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
     def _tokenize(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(next_tensordict)
         for root, element in zip(batch_elements(tensordict), elements, strict=True):
-            messages = element.get(("history", "prompt")).chats
+            messages = element.get(self.history_key).chats
             conversation = plain(element.get("conversation", None))
             if conversation is None:
                 conversation = Conversation.start(
@@ -64,8 +75,18 @@ class IncrementalTokenizer(KnownArguments, Transform):
             if messages:  # a history drawn from the spec is empty
                 conversation = conversation.with_prompt(messages, tools=plain(root.get("tools", None)))
             element.set("conversation", NonTensorData(conversation))
-            element.set("tokens", Tokens(prompt=conversation.tensor_view("token_ids")))
+            self._write(element, conversation.tensor_view("token_ids"))
         return restacked(elements, next_tensordict.batch_size)
+
+    def _write(self, element: TensorDictBase, token_ids: torch.Tensor) -> None:
+        if self._is_turn:
+            element.set(self.tokens_key[0], Tokens(prompt=token_ids))
+        else:
+            element.set(self.tokens_key, token_ids)
+
+    @property
+    def _is_turn(self) -> bool:
+        return isinstance(self.tokens_key, tuple) and self.tokens_key[1:] == ("prompt",)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self._tokenize(tensordict, next_tensordict)
@@ -76,6 +97,22 @@ class IncrementalTokenizer(KnownArguments, Transform):
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the prompt's tokens and the conversation."""
         shape = observation_spec.shape
-        observation_spec["tokens"] = Tokens.default_spec(shape, ("prompt",))
+        if self._is_turn:
+            observation_spec[self.tokens_key[0]] = Tokens.default_spec(shape, ("prompt",))
+        else:
+            observation_spec[self.tokens_key] = Unbounded((*shape, -1), dtype=torch.int64)
         observation_spec["conversation"] = NonTensor(shape=tuple(shape), example_data=None)
         return observation_spec
+
+
+def _renderer_of(tokenizer: Tokenizer) -> Renderer:
+    if getattr(tokenizer, "chat_template", None):
+        return make_renderer(tokenizer)
+    name = str(getattr(tokenizer, "name_or_path", ""))
+    warnings.warn(
+        f"The tokenizer {name!r} has no chat template, so IncrementalTokenizer takes the one that "
+        "History.apply_chat_template takes for it; to choose one, pass renderer=TemplateRenderer(tokenizer, "
+        "chat_template=...).",
+        stacklevel=3,
+    )
+    return make_renderer(tokenizer, chat_template=template_of_model(name, has_own=False))

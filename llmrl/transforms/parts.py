@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
@@ -39,6 +40,41 @@ def reads_turns(env: EnvBase) -> bool:
 def writes_reward(env: EnvBase) -> bool:
     """Return whether a part of an environment may write a reward; other projects' parts do by default."""
     return _declares(env, "writes_reward")
+
+
+def is_reward_written_before(part: Transform) -> bool:
+    """Return whether a part of the environment before this one may write a reward; true outside an environment."""
+    env = environment_around(part)
+    earlier = [] if env is None else [*takewhile(lambda one: one is not part, environment_parts(env))]
+    return env is None or any(
+        getattr(one, "writes_reward", False) if is_ours(one) else not type(one).__module__.startswith("torchrl.")
+        for one in earlier
+        if type(one) is not Compose
+    )
+
+
+def refuse_early_readers(writer: Transform) -> None:
+    """Raise ValueError if TorchRL's transforms before the first one that writes a reward read it.
+
+    The environment writes a reward of 0 at each step, which they would scale, sum or clip.
+    """
+    env = environment_around(writer)
+    if env is None or is_reward_written_before(writer):
+        return
+    earlier = takewhile(lambda one: one is not writer, environment_parts(env))
+    early = [type(one).__name__ for one in earlier if type(one) is not Compose and _reads_reward(one)]
+    if early:
+        raise ValueError(
+            f"{', '.join(early)} reads the reward before {type(writer).__name__} writes it, so it would read 0: append "
+            f"{type(writer).__name__} first."
+        )
+
+
+def _reads_reward(part: EnvBase | Transform) -> bool:
+    if not isinstance(part, Transform) or is_ours(part):
+        return False
+    keys = [key if isinstance(key, tuple) else (key,) for key in part.in_keys or ()]
+    return any(key[-1] == "reward" for key in keys)
 
 
 def _declares(env: EnvBase, attribute: str) -> bool:

@@ -54,9 +54,17 @@ class PolicyVersion(KnownArguments, Transform):
 
     @property
     def version(self) -> int | str:
-        """Current version."""
+        """Current version. One that counts may be set; RuntimeError with a `source`, ValueError for uuids."""
         # Derived from the count, so that the uuid of a token's version can be computed, too.
         return str(uuid.uuid5(self._run, str(self.count))) if self.is_uuid else self.count
+
+    @version.setter
+    def version(self, version: int) -> None:
+        if self._source is not None:
+            raise RuntimeError("this PolicyVersion follows its source, which counts versions; nothing else sets them.")
+        if self.is_uuid:
+            raise ValueError("versions that are uuids are derived from a count: call increment_version().")
+        self._count = version
 
     def increment_version(self) -> None:
         """Count one weight update; raise RuntimeError if a `source` counts them."""

@@ -20,7 +20,7 @@ from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, 
 from llmrl.rewards import ROLLOUT_INPUTS, RewardFn, RewardInput, Rubric, Score, UnknownRewardInput
 from llmrl.rewards.rubric import JointRubric, scores_of
 from llmrl.tools import ToolTransform, states_of
-from llmrl.transforms.parts import environment_around, environment_parts
+from llmrl.transforms.parts import environment_around, environment_parts, refuse_early_readers
 
 
 class RubricReward(KnownArguments, Transform):
@@ -40,7 +40,8 @@ class RubricReward(KnownArguments, Transform):
 
     Raises:
         UnknownRewardInput: when appended to a dataset's environment, if a reward function has an unknown parameter.
-        ValueError: when appended after another one with a reward function of the same name.
+        ValueError: when appended after another one with a reward function of the same name, or after a transform of
+            TorchRL that reads the reward, if none before it writes one.
 
     Example:
         >>> from tensordict import TensorDict
@@ -71,6 +72,7 @@ class RubricReward(KnownArguments, Transform):
         """Join an environment, and check that it provides the inputs of the reward functions."""
         super().set_container(container)
         self._check_names()
+        refuse_early_readers(self)
         self.check_inputs()
 
     def _environment_parts(self) -> list[EnvBase | Transform]:

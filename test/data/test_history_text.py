@@ -82,6 +82,59 @@ def test_masks_hold_what_the_assistant_wrote_and_its_end(model_path, family, has
     assert written == "".join(message["content"] + end for message in chat if message["role"] == "assistant")
 
 
+def masked_text(history, tokenizer, **options):
+    encoded = history.apply_chat_template(
+        tokenizer, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True, **options
+    )
+    return tokenizer.decode(encoded["input_ids"][encoded["assistant_masks"]])
+
+
+@pytest.mark.parametrize("family", APPENDING)
+def test_the_end_of_a_turn_that_nothing_wrote_is_not_in_the_mask(model_path, family):
+    tokenizer = family_tokenizer(model_path, family)
+    options = {"chat_template": template_text(family)}
+    chat = conversation(["q", "15", "and?", "The answer is"])
+    cut = History.from_chats([*chat[:-1], {**chat[-1], "is_complete": False}])
+    end = END_OF_TURN[family]
+    assert masked_text(History.from_chats(chat), tokenizer, **options) == f"15{end}The answer is{end}"
+    assert masked_text(cut, tokenizer, **options) == f"15{end}The answer is"
+    unsaid = History.from_chats([chat[0], {**chat[1], "content": "", "is_complete": False}])
+    assert masked_text(unsaid, tokenizer, **options) == ""
+    prompt = History.from_chats(chat[:1]).apply_chat_template(tokenizer, **options)
+    read = History.from_text(prompt + "half an answer")
+    assert read.is_complete[-1] is False and masked_text(read, tokenizer, **options) == "half an answer"
+
+
+@pytest.mark.parametrize("family", APPENDING)
+def test_a_conversation_that_begins_with_the_assistant_has_a_mask(model_path, family):
+    tokenizer = family_tokenizer(model_path, family)
+    end = END_OF_TURN[family]
+    begun = History.from_chats([{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}])
+    try:
+        text = masked_text(begun, tokenizer, chat_template=template_text(family))
+    except Exception as error:  # a template that demands a user first says so itself
+        assert family == "gemma" and "alternate" in str(error)
+    else:
+        assert text == f"Hello{end}"
+
+
+def test_the_templates_of_torchrls_names_and_marked_ones_say_what_the_mask_holds(model_path):
+    tokenizer = family_tokenizer(model_path, "chatml")
+    chat = conversation(["q", "15<|im_end|>x", "and?", "16"])
+    history = History.from_chats(chat)
+    assert masked_text(history, tokenizer) == "15<|im_end|>x<|im_end|>16<|im_end|>"
+    assert masked_text(history, tokenizer, chat_template_name="chatml") == "15<|im_end|>x<|im_end|>16<|im_end|>"
+    for name in ("qwen", "chatml_format"):  # TorchRL's masks end before the end of the turn
+        assert masked_text(history, tokenizer, chat_template_name=name) == "15<|im_end|>x16"
+    marked = (
+        "{% for m in messages %}{{ m.role + ':' }}{%- if m.role == 'assistant' -%}{%- generation -%}{{ m.content }};"
+        "{%- endgeneration -%}{%- else -%}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert masked_text(history, tokenizer, chat_template=marked) == "15<|im_end|>x;16;"
+    cut = History.from_chats([*chat[:-1], {**chat[-1], "is_complete": False}])
+    assert masked_text(cut, tokenizer, chat_template=marked) == "15<|im_end|>x;16"
+
+
 def test_a_template_that_rewrites_has_no_mask(model_path):
     chat = [
         {"role": "user", "content": "a"},

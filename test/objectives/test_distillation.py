@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -109,12 +109,17 @@ def student(tiny_model_path):
 
 
 @pytest.fixture(scope="module")
-def renderer(tiny_model_path):
-    return TemplateRenderer(AutoTokenizer.from_pretrained(tiny_model_path))
+def tokenizer(tiny_model_path):
+    return AutoTokenizer.from_pretrained(tiny_model_path)
 
 
 @pytest.fixture(scope="module")
-def teacher_path(tiny_model_path, tmp_path_factory):
+def renderer(tokenizer):
+    return TemplateRenderer(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def teacher_path(tiny_model_path, tokenizer, tmp_path_factory):
     """Another model of the same tokenizer."""
     path = tmp_path_factory.mktemp("teacher")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
@@ -123,8 +128,24 @@ def teacher_path(tiny_model_path, tmp_path_factory):
         for weight in model.parameters():
             weight.add_(0.05 * torch.randn_like(weight))
     model.save_pretrained(path)
-    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def teacher(student, teacher_path, tokenizer):
+    return load_teacher(student, teacher_path, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def logits_of():
+    """The logits of a folder's model after each of some ids, in float64."""
+
+    @cache
+    def model_of(path):
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+
+    return lambda path, ids: model_of(path)(ids[None]).logits[0]
 
 
 @pytest.fixture
@@ -136,14 +157,10 @@ def batch(renderer):
     return Demonstrations(rows, renderer, conversations_per_batch=3).all_rows()
 
 
-def logits_of(path, ids):
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
-    return model(ids[None]).logits[0]
-
-
 @pytest.mark.parametrize("kind", ["reverse", "forward", "js"])
-def test_a_loss_against_whole_distributions_is_the_mean_divergence(student, teacher_path, batch, tiny_model_path, kind):
-    teacher = load_teacher(student, teacher_path, tokenizer=AutoTokenizer.from_pretrained(tiny_model_path))
+def test_a_loss_against_whole_distributions_is_the_mean_divergence(
+    student, teacher, teacher_path, batch, tiny_model_path, logits_of, kind
+):
     loss = DistillationLoss(
         student, teacher=TeacherDistribution(teacher, beta=0.2), kl_direction=kind, reduction="token_mean"
     )
@@ -167,10 +184,10 @@ def test_a_policy_without_distributions_is_refused_where_they_are_compared(stude
             DistillationLoss(near_policy(batch), teacher=teacher)(batch)
 
 
-def test_a_student_becomes_its_teacher(tiny_model_path, teacher_path, batch):
+def test_a_student_becomes_its_teacher(tiny_model_path, teacher_path, tokenizer, batch):
     model = load_model(tiny_model_path)
     student = TransformersWrapper(model, generate=False)
-    teacher = load_teacher(student, teacher_path, tokenizer=AutoTokenizer.from_pretrained(tiny_model_path))
+    teacher = load_teacher(student, teacher_path, tokenizer=tokenizer)
     loss = DistillationLoss(student, teacher=TeacherDistribution(teacher), kl_direction="forward")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     values = [train_step(loss, batch, optimizer).loss for _ in range(12)]
@@ -178,12 +195,12 @@ def test_a_student_becomes_its_teacher(tiny_model_path, teacher_path, batch):
     assert all(weight.grad is None for weight in teacher.model.parameters())
 
 
-def test_a_teacher_of_another_tokenizer_is_refused_by_name(student, tiny_model_path, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
-    tokenizer.add_tokens(["<other>"])
-    tokenizer.save_pretrained(tmp_path / "theirs")
+def test_a_teacher_of_another_tokenizer_is_refused_by_name(student, tokenizer, tiny_model_path, tmp_path):
+    another = AutoTokenizer.from_pretrained(tiny_model_path)
+    another.add_tokens(["<other>"])
+    another.save_pretrained(tmp_path / "theirs")
     with pytest.raises(ValueError, match=r"theirs' has another tokenizer .*1 entries .*'<other>'"):
-        load_teacher(student, tmp_path / "theirs", tokenizer=AutoTokenizer.from_pretrained(tiny_model_path))
+        load_teacher(student, tmp_path / "theirs", tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"teacher\.path, teacher\.url or teacher\.hint is needed"):
         TeacherConfig()
     problem = {"query": "1 + 1 =", "solution": "2"}
@@ -246,12 +263,11 @@ def test_on_policy_its_gradient_is_that_of_the_loss_with_k2(student, renderer, b
     torch.testing.assert_close(by_advantage, by_loss, rtol=1e-3, atol=1e-6)
 
 
-def test_a_hint_changes_the_prompt_alone(student, renderer, batch, tiny_model_path):
+def test_a_hint_changes_the_prompt_alone(student, renderer, tokenizer, batch, tiny_model_path, logits_of):
     hints = ["The answer is 1.", "", "Think."]
     write_hinted_log_probs(
         student, batch, TEACHER, hints=hints, render=partial(renderer.render, add_generation_prompt=True)
     )
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
     for place, (row, hint) in enumerate(zip(batch.unbind(0), hints, strict=True)):
         asked = [{"role": "user", "content": f"{place} + 1 =\n\n{hint}"}]
         prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -320,8 +336,9 @@ def test_likeliest_ids_bear_extremes_and_refuse_what_makes_no_sense():
 
 
 @pytest.mark.parametrize("kind", ["reverse", "js"])
-def test_a_loss_against_likeliest_ids_by_a_model_and_by_an_engine(student, teacher_path, batch, tiny_model_path, kind):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+def test_a_loss_against_likeliest_ids_by_a_model_and_by_an_engine(
+    student, teacher, teacher_path, tokenizer, batch, tiny_model_path, logits_of, kind
+):
     expected = []
     for row in batch.unbind(0):
         ours, theirs = (logits_of(path, row["tokens", "full"])[:-1] for path in (tiny_model_path, teacher_path))
@@ -329,10 +346,10 @@ def test_a_loss_against_likeliest_ids_by_a_model_and_by_an_engine(student, teach
     expected = torch.cat(expected).detach().mean()
     loss = DistillationLoss(student, teacher=TeacherTopK(beta=0.2), kl_direction=kind, reduction="token_mean")
     assert loss.in_keys == [("tokens", "full"), *loss.teacher.in_keys, MASK]
-    loaded, grads = load_teacher(student, teacher_path, tokenizer=tokenizer), []
+    grads = []
     with TransformersEngine(teacher_path) as engine:
-        for teacher in (loaded, EngineTeacher(student, engine, tokenizer=tokenizer)):
-            scored = write_top_k(teacher, batch.clone(), 5)
+        for one in (teacher, EngineTeacher(student, engine, tokenizer=tokenizer)):
+            scored = write_top_k(one, batch.clone(), 5)
             ids = scored[0]["next", "teacher_top", "token_ids"]
             assert ((ids < 0).all(1) == ~scored[0][MASK]).all()
             # Micro-batches of one row each, and all at once.
@@ -340,8 +357,8 @@ def test_a_loss_against_likeliest_ids_by_a_model_and_by_an_engine(student, teach
                 student.model.zero_grad()
                 inputs = loss.prepare(scored)
                 micro = list(loss.micro_losses(inputs, scored, token_budget=token_budget))
-                for one in micro:
-                    one.total().backward()
+                for part in micro:
+                    part.total().backward()
                 assert float(loss.collect(micro).loss_distill.detach()) == pytest.approx(float(expected), rel=1e-3)
                 assert len(micro) == (3 if token_budget == 8 else 1)
                 grads.append(torch.cat([weight.grad.reshape(-1) for weight in student.model.parameters()]))

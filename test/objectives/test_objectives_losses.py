@@ -374,7 +374,6 @@ def test_losses_are_left_per_sequence_when_asked() -> None:
         (lambda: DistillationLoss(kl_directoin="reverse"), TypeError, "did you mean 'kl_direction'"),
         (lambda: DistillationLoss(kl_estimator="k1"), ValueError, "kl_estimator"),
         (lambda: DistillationLoss(kl_direction="sideways"), ValueError, "kl_direction"),
-        (lambda: SFTLoss(loss_function="minor_sft", kl_to_ref_coeff=0.1), ValueError, "kl_to_ref_coeff"),
         (lambda: SFTLoss(reduction="max"), ValueError, "reduction"),
         (lambda: SFTLoss(reduction="token_mean", loss_function="minor_sft"), ValueError, "token_mean"),
         (lambda: GRPOLoss(dual_clip=0.5), ValueError, "dual_clip"),

@@ -223,5 +223,5 @@ def test_what_gamma_cannot_be_is_refused():
     with pytest.raises(KeyError, match="turns"):
         MCAdvantage(gamma=0.9)(lazy_stack(rows))
     turn = TensorDict({"query": "q", "next": {"reward": [[1.0]], "done": [True]}})
-    with pytest.raises(ValueError, match="gamma is of training rows"):
+    with pytest.raises(ValueError, match="gamma applies to training rows"):
         MCAdvantage(gamma=0.9)(lazy_stack([turn]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import pkgutil
 import re
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import torch
 from tensordict import TensorDict
 
 from llmrl._utils.arguments import keywords_of
-from llmrl._utils.torchrl_names import TABLE, instead_of
+from llmrl._utils.other_libraries import TABLE, instead_of
 from llmrl.collectors import RayLLMCollector
 from llmrl.envs.tasks.task import DeclaredTaskEnv
+from llmrl.torchrl.names import ELSEWHERE
 
 pytestmark = pytest.mark.usefixtures("takes_long")
 
@@ -50,6 +52,37 @@ def counterparts():
     return found
 
 
+def test_the_page_prints_the_names_that_are_elsewhere():
+    _, _, other = section("Names").partition("Another name")
+    rows = re.findall(r"^\| (`.*?`) \| (?:`([\w.]+)`|—) \| ?(.*?) ?\|$", other, re.MULTILINE)
+    printed = [(" ".join(re.findall(r"`(\w+)`", names)), ours or None, remark) for names, ours, remark in rows]
+    assert printed == list(ELSEWHERE)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_every_namespace_of_torchrl_has_its_names_here(namespace):
+    here, theirs = importlib.import_module(f"llmrl.{namespace}"), importlib.import_module(namespace)
+    elsewhere = {name for names, _, _ in ELSEWHERE for name in names.split()}
+    assert set(theirs.__all__) - elsewhere <= set(here.__all__)
+    for name in here.__all__:
+        assert getattr(here, name) is resolved(counterparts()[name])
+    for name in elsewhere & set(theirs.__all__):
+        with pytest.raises(ImportError, match=f"llmrl has no {name}: "):
+            getattr(here, name)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        here.no_such_name  # noqa: B018
+
+
+def test_public_submodules_of_torchrl_are_importable_here():
+    for namespace in NAMESPACES:
+        package = importlib.import_module(namespace)
+        for found in pkgutil.walk_packages(getattr(package, "__path__", []), f"{namespace}."):
+            is_private = any(part.startswith("_") for part in found.name.split("."))
+            is_inner = "sglang" in found.name or found.name.endswith(("vllm.base", "_plugin", "_utils"))
+            if not is_private and not is_inner:
+                importlib.import_module(f"llmrl.{found.name}")
+
+
 def resolved(path):
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
@@ -64,6 +97,15 @@ def test_every_name_of_torchrl_is_listed_and_no_other():
 def taken(function):
     parameters = inspect.signature(function).parameters.values()
     return [one.name for one in parameters if one.kind not in VARIADIC and one.name not in ("self", "cls")]
+
+
+def made_with(theirs):
+    """Keywords that a class takes, or its metaclass for it, or that a function takes."""
+    if not isinstance(theirs, type):
+        return taken(theirs)
+    metas = [meta for meta in type(theirs).__mro__ if meta.__module__.startswith("torchrl.envs.llm")]
+    by_meta = [name for meta in metas if "__call__" in vars(meta) for name in taken(vars(meta)["__call__"])]
+    return list(dict.fromkeys([*taken(theirs.__init__), *by_meta]))
 
 
 def known(ours):
@@ -114,8 +156,7 @@ def missing():
     """(owner, entry) of everything that TorchRL takes and ours does not, where the name is the same."""
     found = set()
     for name, theirs, ours in same_names():
-        made = theirs.__init__ if isinstance(theirs, type) else theirs
-        found |= {(name, one) for one in taken(made) if one not in known(ours)}
+        found |= {(name, one) for one in made_with(theirs) if one not in known(ours)}
         for member, value in members(theirs) if isinstance(theirs, type) else ():
             if not has(ours, member):
                 found.add((name, f".{member}"))

@@ -302,7 +302,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
     def _settle_by_turn(self, rows: list[TensorDictBase], gamma: float) -> Settled:
         """Compare each turn's return with those of the same turn in the group's other rollouts."""
         if self.keys.are_turns(rows):
-            raise ValueError("gamma is of training rows; turns have returns by trajectory_return.")
+            raise ValueError("gamma applies to training rows; for turns use trajectory_return.")
         returns = {
             self.keys.rollout_id(row): returns_to_go(turn_rewards(row), gamma) for row in rows if self.keys.scored(row)
         }

@@ -14,7 +14,7 @@ from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import refuse_unknown
-from llmrl._utils.torchrl_names import instead_of
+from llmrl._utils.other_libraries import instead_of
 from llmrl.objectives.kl import KLEstimator, kl_term
 from llmrl.objectives.losses.aggregation import Aggregation, aggregation_weights
 from llmrl.objectives.losses.base import LLMLoss, MicroLoss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -32,7 +33,7 @@ class SFTLoss(KnownArguments, SequenceLoss):
         kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_prob`.
         kl_estimator: estimator of `kl_estimate`; an estimate of the KL only for tokens that the policy sampled.
         loss_function: `sft`, or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of a row's log-likelihoods
-            (arXiv:2408.10642, equation 8), which excludes `kl_to_ref_coeff` and `token_mean`.
+            (arXiv:2408.10642, equation 8), which ignores `kl_to_ref_coeff` with a warning and excludes `token_mean`.
         beta: coefficient of `minor_sft`.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
         reduction, normalize_by_seq_length, tokenizer, tokenizer_kwargs: as in `SequenceLoss`. Most trainers of
@@ -75,10 +76,12 @@ class SFTLoss(KnownArguments, SequenceLoss):
             raise ValueError(f"loss_function must be 'sft' or 'minor_sft', got {loss_function!r}.")
         if loss_function == "minor_sft":
             if kl_to_ref_coeff is not None:
-                raise ValueError(
-                    "kl_to_ref_coeff has no meaning with loss_function='minor_sft', in which the reference is a "
-                    "regularizer already; leave it out."
+                warnings.warn(
+                    f"kl_to_ref_coeff={kl_to_ref_coeff} has no meaning with loss_function='minor_sft', in which the "
+                    "reference is a regularizer already; it is ignored.",
+                    stacklevel=3,
                 )
+                kl_to_ref_coeff = None
             if reduction == "token_mean":
                 raise ValueError(
                     "reduction='token_mean' has no meaning with loss_function='minor_sft': its loss is a sequence's; "

@@ -88,7 +88,8 @@ class GSPOLoss(GRPOLoss):
 class RLOOLoss(GRPOLoss):
     """Policy gradient without a ratio, `-A log pi` summed over a sequence (RLOO, arXiv:2402.14740, equations 5 and 7).
 
-    The baseline is `MCAdvantage(normalization="leave_one_out")`. `importance_cap` corrects off-policy samples.
+    The baseline is `MCAdvantage(normalization="leave_one_out")`. `importance_cap` corrects off-policy samples, but not
+    a second update on a batch: use each batch once.
     """
 
     def __init__(

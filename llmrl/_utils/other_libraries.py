@@ -1,4 +1,4 @@
-"""Arguments and attributes of TorchRL's classes that classes of the same name here lack, with alternatives.
+"""Names in TorchRL, TRL, verl and prime-rl that are missing here, with alternatives.
 
 Errors and `docs/migrating-from-torchrl.md` quote them; a test compares them with TorchRL's signatures.
 """
@@ -37,12 +37,16 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         ".dataloader .endless_dataloader .data_keys .repeats",
         "prompts is the sampler of rows, columns names what a row has, group_size is repeats",
     ),
-    ("RayDataLoadingPrimer", ".primers .stack_method", "there are no such arguments, either"),
+    ("RayDataLoadingPrimer", ".primers .stack_method", "these arguments do not exist, either"),
     ("DataLoadingPrimer RayDataLoadingPrimer", "device", "rows are no tensors"),
     ("DataLoadingPrimer", ".device", "rows are no tensors"),
     ("LLMEnv", "attention_key has_attention", "padding is known by its length; there are no masks for it"),
     ("LLMEnv", "reward_key", "the reward is in ('next', 'reward')"),
-    ("LLMEnv", "assign_reward assign_done", "a reward, 0 unless a transform gives one, and done flags always are"),
+    (
+        "LLMEnv",
+        "assign_reward assign_done",
+        "the reward (0 unless a transform writes one) and the done flags always exist",
+    ),
     ("LLMEnv", "batch_size", "reset takes a tensordict of any batch shape"),
     ("LLMEnv", "vocab_size", "token ids are not bounded"),
     ("LLMEnv", "as_llm_data", "entries are those of the data contract"),
@@ -86,11 +90,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "IncrementalTokenizer",
         "chat_template chat_template_name",
         "pass renderer=TemplateRenderer(tokenizer, chat_template=...)",
-    ),
-    (
-        "IncrementalTokenizer",
-        "history_key tokens_key",
-        "it reads ('history', 'prompt'), writes ('tokens', 'prompt'); RenameTransform names them anew",
     ),
     ("Tokenizer", "padding max_length", "tokens are ragged; pad a batch with get(key, as_padded_tensor=True)"),
     ("Tokenizer", "use_raw_nontensor", "the text is read from its wrapping"),
@@ -196,22 +195,17 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     (
         _COLLECTORS,
-        ".cascade_execute .get_distant_attr .getattr_env .getattr_policy .getattr_rb .map_fn",
+        ".cascade_execute .get_distant_attr .getattr_env .getattr_policy .map_fn",
         "env, policy and replay_buffer are attributes; an actor's are made by your functions",
     ),
     (_COLLECTORS, ".enable_profile .disable_profile .profile_config", "report says where a batch's time went"),
     (_COLLECTORS, ".stats", "report says what a collection did"),
     (_COLLECTORS, ".fake_tensordict", "call next() once: rows are ragged, and have no spec"),
-    (
-        _COLLECTORS,
-        ".pre_collect_hook .post_collect_hook .set_post_collect_hook",
-        "postproc is called with each batch",
-    ),
+    (_COLLECTORS, ".pre_collect_hook", "set_post_collect_hook is called with each batch"),
     (_COLLECTORS, ".worker_idx", "rows say their rollout, not their actor"),
     ("LLMCollector.shutdown LLMCollector.async_shutdown", "close_env", "close env and engine yourself, after it"),
     ("LLMCollector.shutdown", "raise_on_error", "what fails is raised"),
     ("LLMCollector.update_policy_weights_ RayLLMCollector.update_policy_weights_", "worker_ids", "all have the same"),
-    ("RayLLMCollector", ".init_random_frames", "a language model starts trained"),
     ("VLLMDoubleBufferSyncScheme", "num_threads", "one file is written, at the disk's speed"),
     (
         _SCHEMES,
@@ -250,3 +244,129 @@ def missing_attribute(owner: object, name: str) -> AttributeError:
     known = instead_of(*(base.__name__ for base in type(owner).__mro__))
     advice = f": {known['.' + name]}." if "." + name in known else "."
     return AttributeError(f"{type(owner).__name__} has no {name!r}{advice}", name=name, obj=owner)
+
+
+_SAME: tuple[tuple[str, str], ...] = (
+    ("num_generations rollout_n n group_size rollouts_per_example", "group_size repeats grpo_size"),
+    ("beta kl_coef kl_loss_coef kl_tau", "kl_to_ref_coeff"),
+    ("epsilon clip_ratio clip_ratio_low cliprange", "clip_epsilon"),
+    ("epsilon_high clip_ratio_high", "clip_epsilon_high"),
+    ("delta clip_ratio_c", "dual_clip"),
+    ("max_completion_length max_response_length response_length max_tokens", "max_new_tokens"),
+    ("per_device_train_batch_size train_batch_size", "groups_per_batch"),
+    ("num_iterations ppo_epochs num_train_epochs total_epochs", "num_epochs"),
+    ("steps_per_generation", "num_minibatches"),
+    ("max_steps total_steps total_training_steps", "num_steps"),
+    ("save_steps save_freq", "checkpoint_every export_every"),
+    ("eval_steps test_freq val_freq", "eval_every every"),
+    ("num_generations_eval", "num_samples"),
+    ("report_to logger", "trackers"),
+    ("output_dir default_local_dir", "path"),
+    ("hub_model_id push_to_hub_model_id", "push_to_hub"),
+    ("reward_funcs", "reward_fns"),
+    ("lr", "learning_rate"),
+    ("loss_type loss_mode adv_estimator", "loss"),
+    ("loss_agg_mode", "aggregation"),
+    ("lr_scheduler_type", "schedule"),
+    ("num_warmup_steps lr_warmup_steps", "warmup_steps"),
+    ("max_prompt_length", "max_prompt_tokens max_model_len"),
+    ("vllm_max_model_length seq_len max_seq_length", "max_model_len"),
+    ("vllm_gpu_memory_utilization", "gpu_memory_utilization"),
+    ("vllm_tensor_parallel_size tensor_model_parallel_size", "tensor_parallel_size"),
+    ("vllm_enable_sleep_mode free_cache_engine", "sleep_while_training"),
+    ("vllm_importance_sampling_cap vllm_importance_sampling_clip_max", "importance_cap"),
+    ("clip_grad grad_clip", "max_grad_norm"),
+    ("enable_gradient_checkpointing", "gradient_checkpointing"),
+    ("ppo_max_token_len_per_gpu ppo_micro_batch_size ppo_micro_batch_size_per_gpu", "token_budget"),
+    ("max_tool_calling_iterations max_assistant_turns", "max_turns"),
+    ("max_async_level async_level max_off_policy_steps", "max_staleness"),
+    ("resume_from_checkpoint resume_mode", "resume"),
+    ("keep_last save_total", "save_total_limit"),
+    ("metric_for_best_model", "best_by"),
+    ("early_stopping_patience", "patience"),
+    ("torch_compile use_torch_compile", "compile_layers"),
+    ("use_liger_kernel use_liger_loss", "head_kernel"),
+    ("n_gpus_per_node nproc_per_node", "num_ranks"),
+)
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(ours.split()) for theirs, ours in _SAME for name in theirs.split()
+}
+"""Names of options there, and the names here with the same meaning."""
+
+_SERVER = "engine=ServerEngine(url, weight_sync=True) asks a vllm serve, and trains its weights"
+_SPLIT = "a batch is split by its tokens, train.token_budget, and the gradient is the same whatever the split"
+_DTYPE = "model.dtype is the dtype of engine and trainer, float32 on a CPU and bfloat16 on a GPU by default"
+_RATIO = "the ratio is to the trainer's own log-probs, corrected by importance_cap; a loss of your own changes that"
+_OTHER: tuple[tuple[str, str], ...] = (
+    ("use_vllm vllm_mode vllm_model_impl cache_implementation", "vLLM always generates, unless engine= is another"),
+    ("vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port", _SERVER),
+    ("use_transformers_paged use_transformers_continuous_batching", "engine=TransformersEngine(model) generates so"),
+    ("gradient_accumulation_steps per_device_eval_batch_size auto_find_batch_size", _SPLIT),
+    ("log_prob_micro_batch_size_per_gpu use_dynamic_bsz remove_unused_columns pad_to_multiple_of", _SPLIT),
+    ("bf16 fp16 tf32 torch_dtype", _DTYPE),
+    ("generation_batch_size batch_size", "groups_per_batch counts prompts, each of which has `repeats` answers"),
+    ("ppo_mini_batch_size", "num_minibatches is the number of updates per batch"),
+    (
+        "scale_rewards norm_adv_by_std_in_grpo",
+        "the loss has its advantage: loss='dr_grpo' does not divide by the spread",
+    ),
+    (
+        "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg",
+        "neither SAPO nor VESPO is there; `loss` names those that are",
+    ),
+    ("importance_sampling_level", "loss='gspo' takes the ratio of a whole answer"),
+    ("vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_min", _RATIO),
+    ("off_policy_mask_threshold use_bias_correction_kl top_entropy_quantile", _RATIO),
+    ("token_mask_low token_mask_high", _RATIO),
+    (
+        "reward_weights reward_model custom_reward_function",
+        "weigh rewards in the environment, Rubric(RewardFn(f, weight=2))",
+    ),
+    ("multi_objective_aggregation", "a Rubric adds weighted rewards"),
+    (
+        "mask_truncated_completions overlong_filter",
+        "Rubric(f, truncation_reward=0.0) scores answers that are cut",
+    ),
+    (
+        "entropy_coef entropy_coeff use_adaptive_entropy entropy_target",
+        "GRPOLoss(entropy_coeff=...) in a loop of your own",
+    ),
+    ("use_kl_loss use_kl_in_reward", "a number as kl_to_ref_coeff adds the KL to the loss, None leaves it out"),
+    (
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+        "the reference is the model that training began with",
+    ),
+    ("model_init_kwargs trust_remote_code", "load a model of your own in a loop of your own: llmrl new loop NAME"),
+    ("chat_template_kwargs", "give the tokenizer's template, chat_template=FILE"),
+    ("repetition_penalty generation_kwargs", "a repetition penalty samples from what the trainer cannot score again"),
+    ("shuffle_dataset", "DatasetChatEnv(rows, shuffle=True)"),
+    ("eval_dataset val_files test_data", "eval_envs={'sums': env} are environments of problems held out"),
+    ("log_completions num_completions_to_print log_unique_prompts", "llmrl view RUN shows every conversation"),
+    ("logging_steps logging_dir", "every step is logged, in metrics.csv of the run's folder and to trackers=[...]"),
+    ("eval_strategy evaluation_strategy save_strategy", "the steps between say it: eval_every, export_every"),
+    ("load_best_model_at_end", "best_by='eval/NAME/pass@1' saves the best model in model-best/"),
+    ("project_name experiment_name run_name wandb_project wandb", "trackers=['wandb'] names the run as its folder"),
+    ("optim optimizer adam_beta1 adam_beta2 adam_epsilon", "the optimizer is AdamW; another one in a loop of your own"),
+    ("warmup_ratio", "warmup_steps is a number of steps"),
+    ("deepspeed fsdp ddp strategy param_offload optimizer_offload", "train.num_ranks shards the trainer over GPUs"),
+    ("ulysses_sequence_parallel_size context_parallel_size", "there is no context parallelism"),
+    ("nnodes", "hardware=ray-cluster spreads a run over machines"),
+    ("val_before_train eval_on_start", "eval_envs are evaluated before and after training, too"),
+    ("critic_warmup critic", "there is no critic: advantages are those of a group"),
+    (
+        "tools environment_factory rollout_func multi_turn",
+        "the environment has tools and turns: ToolTransform, MessageEnv",
+    ),
+    ("peft_config lora_alpha", "lora_rank=16 trains an adapter; model.lora has the rest"),
+    ("processing_class tokenizer", "the tokenizer is the model's; chat_template=FILE replaces its template"),
+    ("callbacks", "the loop is yours: llmrl new loop NAME"),
+    ("args", "options are keywords of train itself: train(model, env, num_steps=100)"),
+    ("oversampling_factor", "groups without signal are replaced, and max_staleness collects ahead"),
+)
+EXPLAINED: Mapping[str, str] = {name: text for names, text in _OTHER for name in names.split()}
+"""Names of options there without one of the same meaning here, and what to do instead."""
+
+SAMPLING = frozenset(
+    ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "max_tokens", "stop", "repetition_penalty")
+)
+"""Names of sampling parameters there and here, which policies take as `generate_kwargs`."""

@@ -17,6 +17,7 @@ from llmrl._utils.types import Tokenizer as PretrainedTokenizer
 from llmrl.data import History, Message, Text, text_of
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked
 from llmrl.rendering import TemplateRenderer
+from llmrl.transforms.parts import is_reward_written_before
 
 _AS_ASSISTANT = (
     "But wait, let me think about this more carefully...",
@@ -48,12 +49,17 @@ class AddThinkingPrompt(KnownArguments, Transform):
 
     Raises:
         ValueError: if the role is unknown or excludes `edit_last_turn`, or if both prompt options are given.
+        KeyError: at a step, if `cond` reads a reward that no transform before this one writes.
 
     Example:
         >>> from llmrl.data import ChatHistory
         >>> from llmrl.envs import ChatEnv
+        >>> from llmrl.transforms import RubricReward
         >>> from tensordict import TensorDict
-        >>> env = ChatEnv().append_transform(AddThinkingPrompt(lambda step: step["reward"].sum() < 1, "Wait."))
+        >>> def exact(completion):
+        ...     return float(completion == "15")
+        >>> env = ChatEnv().append_transform(RubricReward(exact))
+        >>> env = env.append_transform(AddThinkingPrompt(lambda step: step["reward"].sum() < 1, "Wait."))
         >>> data = env.reset(TensorDict({"query": "7 + 8 ="}))
         >>> full = data["history"].prompt.append({"role": "assistant", "content": "14"})
         >>> data["history"] = ChatHistory(full=full, batch_size=())
@@ -97,10 +103,26 @@ class AddThinkingPrompt(KnownArguments, Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(next_tensordict)
+        has_reward = is_reward_written_before(self)
         for element in elements:
-            if bool(self.cond(element)):
+            seen = element
+            if not has_reward:
+                seen = element.copy()
+                seen.pop("reward", None)
+            if self._meets_condition(seen):
                 self._ask_again(element)
         return restacked(elements, next_tensordict.batch_size)
+
+    def _meets_condition(self, element: TensorDictBase) -> bool:
+        try:
+            return bool(self.cond(element))
+        except KeyError as error:
+            if "reward" in element:
+                raise
+            raise KeyError(
+                "the condition of AddThinkingPrompt reads an entry that is not there. If it reads the reward: no "
+                "transform before AddThinkingPrompt writes one; append it after that transform."
+            ) from error
 
     def _ask_again(self, element: TensorDictBase) -> None:
         history = element.get(("history", "prompt"))

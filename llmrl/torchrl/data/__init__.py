@@ -1,0 +1,8 @@
+"""The names of `torchrl.data`; those of its `llm` are llmrl's."""
+
+from typing import TYPE_CHECKING
+
+from llmrl.torchrl.names import area
+
+if not TYPE_CHECKING:
+    __getattr__ = area(__name__)

@@ -1,0 +1,29 @@
+"""The names of `torchrl.modules.llm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmrl.data import ChatHistory, LogProbs, Masks, Text, Tokens
+from llmrl.engines import AsyncVLLM
+from llmrl.policies import LLMWrapperBase, vLLMWrapper
+from llmrl.torchrl.modules.trl import HFRewardModelWrapper, TorchRLBufferDataset
+from llmrl.torchrl.names import namespace
+from llmrl.trainer import TransformersWrapper
+
+__all__ = [
+    "AsyncVLLM",
+    "ChatHistory",
+    "HFRewardModelWrapper",
+    "LLMWrapperBase",
+    "LogProbs",
+    "Masks",
+    "Text",
+    "Tokens",
+    "TorchRLBufferDataset",
+    "TransformersWrapper",
+    "vLLMWrapper",
+]
+
+if not TYPE_CHECKING:
+    __getattr__ = namespace(__name__)

@@ -1,0 +1,177 @@
+"""Adapters to Hugging Face's trainers: a reward model as a module, and a replay buffer as a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDictBase, is_leaf_nontensor
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey, unravel_key
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torchrl.data import ReplayBuffer
+
+from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.imports import require
+from llmrl.data.ragged import check_entry, flat_batch, is_lazy, ragged_column
+from llmrl.data.tensordicts import plain
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+
+class HFRewardModelWrapper(KnownArguments, TensorDictModuleBase):
+    """Module that scores rows with a sequence classifier, such as one that TRL's `RewardTrainer` trained.
+
+    All rows of a batch are scored in one call. Ragged rows are padded on the right for it, with the id
+    `model.config.pad_token_id`, or 0, and an attention mask.
+
+    Args:
+        model: module that takes `input_ids` and `attention_mask`, `[num_rows, num_tokens]`, and returns the scores, or
+            an output with them in `logits` or `rewards`: `[num_rows]` or `[num_rows, 1]`.
+        token_key: entry of the token ids.
+        attention_mask_key: entry of the mask of rows that are padded; None calls the model without a mask.
+        reward_key: entry for the scores, float32 `[num_rows]`.
+        inference_mode: whether to compute without gradients.
+
+    Raises:
+        KeyError: on a call, if the tokens, or the mask of dense rows, are missing.
+        ValueError: on a call, if rows differ in length and `attention_mask_key` is None.
+        RuntimeError: on a call, if the model does not return one score per row.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> class Length(nn.Module):
+        ...     def forward(self, input_ids, attention_mask):
+        ...         return attention_mask.sum(-1, keepdim=True)
+        >>> rows = lazy_stack([TensorDict({"tokens": {"full": torch.arange(n)}}) for n in (2, 5)])
+        >>> HFRewardModelWrapper(Length())(rows)["reward"]
+        tensor([2., 5.])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        token_key: NestedKey = ("tokens", "full"),
+        attention_mask_key: NestedKey | None = ("masks", "all_attention_mask"),
+        reward_key: NestedKey = "reward",
+        inference_mode: bool = False,
+    ) -> None:
+        super().__init__()
+        self.in_keys = [token_key] if attention_mask_key is None else [token_key, attention_mask_key]
+        self.out_keys = [reward_key]
+        self.model = model
+        self.inference_mode = inference_mode
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the scores into a batch of rows of any shape."""
+        token_key, *mask_key = self.in_keys
+        batch = flat_batch(tensordict)
+        token_ids, mask = self._padded(batch, token_key, *mask_key)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.inference_mode):
+            output = self.model(input_ids=token_ids, **({"attention_mask": mask} if mask_key else {}))
+        scores = next((getattr(output, name) for name in ("logits", "rewards") if hasattr(output, name)), output)
+        if not isinstance(scores, torch.Tensor) or scores.shape not in ((len(token_ids),), (len(token_ids), 1)):
+            raise RuntimeError(
+                f"The reward model must return one scalar reward per input, [{len(token_ids)}] or "
+                f"[{len(token_ids)}, 1]; got {getattr(scores, 'shape', type(scores).__name__)}."
+            )
+        return tensordict.set(self.out_keys[0], scores.float().reshape(tensordict.shape))
+
+    def _padded(
+        self, batch: TensorDictBase, token_key: NestedKey, mask_key: NestedKey | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the token ids and, if there is a `mask_key`, their mask."""
+        check_entry(batch, token_key, owner=type(self).__name__)
+        if not (is_lazy(batch) or (isinstance(token_key, tuple) and is_lazy(batch.get(token_key[0])))):
+            if mask_key is None:
+                return batch.get(token_key), None
+            check_entry(batch, mask_key, owner=type(self).__name__)
+            return batch.get(token_key), batch.get(mask_key)
+        rows = ragged_column(batch, token_key)
+        if mask_key is None and len({len(row) for row in rows}) > 1:
+            raise ValueError("rows of different lengths are scored with a mask: leave attention_mask_key=None out.")
+        pad_id = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        return pad_sequence(rows, batch_first=True, padding_value=pad_id), mask
+
+
+class TorchRLBufferDataset(KnownArguments, torch.utils.data.IterableDataset):
+    """Data set of samples of a replay buffer, one dict per row; nested keys are joined by dots.
+
+    Args:
+        replay_buffer: buffer to draw from.
+        batch_size: number of rows drawn at a time.
+        keys: entries of a row; by default all.
+        device: device for tensors; by default theirs.
+        num_batches: number of draws of an iteration; None draws without end.
+
+    Raises:
+        TypeError: if `replay_buffer` is no ReplayBuffer.
+        ValueError: if a number is not positive.
+        KeyError: on iteration, if a row lacks one of `keys`.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyStackStorage
+        >>> buffer = ReplayBuffer(storage=LazyStackStorage(8))
+        >>> _ = buffer.extend(TensorDict({"tokens": {"full": torch.ones(2, 3)}}, batch_size=2))
+        >>> [{key: value.shape for key, value in row.items()} for row in TorchRLBufferDataset(buffer, 1)]
+        [{'tokens.full': torch.Size([3])}]
+    """
+
+    def __init__(
+        self,
+        replay_buffer: ReplayBuffer,
+        batch_size: int,
+        *,
+        keys: Sequence[NestedKey] | None = None,
+        device: torch.device | str | None = None,
+        num_batches: int | None = 1,
+    ) -> None:
+        if not isinstance(replay_buffer, ReplayBuffer):
+            raise TypeError(f"replay_buffer must be a torchrl.data.ReplayBuffer, got {type(replay_buffer).__name__}.")
+        for name, number in (("batch_size", batch_size), ("num_batches", num_batches)):
+            if (number is not None or name == "batch_size") and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"{name} must be a positive integer, got {number!r}.")
+        self.replay_buffer = replay_buffer
+        self.batch_size = batch_size
+        self.keys = None if keys is None else [unravel_key(key) for key in keys]
+        self.device = device
+        self.num_batches = num_batches
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        number = 0
+        while self.num_batches is None or number < self.num_batches:
+            for row in self.replay_buffer.sample(self.batch_size).unbind(0):
+                yield self._fields(row)
+            number += 1
+
+    def _fields(self, row: TensorDictBase) -> dict[str, object]:
+        keys = self.keys
+        if keys is None:
+            keys = list(row.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
+        fields = {}
+        for key in keys:
+            check_entry(row, key, owner="A row of the replay buffer")
+            value = plain(row.get(key))
+            if self.device is not None and isinstance(value, torch.Tensor):
+                value = value.to(self.device)
+            fields[key if isinstance(key, str) else ".".join(key)] = value
+        return fields
+
+    def as_hf_dataset(self) -> IterableDataset:
+        """Return a `datasets.IterableDataset` of the same rows, which TRL's trainers take.
+
+        MissingExtraError is raised if the package `datasets` is not installed.
+        """
+        return require("datasets", extra="data").IterableDataset.from_generator(self.__iter__)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.replay_buffer!r}, {self.batch_size}, keys={self.keys}, "
+            f"device={self.device}, num_batches={self.num_batches})"
+        )

@@ -1,0 +1,122 @@
+"""Calls of TorchRL's own files that llmrl takes, and orders of transforms that it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torchrl.envs import Compose, RewardClipping, RewardScaling, RewardSum, StepCounter, TransformedEnv
+
+from llmrl.data import ChatHistory, History
+from llmrl.envs import ChatEnv, DatasetChatEnv
+from llmrl.objectives import SFTLoss
+from llmrl.torchrl.envs.llm.transforms import AddThinkingPrompt
+from llmrl.transforms import IncrementalTokenizer, PolicyVersion, RubricReward
+
+
+def answered(env, *texts):
+    """A step in which the policy answers with these texts."""
+    data = env.reset(TensorDict(query=["7 + 8 ="] * len(texts), batch_size=len(texts)))
+    answers = lazy_stack([History(role="assistant", content=text) for text in texts])
+    data["history"].full = data["history"].prompt.append(answers, inplace=False)
+    return env.step(data)["next"]
+
+
+def ten(completion):
+    return 10.0
+
+
+def is_fifteen(completion):
+    return float(completion == "15")
+
+
+@pytest.mark.parametrize(
+    "make_reader",
+    [
+        lambda: RewardScaling(0, 0.1),
+        lambda: RewardClipping(-1, 1),
+        RewardSum,
+        lambda: Compose(StepCounter(), RewardScaling(0, 0.1)),
+    ],
+)
+def test_a_reader_of_the_reward_before_its_writer_is_refused(make_reader):
+    early = TransformedEnv(ChatEnv(), make_reader())
+    with pytest.raises(ValueError, match=r"reads the reward before RubricReward writes it.*append RubricReward first"):
+        early.append_transform(RubricReward(ten))
+
+
+def test_a_reader_after_a_writer_works_and_a_second_writer_may_follow():
+    env = ChatEnv().append_transform(RubricReward(ten)).append_transform(RewardScaling(0, 0.1))
+    assert answered(env, "15")["reward"].flatten().tolist() == pytest.approx([1.0])
+    other = RubricReward(is_fifteen, terminate_when_answered=False)
+    assert isinstance(TransformedEnv(env, other), TransformedEnv)
+
+
+def test_a_condition_sees_the_reward_only_once_it_is_written():
+    def is_wrong(step):
+        return step["reward"].sum() < 1
+
+    env = ChatEnv().append_transform(AddThinkingPrompt(is_wrong, "Wait.")).append_transform(RubricReward(ten))
+    with pytest.raises(KeyError, match="append it after that transform"):
+        answered(env, "15")
+    env = ChatEnv().append_transform(RubricReward(is_fifteen))
+    following = answered(env.append_transform(AddThinkingPrompt(is_wrong, "Wait.")), "15", "14")
+    assert [chat[-1]["content"] for chat in following["history"].prompt.chats] == ["15", "14 Wait."]
+
+
+def test_a_chat_environment_is_made_with_its_tokenizer(tokenizer):
+    env = ChatEnv(tokenizer=tokenizer, system_prompt="Be brief.", with_tokenizer=True)
+    assert isinstance(env, TransformedEnv) and isinstance(env.base_env, ChatEnv)
+    data = env.reset(TensorDict(query="Hi"))
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(data["tokens", "prompt"]) == expected
+    rows = DatasetChatEnv(["Hi"], tokenizer=tokenizer, with_tokenizer=True)
+    assert tokenizer.decode(rows.reset()["tokens", "prompt"]).endswith("user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert type(ChatEnv(with_tokenizer=False)) is ChatEnv
+    with pytest.raises(ValueError, match="needs tokenizer="):
+        ChatEnv(with_tokenizer=True)
+
+
+def test_incremental_tokens_go_where_they_are_asked_and_a_missing_template_is_warned_of(tokenizer, monkeypatch):
+    env = ChatEnv().append_transform(IncrementalTokenizer(tokenizer, tokens_key=("seen", "all")))
+    data = env.reset(TensorDict(query="Hi"))
+    assert tokenizer.decode(data["seen", "all"]).endswith("user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert data.get("tokens", None) is None
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.warns(UserWarning, match="has no chat template"):
+        transform = IncrementalTokenizer(tokenizer)
+    data = ChatEnv().append_transform(transform).reset(TensorDict(query="Hi"))
+    assert tokenizer.decode(data["tokens", "prompt"]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_version_that_is_counted_may_be_set():
+    transform = PolicyVersion("int")
+    transform.version = 7
+    assert ChatEnv().append_transform(transform).reset(TensorDict(query="a"))["policy_version"].item() == 7
+    transform.increment_version()
+    assert transform.version == 8
+    with pytest.raises(RuntimeError, match="follows its source"):
+        PolicyVersion(source=lambda: 1).version = 2
+    with pytest.raises(ValueError, match="uuids"):
+        PolicyVersion("uuid").version = 2
+
+
+def test_minor_sft_ignores_the_coefficient_of_torchrls_configuration():
+    with pytest.warns(UserWarning, match="kl_to_ref_coeff=2.0 has no meaning with loss_function='minor_sft'"):
+        loss = SFTLoss(loss_function="minor_sft", kl_to_ref_coeff=2.0)
+    assert loss.kl_to_ref_coeff is None
+
+
+def test_a_history_that_is_cut_trains_nothing_that_was_not_written(tiny_model_path, tokenizer):
+    from llmrl.trainer import TransformersWrapper
+
+    text = "<|im_start|>user\n7 + 8 =<|im_end|>\n<|im_start|>assistant\nIt is 1"
+    batch = TensorDict(history=ChatHistory(full=History.from_text([text]), batch_size=(1,)), batch_size=(1,))
+    policy = TransformersWrapper(tiny_model_path, tokenizer=tokenizer, input_mode="history", generate=False)
+    scored = policy(batch)[0]
+    trained = scored["tokens", "full"][scored["masks", "all_assistant_mask"]]
+    assert tokenizer.decode(trained) == "It is 1"
+    log_probs = scored["log_probs", "full"]
+    assert torch.equal(log_probs != 0, scored["masks", "all_assistant_mask"])
+    loss = SFTLoss(policy, reduction="sum", normalize_by_seq_length=False)(policy(batch)).loss_sft
+    assert loss.item() == pytest.approx(-log_probs.sum().item(), rel=1e-5)
