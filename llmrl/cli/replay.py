@@ -1,0 +1,161 @@
+"""Output of the commands `replay`, `rescore`, `bisect` and `fork`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from llmrl.cli.json_output import print_json
+from llmrl.replay.bisect import config_changes, first_difference
+from llmrl.replay.fork import fork
+from llmrl.replay.recorded import RecordedRun
+from llmrl.replay.rescore import rescore
+from llmrl.replay.step import Compared, Quantity, ReplayedStep, WhatIf, as_json, replay_step, what_if
+
+
+def run_replay(
+    path: Path,
+    step: int,
+    quantities: Sequence[str],
+    reward: str | None,
+    changes: Sequence[str],
+    drop_rollouts: Sequence[str],
+    console: Console,
+    *,
+    is_what_if: bool,
+    is_json: bool,
+) -> bool:
+    """Replay a step, or compute it with changes; return whether it is as recorded, up to rounding."""
+    run = RecordedRun(path)
+
+    def on_step(number: int) -> None:
+        if not is_json:
+            console.print(f"[dim]computing step {number}[/dim]", highlight=False)
+
+    if is_what_if or changes or drop_rollouts:
+        changed = what_if(run, step, changes=changes, reward=reward, drop_rollouts=drop_rollouts, on_step=on_step)
+        print_json(as_json(changed)) if is_json else _print_what_if(changed, console)
+        return True
+    replayed = replay_step(run, step, quantities=cast("list[Quantity]", quantities), reward=reward, on_step=on_step)
+    print_json(as_json(replayed)) if is_json else _print_replayed(replayed, console)
+    first = replayed.first_difference
+    return first is None or not first.is_beyond_rounding
+
+
+def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
+    table = Table("quantity", "numbers", "result", title=f"step {replayed.step}", title_justify="left")
+    for compared in replayed.compared:
+        table.add_row(compared.quantity, str(compared.num_values), escape(_result(compared)))
+    console.print(table)
+    first = replayed.first_difference
+    if first is None:
+        console.print("Everything that was compared is equal to the record, bit by bit.", highlight=False)
+        return
+    size = "differs" if first.is_beyond_rounding else "differs by rounding"
+    console.print(
+        f"[bold]{first.quantity} {size}[/bold], first at {escape(first.where)}: recorded {first.recorded:.9g}, "
+        f"computed {first.computed:.9g}.",
+        highlight=False,
+    )
+    if first.is_beyond_rounding:
+        console.print(f"This usually means: {first.meaning}.", highlight=False)
+
+
+def _result(compared: Compared) -> str:
+    if not compared.num_values:
+        return f"not compared: {compared.note}" if compared.note else "not compared: nothing was recorded"
+    if compared.is_equal:
+        return "equal"
+    return f"{'' if compared.is_beyond_rounding else 'rounding: '}off by up to {compared.max_difference:.3g}"
+
+
+def _print_what_if(changed: WhatIf, console: Console) -> None:
+    table = Table("metric", "as it was", "changed", title=f"step {changed.step}", title_justify="left")
+    for name, (before, after) in changed.metrics.items():
+        if before != after:
+            table.add_row(name, *("" if value is None else f"{value:.6g}" for value in (before, after)))
+    console.print(table)
+    console.print(
+        f"{changed.num_turned} of {len(changed.advantages)} rollouts have an advantage of another sign.",
+        highlight=False,
+    )
+    if changed.gradient_cosine is not None:
+        console.print(f"The cosine between the gradients is {changed.gradient_cosine:.4f}.", highlight=False)
+
+
+def run_rescore(path: Path, reward: str, console: Console, *, is_json: bool) -> None:
+    """Score a run's rollouts by another function."""
+    result = rescore(RecordedRun(path), reward)
+    if is_json:
+        return print_json(dataclasses.asdict(result))
+    correlation = "undefined" if result.correlation is None else f"{result.correlation:.3f}"
+    before, after = result.signal_share
+    for line in (
+        f"{result.num_rollouts} rollouts have both rewards; {result.num_unscored} have not.",
+        f"Rank correlation of the rewards: {correlation}.",
+        f"Pairs of a group that change their order: {result.swapped_share:.1%}.",
+        f"Groups with a signal: {before:.1%} before, {after:.1%} after.",
+    ):
+        console.print(line, highlight=False)
+    if result.first_error:
+        console.print(f"The first error: {escape(result.first_error)}", highlight=False)
+    if result.most_changed:
+        table = Table("step", "rollout", "before", "after", "answer", title="largest changes", title_justify="left")
+        for one in result.most_changed:
+            answer = " ".join(one.answer.split())
+            table.add_row(
+                str(one.step), one.rollout_id, f"{one.before:.3g}", f"{one.after:.3g}", escape(f"{answer:.60}")
+            )
+        console.print(table)
+
+
+def run_bisect(first: Path, second: Path, console: Console, *, is_json: bool) -> bool:
+    """Print where two runs begin to differ; return whether they are equal."""
+    runs = RecordedRun(first), RecordedRun(second)
+    changes = config_changes(*runs)
+    parting = first_difference(*runs)
+    steps = [step for step in runs[0].steps if step in runs[1].steps]
+    if is_json:
+        found = None if parting is None else dataclasses.asdict(parting)
+        print_json({"config": changes, "num_steps": len(steps), "first_difference": found})
+        return parting is None
+    for name, (old, new) in changes.items():
+        console.print(f"configuration: {name} is {old} and {new}", highlight=False, markup=False)
+    if parting is None:
+        console.print(f"The {len(steps)} steps that both runs have made are equal.", highlight=False)
+        return True
+    console.print(
+        f"[bold]Step {parting.step}: {parting.quantity} differs[/bold], {escape(parting.where)}: "
+        f"{escape(f'{parting.first!s:.200}')} and {escape(f'{parting.second!s:.200}')}.",
+        highlight=False,
+    )
+    console.print(f"This usually means: {parting.meaning}.", highlight=False)
+    return False
+
+
+def run_fork(path: Path, step: int, entries: Sequence[str], console: Console) -> None:
+    """Make a new run from the middle of an old one."""
+    folders = [entry.removeprefix("run.path=") for entry in entries if entry.startswith("run.path=")]
+    if len(folders) != 1:
+        raise ValueError(f"run.path=FOLDER must be given once, the folder of the new run; got {len(folders)} of them.")
+    changes = [entry for entry in entries if not entry.startswith("run.path=")]
+    changed = fork(
+        RecordedRun(path),
+        step,
+        folders[0],
+        changes,
+        on_step=lambda number: console.print(f"[dim]computing step {number}[/dim]", highlight=False),
+    )
+    for name, (old, new) in changed.items():
+        console.print(f"{name}: {new} in place of {old}", highlight=False, markup=False)
+    console.print(
+        f"{folders[0]} has the first {step} steps; go on with run.path={folders[0]} resume=true",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,1 @@
+"""Ask a recorded run: compute a step again, with one thing changed, or compare two runs."""

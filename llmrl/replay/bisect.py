@@ -1,0 +1,103 @@
+"""`first_difference`: where two runs that should be equal begin to differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmrl._utils.numbers import is_same
+from llmrl.config.resumed import changes_of
+from llmrl.replay.recorded import RecordedRun
+from llmrl.watch.token_log import TokenRow
+from llmrl.watch.tracking import is_performance
+
+# In the order in which a step makes them.
+_COLUMNS = ("token_ids", "loss_mask", "versions", "log_probs", "trainer_log_probs")
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first difference of two runs."""
+
+    step: int
+    quantity: str
+    """What differs: `rollouts`, `messages`, `reward`, a column of the tokens, `advantage`, or a metric's name."""
+    where: str
+    first: object
+    """Its value in the first run."""
+    second: object
+    """Its value in the second run."""
+    meaning: str
+    """What usually causes it."""
+
+
+def config_changes(first: RecordedRun, second: RecordedRun) -> dict[str, tuple[object, object]]:
+    """Return the entries that differ between two configurations, without the folder of the run."""
+    changes = changes_of(first.entries, second.entries)
+    return {name: pair for name, pair in changes.items() if name not in ("run.path", "resume")}
+
+
+def first_difference(first: RecordedRun, second: RecordedRun) -> Parting | None:
+    """Return the first difference of two runs, in the order of steps and of the computations in a step.
+
+    Steps that only one of them has made are not compared. Returns None if all others are equal.
+    """
+    for step in sorted(set(first.steps) & set(second.steps)):
+        if (parting := next(_differences(first, second, step), None)) is not None:
+            return parting
+    return None
+
+
+def _differences(first: RecordedRun, second: RecordedRun, step: int) -> Iterator[Parting]:
+    ours, theirs = ({one["rollout_id"]: one for one in run.records(step)} for run in (first, second))
+    if ours.keys() != theirs.keys():
+        only = sorted(ours.keys() ^ theirs.keys())
+        meaning = "other prompts: the data, its order, the seed, or which rollouts were dropped"
+        yield Parting(step, "rollouts", f"rollout {only[0]}", only[0] in ours, only[0] in theirs, meaning)
+        return
+    rows = [{(row.rollout_id, row.row_index): row for row in run.rows(step)} for run in (first, second)]
+    if rows[0].keys() != rows[1].keys():
+        only_rows = sorted(rows[0].keys() ^ rows[1].keys())
+        meaning = "rows were dropped or forked otherwise"
+        name = f"row {only_rows[0][1]} of rollout {only_rows[0][0]}"
+        yield Parting(step, "rows", name, only_rows[0] in rows[0], only_rows[0] in rows[1], meaning)
+        return
+    for column in _COLUMNS:
+        for key in rows[0]:
+            yield from _in_column(step, column, rows[0][key], rows[1][key])
+    for name in ours:
+        for entry, meaning in (
+            ("messages", "equal tokens read otherwise: the template or a parser; or the environment's answers"),
+            ("reward", "the reward function, or what it uses"),
+        ):
+            pair = (ours[name].get(entry), theirs[name].get(entry))
+            if pair[0] != pair[1]:
+                yield Parting(step, entry, f"rollout {name}", *pair, meaning)
+    for key in rows[0]:
+        advantages = (rows[0][key].advantage, rows[1][key].advantage)
+        if not is_same(*advantages):
+            yield Parting(step, "advantage", f"rollout {key[0]}", *advantages, "the baseline or its normalization")
+    for name in first.metrics(step):
+        values = (first.metrics(step)[name], second.metrics(step).get(name, math.nan))
+        if not is_performance(name) and not is_same(*values):
+            yield Parting(step, name, "metrics.csv", *values, "the loss, its options, or the optimizer")
+
+
+def _in_column(step: int, column: str, ours: TokenRow, theirs: TokenRow) -> Iterator[Parting]:
+    values = (getattr(ours, column), getattr(theirs, column))
+    meanings = {
+        "token_ids": "other prompts (the template), or other samples (the engine, its weights or its seed)",
+        "loss_mask": "other tokens count as sampled",
+        "versions": "the weights were updated at another moment",
+        "log_probs": "the engine: its weights, dtype, kernel or batching",
+        "trainer_log_probs": "the trainer's weights, which an earlier update left, its dtype or kernel",
+    }
+    for place, pair in enumerate(zip(*values, strict=False)):
+        if not is_same(*pair):
+            where = f"row {ours.row_index} of rollout {ours.rollout_id}, token {place}"
+            yield Parting(step, column, where, *pair, meanings[column])
+            return
+    if len(values[0]) != len(values[1]):
+        where = f"row {ours.row_index} of rollout {ours.rollout_id}, its number of tokens"
+        yield Parting(step, column, where, len(values[0]), len(values[1]), meanings[column])

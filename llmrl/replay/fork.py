@@ -1,0 +1,79 @@
+"""`fork`: a new run from the middle of an old one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llmrl._utils.files import cut_lines, open_file
+from llmrl.config.launch import typed
+from llmrl.config.resumed import changes_of, save_config
+from llmrl.config.sections import GRPOConfig
+from llmrl.replay.loop import ReplayLoop
+from llmrl.replay.recorded import RecordedRun
+from llmrl.runs.run_folder import RunFolder
+from llmrl.runs.tracked import save_tracked
+
+
+def fork(
+    run: RecordedRun,
+    step: int,
+    path: str | Path,
+    changes: Sequence[str] = (),
+    *,
+    on_step: Callable[[int], object] = lambda step: None,
+) -> dict[str, tuple[object, object]]:
+    """Make a new run that has the first steps of an old one, to be resumed with other entries.
+
+    The model, the optimizer, the place in the data and the random states are those after the step, which is computed
+    again from the checkpoint before it, or from the beginning. Metrics, rollouts and tokens are copied up to the step.
+
+    Args:
+        path: folder of the new run.
+        changes: entries of the new run, such as `train.learning_rate=1e-6`.
+
+    Returns:
+        The old and new values of each changed entry.
+
+    Raises:
+        FileExistsError: if the folder exists.
+        ValueError: if the step was not logged, if a batch before it was not kept, or if an entry is unknown.
+    """
+    from omegaconf import OmegaConf
+
+    run.check_step(step)
+    path = Path(path)
+    if path.exists():
+        raise FileExistsError(f"{path} exists already; give run.path another folder.")
+    changed = OmegaConf.merge(run.entries, OmegaConf.from_dotlist([*changes, f"run.path={path}"]))
+    cfg = typed(changed, GRPOConfig)
+    computed = ReplayLoop(run, run.config(), step, start=run.start_of(step), on_step=on_step).play()
+    saved = run.batch(step)
+    folder = RunFolder(path, trackers=[])
+    try:
+        state = save_tracked(computed.after, path, step)
+        folder.save_checkpoint(state | {"step": step, "collector": saved["collector"], "random": computed.random})
+        _copy(run, folder, step)
+        save_config(cfg, path)
+    finally:
+        folder.close()
+    return changes_of(run.entries, OmegaConf.to_container(changed))
+
+
+def _copy(run: RecordedRun, folder: RunFolder, step: int) -> None:
+    """Copy what the old run has recorded up to a step."""
+    for logged in range(step + 1):
+        if metrics := run.metrics(logged):
+            folder.log_metrics(logged, {name: value for name, value in metrics.items() if name != "step"})
+    for path in (folder.rollouts_path, folder.health.path):
+        if (run.path / path.name).exists():
+            with open_file(run.path / path.name, "rb") as source, open_file(path, "wb") as target:
+                shutil.copyfileobj(source, target)
+            cut_lines(path, lambda line: json.loads(line)["step"] <= step)
+    for place, split in run.folder.tokens.steps():
+        if place <= step:
+            folder.tokens.copy(run.folder.tokens, place, split)
+    if run.folder.tokenizer_path.exists():
+        shutil.copytree(run.folder.tokenizer_path, folder.tokenizer_path)

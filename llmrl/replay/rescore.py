@@ -1,0 +1,111 @@
+"""`rescore`: another reward function for the recorded rollouts of a run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import correlation, fmean
+
+from llmrl.replay.recorded import RecordedRun
+from llmrl.replay.rewards import own_rubric, reward_input, score_again
+from llmrl.viewer.run_data import Record
+
+
+@dataclass(slots=True)
+class Change:
+    """A rollout and its two rewards."""
+
+    step: int
+    rollout_id: str
+    before: float
+    after: float
+    answer: str
+    """The last answer."""
+
+
+@dataclass(slots=True)
+class Rescored:
+    """The recorded rewards of a run beside those of another function."""
+
+    num_rollouts: int
+    """Number of rollouts with both rewards."""
+    num_unscored: int
+    """Number of rollouts without one of them."""
+    correlation: float | None
+    """Rank correlation of the rewards (Spearman); None if one of them is constant."""
+    swapped_share: float
+    """Share of the pairs of a group, equal ones left out, that the two rewards order the other way round."""
+    signal_share: tuple[float, float]
+    """Share of the groups with different rewards, before and after."""
+    most_changed: list[Change] = field(default_factory=list)
+    """Rollouts with the largest changes, in descending order."""
+    first_error: str = ""
+    """The first error of the function."""
+
+
+def rescore(run: RecordedRun, reward: str, *, num_shown: int = 10) -> Rescored:
+    """Score all recorded rollouts of a run by another function.
+
+    Args:
+        reward: `FILE.py:FUNCTION`. Its parameters are those of any reward function; states of tools are not recorded.
+        num_shown: number of rollouts in `most_changed`.
+
+    Raises:
+        FileNotFoundError, ValueError: if the file or the function does not exist.
+        UnknownRewardInput: if the function reads something that the records do not have.
+    """
+    rubric = own_rubric(reward)
+    records = [record for step in run.steps for record in run.records(step)]
+    scores = score_again(rubric, records)
+    both = [
+        (record, score.reward)
+        for record, score in zip(records, scores, strict=True)
+        if record["is_scored"] and score.is_scored
+    ]
+    changes = sorted((_change(record, after) for record, after in both), key=lambda one: -abs(one.after - one.before))
+    groups: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    for record, after in both:
+        groups[record["step"], record["group_id"]].append((record["reward"], after))
+    pairs = [(a, b) for group in groups.values() for a, b in combinations(group, 2)]
+    ordered = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in pairs if a[0] != b[0] and a[1] != b[1]]
+    sides = list(zip(*(pair for group in groups.values() for pair in group), strict=True))
+    return Rescored(
+        num_rollouts=len(both),
+        num_unscored=len(records) - len(both),
+        correlation=rank_correlation(*sides) if sides else None,
+        swapped_share=sum(product < 0 for product in ordered) / len(ordered) if ordered else 0.0,
+        signal_share=(_signal(list(groups.values()), 0), _signal(list(groups.values()), 1)),
+        most_changed=[one for one in changes[:num_shown] if one.before != one.after],
+        first_error=next((score.error for score in scores if score.error), ""),
+    )
+
+
+def _signal(groups: Sequence[list[tuple[float, float]]], side: int) -> float:
+    several = [group for group in groups if len(group) > 1]
+    return fmean(len({pair[side] for pair in group}) > 1 for group in several) if several else 0.0
+
+
+def _change(record: Record, after: float) -> Change:
+    answer = reward_input(record).completion
+    return Change(record["step"], record["rollout_id"], record["reward"], after, answer)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Return Spearman's rank correlation, ties with their mean rank; None if one of the sequences is constant.
+
+    Example:
+        >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0])
+        0.5
+    """
+    if len(set(first)) < 2 or len(set(second)) < 2:
+        return None
+    return correlation(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    places: dict[float, list[int]] = defaultdict(list)
+    for place, value in enumerate(sorted(values)):
+        places[value].append(place)
+    return [fmean(places[value]) for value in values]

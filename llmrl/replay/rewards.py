@@ -1,0 +1,99 @@
+"""Rewards and advantages of recorded rollouts, computed again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from llmrl._utils.asynchronous import run_sync
+from llmrl.data import RolloutStatus
+from llmrl.envs.tasks.registry import TASKS, load_function
+from llmrl.objectives.advantages.normalization import Normalization, group_advantages
+from llmrl.replay.recorded import RecordedRun
+from llmrl.rewards import RewardFn, RewardInput, Rubric
+from llmrl.rewards.rubric import Score, scores_of
+from llmrl.runs.setup import make_env
+from llmrl.transforms import find_rubric_rewards, joint_rubric
+from llmrl.viewer.run_data import Record
+
+
+def own_rubric(reward: str) -> Rubric:
+    """Return the rubric of a reward function, `FILE.py:FUNCTION`. The file is executed.
+
+    Raises FileNotFoundError or ValueError if the file or the function does not exist.
+    """
+    file, _, name = reward.rpartition(":")
+    if not file.endswith(".py"):
+        raise ValueError(f"reward must be FILE.py:FUNCTION, got {reward!r}.")
+    function = cast("Callable[..., float]", load_function(Path(file), name))
+    return Rubric(RewardFn(function, name=name))
+
+
+def rubric_of(run: RecordedRun) -> Rubric | None:
+    """Return the rubric of a recorded run's task; None if its environment is the user's own."""
+    env = run.entries.get("env")
+    if not isinstance(env, Mapping) or env.get("name") not in TASKS:
+        return None  # it is in a file that the folder only names
+    return joint_rubric(find_rubric_rewards(make_env(run.config())))
+
+
+def score_again(rubric: Rubric, records: Sequence[Record]) -> list[Score]:
+    """Score recorded rollouts by a rubric, in order; states of tools are not recorded."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for place, record in enumerate(records):
+        groups[record["group_id"] if rubric.is_group_scored else record["rollout_id"]].append(place)
+
+    async def score() -> list[Score]:
+        scores: dict[int, Score] = {}
+        for places in groups.values():
+            given = await scores_of(rubric, [reward_input(records[place]) for place in places])
+            scores |= zip(places, given, strict=True)
+        return [scores[place] for place in range(len(records))]
+
+    return run_sync(score())
+
+
+def reward_input(record: Record) -> RewardInput:
+    """Return what a reward function reads of a record.
+
+    Example:
+        >>> record = {"messages": [{"role": "assistant", "content": "4"}], "columns": {"answer": "4"}, "num_turns": 1,
+        ...           "status": "completed", "reason": ""}
+        >>> reward_input(record).completion
+        '4'
+    """
+    return RewardInput(
+        tuple(record["messages"]),
+        cast("dict[str, object]", record.get("columns") or {}),
+        RolloutStatus[record["status"].upper()],
+        record["reason"],
+        is_answered=bool(record.get("num_turns", 1)),
+    )
+
+
+def advantages_of(
+    records: Sequence[Record], normalization: Normalization, rewards: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Return the advantage of each scored rollout by its id, within its group.
+
+    Args:
+        rewards: rewards in place of the recorded ones, by rollout id; a rollout without one is not scored.
+
+    Example:
+        >>> records = [{"rollout_id": name, "group_id": "g", "reward": reward, "is_scored": True}
+        ...            for name, reward in (("a", 1.0), ("b", 0.0))]
+        >>> advantages_of(records, "mean"), advantages_of(records, "mean", {"a": 0.0, "b": 4.0})
+        ({'a': 0.5, 'b': -0.5}, {'a': -2.0, 'b': 2.0})
+    """
+    groups: dict[str, dict[str, float]] = defaultdict(dict)
+    for record in records:
+        name = record["rollout_id"]
+        if record["is_scored"] if rewards is None else name in rewards:
+            groups[record["group_id"]][name] = record["reward"] if rewards is None else rewards[name]
+    return {
+        name: advantage
+        for group in groups.values()
+        for name, advantage in zip(group, group_advantages(list(group.values()), normalization), strict=True)
+    }

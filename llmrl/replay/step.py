@@ -1,0 +1,318 @@
+"""`replay_step`: computes a recorded step again and compares every quantity; `what_if`: with one thing changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal, get_args
+
+import torch
+from tensordict import TensorDictBase
+
+from llmrl._utils.numbers import is_same
+from llmrl.data.tensordicts import plain
+from llmrl.objectives.advantages.grouping import stack_rows
+from llmrl.objectives.advantages.normalization import Normalization
+from llmrl.replay.loop import ComputedStep, ReplayLoop
+from llmrl.replay.recorded import RecordedRun
+from llmrl.replay.rewards import advantages_of, own_rubric, rubric_of, score_again
+from llmrl.watch.tracking import as_recorded, is_performance
+
+Quantity = Literal["rewards", "advantages", "log_probs", "metrics", "weights"]
+"""What is compared, in the order of its computation. The last three need the model."""
+ROUNDING = 1e-3
+"""Relative difference up to which other kernels, threads or machines explain a number; in nats for log-probs."""
+_MEANINGS: dict[Quantity, str] = {
+    "rewards": "the reward function, a library that it uses, or its data has changed, or it is random or has a state",
+    "advantages": "another normalization, a sign, or rollouts left out of the baseline",
+    "log_probs": "the model before the step is another one, or is computed otherwise: weights, template, dtype, kernel",
+    "metrics": "the loss has changed, or its options",
+    "weights": "the optimizer has changed, its state, the learning rate, or the clipping of gradients",
+}
+# Metrics of the engine's weights when the batch was sampled, which a replay does not have.
+_OF_THE_ENGINE = ("on_policy",)
+
+
+@dataclass(slots=True)
+class Compared:
+    """How a quantity of a step compares with what was recorded."""
+
+    quantity: Quantity
+    num_values: int = 0
+    """Number of compared numbers; 0 if there was nothing to compare."""
+    max_difference: float = 0.0
+    """Largest absolute difference; infinite if a number is there on one side only."""
+    is_beyond_rounding: bool = False
+    where: str = ""
+    """Where the first difference is: a rollout, a row and its token, or a name."""
+    recorded: float = math.nan
+    """Recorded number at that place."""
+    computed: float = math.nan
+    """Computed number at that place."""
+    note: str = ""
+    """Why there was nothing to compare."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every number is equal bit by bit."""
+        return not self.where
+
+    @property
+    def meaning(self) -> str:
+        """What a difference of this quantity usually means."""
+        return _MEANINGS[self.quantity]
+
+    def add(self, where: str, recorded: float, computed: float) -> None:
+        """Compare one number."""
+        self.num_values += 1
+        if is_same(recorded, computed):
+            return
+        difference = abs(recorded - computed)
+        difference = math.inf if math.isnan(difference) else difference
+        self.max_difference = max(self.max_difference, difference)
+        is_beyond = difference > ROUNDING * max(1.0, abs(recorded))
+        if not self.where or (is_beyond and not self.is_beyond_rounding):
+            self.where, self.recorded, self.computed = where, recorded, computed
+        self.is_beyond_rounding = self.is_beyond_rounding or is_beyond
+
+
+@dataclass(slots=True)
+class ReplayedStep:
+    """A step that was computed again."""
+
+    step: int
+    compared: list[Compared] = field(default_factory=list)
+
+    @property
+    def first_difference(self) -> Compared | None:
+        """The first quantity that differs by more than rounding, else the first that is not equal bit by bit."""
+        differing = [one for one in self.compared if not one.is_equal]
+        return next((one for one in differing if one.is_beyond_rounding), differing[0] if differing else None)
+
+
+def replay_step(
+    run: RecordedRun,
+    step: int,
+    *,
+    quantities: Sequence[Quantity] = get_args(Quantity),
+    reward: str | None = None,
+    on_step: Callable[[int], object] = lambda step: None,
+) -> ReplayedStep:
+    """Compute a recorded step again, and compare it with the record.
+
+    Each quantity is computed from recorded inputs, so that the first one that differs is the cause of later ones:
+    rewards from answers, advantages from recorded rewards, all others from the recorded batch.
+
+    Args:
+        quantities: what to compare; without log-probs, metrics and weights no model is loaded.
+        reward: `FILE.py:FUNCTION` of the reward, for runs in an environment of your own.
+        on_step: called with each step that the model is trained on.
+
+    Raises:
+        ValueError: if the step was not logged or its batch not kept, or if a quantity is unknown.
+    """
+    if unknown := sorted(set(quantities) - set(get_args(Quantity))):
+        raise ValueError(f"quantities must be among {', '.join(get_args(Quantity))}, got {', '.join(unknown)}.")
+    run.check_step(step)
+    replayed = ReplayedStep(step)
+    if "rewards" in quantities:
+        replayed.compared.append(_compare_rewards(run, step, reward))
+    if "advantages" in quantities:
+        replayed.compared.append(_compare_advantages(run, step))
+    of_model = [name for name in ("log_probs", "metrics", "weights") if name in quantities]
+    if of_model:
+        computed = ReplayLoop(run, run.config(), step, start=run.start_of(step), on_step=on_step).play()
+        compare: dict[str, Callable[[RecordedRun, ComputedStep], Compared]] = {
+            "log_probs": _compare_log_probs,
+            "metrics": _compare_metrics,
+            "weights": _compare_weights,
+        }
+        replayed.compared += [compare[name](run, computed) for name in of_model]
+    return replayed
+
+
+def _compare_rewards(run: RecordedRun, step: int, reward: str | None) -> Compared:
+    compared = Compared("rewards")
+    records = run.records(step)
+    rubric = rubric_of(run) if reward is None else own_rubric(reward)
+    if rubric is None:
+        compared.note = "the environment is not a task of llmrl: give its reward, --reward FILE.py:FUNCTION"
+        return compared
+    first = score_again(rubric, records)
+    for record, score in zip(records, first, strict=True):
+        parts = record.get("reward_breakdown") or {}
+        for name in {**parts, **score.breakdown} if score.is_scored and record["is_scored"] else ():
+            # Rewards of an environment's step pass through a float32 tensor, those of a judge do not.
+            value, recorded = score.breakdown.get(name, math.nan), parts.get(name, math.nan)
+            value = recorded if recorded == _float32(value) else value
+            compared.add(f"{name} of rollout {record['rollout_id']}", recorded, value)
+        if score.is_scored != record["is_scored"]:
+            where = f"is_scored of rollout {record['rollout_id']} ({score.error or record['error']})"
+            compared.add(where, float(record["is_scored"]), float(score.is_scored))
+    if not compared.is_equal and score_again(rubric, records) != first:
+        compared.where += ", which the function gives another value each time"
+    return compared
+
+
+def _compare_advantages(run: RecordedRun, step: int) -> Compared:
+    compared = Compared("advantages")
+    computed = advantages_of(run.records(step), normalization_of(run))
+    rows = [row for row in run.rows(step) if not math.isnan(row.advantage)]
+    if not rows:
+        compared.note = "the tokens of the step were not stored"
+    for row in rows:
+        value = computed.get(row.rollout_id, math.nan)
+        compared.add(f"rollout {row.rollout_id}", row.advantage, _float32(value))
+    return compared
+
+
+def _float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def normalization_of(run: RecordedRun) -> Normalization:
+    """Return how a run normalised its advantages."""
+    return run.config().normalization if run.entries.get("algorithm") == "grpo" else "std"
+
+
+def _compare_log_probs(run: RecordedRun, computed: ComputedStep) -> Compared:
+    compared = Compared("log_probs")
+    rows = run.rows(computed.step)
+    if computed.log_probs is None or not rows:
+        compared.note = "the trainer's log-probs were not stored: the step made several updates, or trained on nothing"
+        return compared
+    for index, values in enumerate(computed.log_probs):
+        row = rows[index]
+        for place, (recorded, value) in enumerate(zip(row.trainer_log_probs, values.tolist(), strict=True)):
+            if not (math.isnan(recorded) and math.isnan(value)):
+                compared.add(f"row {index} ({row.rollout_id}), token {place}", recorded, value)
+    return compared
+
+
+def _compare_metrics(run: RecordedRun, computed: ComputedStep) -> Compared:
+    compared = Compared("metrics")
+    recorded = run.metrics(computed.step)
+    for name, value in computed.metrics.items():
+        if name in recorded and not name.startswith(_OF_THE_ENGINE) and not is_performance(name):
+            compared.add(name, recorded[name], as_recorded(value))
+    return compared
+
+
+def _compare_weights(run: RecordedRun, computed: ComputedStep) -> Compared:
+    compared = Compared("weights")
+    checkpoint = run.checkpoint_of(computed.step)
+    if checkpoint is None:
+        compared.note = "there is no checkpoint after this step"
+        return compared
+    weights = computed.after["model"].state_dict()
+    for name, tensor in checkpoint["tracked"]["model"].items():
+        ours = weights[name]
+        difference = float((ours.float() - tensor.float()).abs().max()) if tensor.numel() else 0.0
+        compared.add(name, 0.0, 0.0 if torch.equal(ours, tensor) else difference or math.inf)
+    return compared
+
+
+@dataclass(slots=True)
+class WhatIf:
+    """A recorded step beside the same step with something changed."""
+
+    step: int
+    metrics: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    """Metrics of the updates, as recorded and as changed."""
+    advantages: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Advantage of each trained rollout, before and after; 0 for one that is left out."""
+    gradient_cosine: float | None = None
+    """Cosine between the two gradients of the first update; None if one of them was skipped."""
+
+    @property
+    def num_turned(self) -> int:
+        """Number of rollouts with an advantage of another sign."""
+        return sum(
+            (before > 0) != (after > 0) or (before < 0) != (after < 0) for before, after in self.advantages.values()
+        )
+
+
+def what_if(
+    run: RecordedRun,
+    step: int,
+    *,
+    changes: Sequence[str] = (),
+    reward: str | None = None,
+    drop_rollouts: Sequence[str] = (),
+    on_step: Callable[[int], object] = lambda step: None,
+) -> WhatIf:
+    """Compute a recorded step as it was and with something changed, from the same weights.
+
+    Args:
+        changes: entries of the configuration, such as `loss=dapo` or `train.clip_epsilon=0.3`.
+        reward: `FILE.py:FUNCTION`, scores the recorded answers in place of the recorded rewards.
+        drop_rollouts: ids of rollouts to leave out of batch and baseline.
+
+    Raises:
+        ValueError: if the step was not logged or its batch not kept, if an entry or a rollout is unknown, or if nothing
+            is changed.
+    """
+    if not changes and reward is None and not drop_rollouts:
+        raise ValueError("nothing is changed: give changes, reward or drop_rollouts.")
+    run.check_step(step)
+    cfg = run.config(changes)
+    records = run.records(step)
+    if unknown := sorted(set(drop_rollouts) - {record["rollout_id"] for record in records}):
+        raise ValueError(f"drop_rollouts must be ids of step {step}'s rollouts, got {', '.join(unknown)}.")
+    left = [record for record in records if record["rollout_id"] not in drop_rollouts]
+    rewards: dict[str, float] | None = None
+    if reward is not None:
+        scores = score_again(own_rubric(reward), left)
+        pairs = zip(left, scores, strict=True)
+        rewards = {record["rollout_id"]: score.reward for record, score in pairs if score.is_scored}
+    changed_advantages = advantages_of(left, cfg.normalization, rewards)
+    advantages: dict[str, tuple[float, float]] = {}
+
+    def edit(batch: TensorDictBase) -> TensorDictBase:
+        rows = []
+        for row in batch.unbind(0):
+            rollout_id = plain(row["rollout", "rollout_id"])
+            given = row["advantage"]
+            value = changed_advantages.get(rollout_id, 0.0)
+            advantages[rollout_id] = (float(given.mean()), value)
+            row["advantage"] = torch.full_like(given, value)
+            if rollout_id in changed_advantages:
+                rows.append(row)
+        return stack_rows(rows)
+
+    start = run.start_of(step)
+    before = ReplayLoop(
+        run, run.config(), step, start=start, keep_before=True, keep_gradients=True, on_step=on_step
+    ).play()
+    before.after = {}  # the model would be held twice
+    after = ReplayLoop(run, cfg, step, start=before.before, edit=edit, keep_gradients=True, on_step=on_step).play()
+    names = [*before.metrics, *(name for name in after.metrics if name not in before.metrics)]
+    return WhatIf(
+        step,
+        {name: (before.metrics.get(name), after.metrics.get(name)) for name in names if not is_performance(name)},
+        advantages,
+        _cosine(before.gradients, after.gradients),
+    )
+
+
+def _cosine(ours: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float | None:
+    """Return the cosine between two gradients, given as tensors in the same order; None if one is empty or zero."""
+    if len(ours) != len(others) or not ours:
+        return None
+    pairs = list(zip(ours, others, strict=True))
+    dot = math.fsum(float((a.double() * b.double()).sum()) for a, b in pairs)
+    norms = [math.sqrt(math.fsum(float(one.double().square().sum()) for one in side)) for side in (ours, others)]
+    return dot / (norms[0] * norms[1]) if all(norms) else None
+
+
+def as_json(one: ReplayedStep | WhatIf) -> dict[str, object]:
+    """Return a result as JSON."""
+    if isinstance(one, WhatIf):
+        return {**asdict(one), "num_turned": one.num_turned}
+    first = one.first_difference
+    return {
+        "step": one.step,
+        "first_difference": None if first is None else first.quantity,
+        "quantities": [{**asdict(compared), "is_equal": compared.is_equal} for compared in one.compared],
+    }

@@ -1,0 +1,266 @@
+"""Recorded runs: steps computed again, planted bugs, what would have been, forks."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
+from llmrl.cli.app import app
+from llmrl.data.state_file import load_state, save_state
+from llmrl.replay.recorded import RecordedRun
+from llmrl.replay.rescore import rank_correlation
+from llmrl.replay.step import replay_step, what_if
+from llmrl.runs.run_folder import RunFolder
+
+NUM_STEPS = 4
+REWARDS = """
+import random
+
+def length(completion):
+    return float(len(completion) % 7) / 7
+
+def other_length(completion):
+    return float(len(completion) % 7 + (len(completion) % 11 == 3)) / 7
+
+def negative(completion):
+    return -length(completion)
+
+def noise(completion):
+    return random.random()
+"""
+
+
+def length(completion):
+    return float(len(completion) % 7) / 7
+
+
+def make_env():
+    env = DatasetChatEnv([f"{a} + 1 =" for a in range(6)], repeats=4, name="train", shuffle=True)
+    return env.append_transform(RubricReward(length))
+
+
+def train_run(model, path, **options):
+    """Train a tiny random model for some steps, and keep all batches."""
+    engine = TransformersEngine(model)
+    settings = {"num_steps": NUM_STEPS, "groups_per_batch": 2, "max_new_tokens": 6, "learning_rate": 1e-2}
+    settings |= {"keep_batches": True, "checkpoint_every": 3, "console": Console(file=io.StringIO())}
+    try:
+        return train(model, make_env(), path=path, engine=engine, **{**settings, **options})
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_model_path, tmp_path_factory, takes_long):
+    return train_run(tiny_model_path, tmp_path_factory.mktemp("recorded") / "run")
+
+
+@pytest.fixture
+def run_path(recorded, tmp_path):
+    """A copy of the recorded run, which a test may damage."""
+    return shutil.copytree(recorded, tmp_path / "run")
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def call(*arguments):
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def results_of(replayed):
+    return {one.quantity: one.is_equal for one in replayed.compared if one.num_values}
+
+
+def test_every_step_is_computed_again_bit_by_bit(recorded, rewards):
+    run = RecordedRun(recorded)
+    assert run.steps == [1, 2, 3, 4]
+    for step in run.steps:
+        replayed = replay_step(run, step, reward=f"{rewards}:length")
+        expected = dict.fromkeys(("rewards", "advantages", "log_probs", "metrics"), True)
+        assert results_of(replayed) == expected | ({"weights": True} if step == 3 else {}), replayed
+        assert replayed.first_difference is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lora_rank": 4},
+        {"kl_to_ref_coeff": 0.1, "loss": "dapo"},
+        {"num_epochs": 2, "num_minibatches": 2, "schedule": "linear"},
+        {"max_staleness": 1},
+    ],
+    ids=["adapters", "reference", "several updates", "ahead"],
+)
+def test_steps_of_other_runs_are_computed_again_bit_by_bit(tiny_model_path, tmp_path, takes_long, options):
+    run = RecordedRun(train_run(tiny_model_path, tmp_path / "run", **options))
+    for step in (1, 4):
+        replayed = replay_step(run, step, quantities=["advantages", "log_probs", "metrics", "weights"])
+        assert all(results_of(replayed).values()) and len(results_of(replayed)) >= 2, replayed
+
+
+def edit_jsonl(path, edit):
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(edit(record)) + "\n" for record in records))
+
+
+def test_a_reward_function_that_has_changed_is_the_first_difference(run_path, rewards):
+    called = call(
+        "replay", run_path, "--step", 2, "--reward", f"{rewards}:negative", "--quantities", "rewards", "--json"
+    )
+    found = json.loads(called.output)
+    assert called.exit_code == 1 and found["first_difference"] == "rewards"
+    [rewards_found] = found["quantities"]
+    assert rewards_found["where"].startswith("negative of rollout") or "length" in rewards_found["where"]
+
+
+def test_a_random_reward_is_told_from_a_changed_one(run_path, rewards):
+    edit_jsonl(run_path / "rollouts.jsonl", lambda one: {**one, "reward_breakdown": {"noise": 0.5}})
+    called = call("replay", run_path, "--step", 2, "--reward", f"{rewards}:noise", "--quantities", "rewards")
+    assert called.exit_code == 1 and "another value each time" in " ".join(called.output.split())
+
+
+def test_an_advantage_of_the_wrong_sign_is_found(run_path):
+    tokens = run_path / "tokens" / "000002.npz"
+    import numpy as np
+
+    with np.load(tokens) as data:
+        arrays = {**data, "advantages": -data["advantages"]}
+    np.savez_compressed(tokens.open("wb"), **arrays)
+    called = call("replay", run_path, "--step", 2, "--quantities", "advantages", "--json")
+    assert called.exit_code == 1 and json.loads(called.output)["first_difference"] == "advantages"
+
+
+def test_other_weights_are_found_at_the_first_token_with_another_log_prob(run_path):
+    checkpoint = load_state(run_path / "checkpoint.safetensors", advice="")
+    weights = checkpoint["tracked"]["model"]
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    weights[name] = weights[name] + 0.05
+    save_state(run_path / "other.safetensors", checkpoint)
+    (run_path / "other.safetensors").replace(run_path / "checkpoint.safetensors")
+    called = call("replay", run_path, "--step", 4, "--quantities", "advantages,log_probs,metrics", "--json")
+    found = json.loads(called.output)
+    assert called.exit_code == 1 and found["first_difference"] == "log_probs"
+    assert "token" in found["quantities"][1]["where"]
+
+
+def test_another_loss_is_found_in_the_metrics(run_path):
+    config = run_path / "config.yaml"
+    config.write_text(config.read_text().replace("loss: grpo", "loss: cispo"))
+    replayed = replay_step(RecordedRun(run_path), 2, quantities=["log_probs", "metrics"])
+    assert replayed.first_difference.quantity == "metrics"
+
+
+def test_a_step_without_its_batch_says_what_would_have_kept_it(run_path):
+    (run_path / "batches" / "000001.safetensors").unlink()
+    called = call("replay", run_path, "--step", 2)
+    assert called.exit_code == 2 and "run.keep_batches=true" in called.output
+    assert call("replay", run_path, "--step", 2, "--quantities", "advantages").exit_code == 0
+    called = call("replay", run_path, "--step", 9)
+    assert called.exit_code == 2 and "1 to 4" in called.output
+
+
+def test_the_reward_with_the_other_sign_turns_every_advantage_and_the_gradient(recorded, rewards):
+    changed = what_if(RecordedRun(recorded), 2, reward=f"{rewards}:negative")
+    assert changed.num_turned == sum(before != 0 for before, _ in changed.advantages.values()) > 0
+    assert changed.gradient_cosine == pytest.approx(-1.0, abs=1e-4)
+    same = what_if(RecordedRun(recorded), 2, reward=f"{rewards}:length")
+    assert same.num_turned == 0 and same.gradient_cosine == pytest.approx(1.0, abs=1e-6)
+
+
+def fork_with_batches(run, path, *changes):
+    """Fork a run after step 2, with the batches that it has made afterwards, since an engine samples others."""
+    called = call("fork", run, f"run.path={path}", *changes, "--step", 2)
+    assert called.exit_code == 0, called.output
+    for step in (3, 4):
+        shutil.copy(run / "batches" / f"{step:06d}.safetensors", path / "batches")
+    return path
+
+
+def test_what_would_have_been_is_what_a_run_from_there_does(tiny_model_path, run_path, tmp_path):
+    """The changed step of what_if is the next step of a fork with the change, on the same batch."""
+    changed = what_if(RecordedRun(run_path), 3, changes=["train.importance_cap=0.5"])
+    forked = fork_with_batches(run_path, tmp_path / "forked", "train.importance_cap=0.5")
+    train_run(tiny_model_path, forked, resume=True, importance_cap=0.5, num_steps=3)
+    assert changed.metrics["grad_norm"][1] == pytest.approx(changed.metrics["grad_norm"][0] / 2, rel=1e-4)
+    logged = RunFolder(tmp_path / "forked", read_only=True).read_metrics()
+    last = next(row for row in logged if row["step"] == 3)
+    for name, (_, after) in changed.metrics.items():
+        if name in last and not name.startswith("on_policy"):
+            assert last[name] == pytest.approx(after, rel=1e-4, abs=1e-6), name
+
+
+def test_a_fork_without_changes_goes_on_as_the_run_did(tiny_model_path, recorded, tmp_path):
+    train_run(tiny_model_path, fork_with_batches(recorded, tmp_path / "forked"), resume=True)
+    called = call("bisect", recorded, tmp_path / "forked", "--json")
+    assert json.loads(called.output)["first_difference"] is None, called.output
+    ours, theirs = (
+        load_state(path / "checkpoint.safetensors", advice="")["tracked"]["model"]
+        for path in (recorded, tmp_path / "forked")
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    called = call("fork", recorded, f"run.path={tmp_path / 'forked'}", "--step", 2)
+    assert called.exit_code == 2 and "exists already" in " ".join(called.output.split())
+
+
+def test_two_runs_part_at_the_step_where_one_of_them_was_changed(tiny_model_path, recorded, tmp_path):
+    forked = fork_with_batches(recorded, tmp_path / "forked", "train.learning_rate=0.02")
+    train_run(tiny_model_path, forked, resume=True, learning_rate=0.02)
+    called = call("bisect", recorded, tmp_path / "forked", "--json")
+    found = json.loads(called.output)
+    assert called.exit_code == 1 and found["config"] == {"train.learning_rate": [0.01, 0.02]}
+    # Step 3 was sampled by equal weights and updated by another rate; what it left is seen in step 4.
+    assert (found["first_difference"]["step"], found["first_difference"]["quantity"]) in (
+        (3, "learning_rate"),
+        (3, "weight_change"),
+    )
+
+
+def test_an_edited_token_is_where_two_runs_part(recorded, run_path):
+    import numpy as np
+
+    tokens = run_path / "tokens" / "000003.npz"
+    with np.load(tokens) as data:
+        arrays = dict(data)
+    place = int(arrays["lengths"][0]) + 2
+    arrays["token_ids"][place] += 1
+    np.savez_compressed(tokens.open("wb"), **arrays)
+    called = call("bisect", recorded, run_path)
+    assert called.exit_code == 1 and "Step 3: token_ids differs" in called.output and "token 2" in called.output
+    assert call("bisect", recorded, recorded).exit_code == 0
+
+
+def test_rewards_of_another_function_are_compared_with_the_recorded_ones(recorded, rewards):
+    found = json.loads(call("rescore", recorded, "--reward", f"{rewards}:negative", "--json").output)
+    assert found["num_rollouts"] == 4 * NUM_STEPS * 2 and found["num_unscored"] == 0
+    assert found["correlation"] == pytest.approx(-1.0) and found["swapped_share"] == 1.0
+    assert found["signal_share"][0] == found["signal_share"][1]
+    changes = [abs(one["before"] - one["after"]) for one in found["most_changed"]]
+    assert changes == sorted(changes, reverse=True) and changes[0] > 0
+    assert "Rank correlation of the rewards: 1.000" in call("rescore", recorded, "--reward", f"{rewards}:length").output
+    called = call("rescore", recorded, "--reward", f"{rewards}:missing")
+    assert called.exit_code == 2 and "no function 'missing'" in called.output
+
+
+def test_rank_correlation_is_that_of_pandas():
+    pandas = pytest.importorskip("pandas")
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(50):
+        first, second = torch.randint(0, 1 + trial % 6, (2, 20), generator=generator).tolist()
+        expected = pandas.DataFrame([first, second]).T.corr(method="spearman").iloc[0, 1]
+        found = rank_correlation(first, second)
+        assert math.isnan(expected) if found is None else found == pytest.approx(expected)
