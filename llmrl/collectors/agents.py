@@ -15,7 +15,7 @@ from llmrl.collectors.completing import Completer
 from llmrl.data import ChatHistory, History, Rollout
 from llmrl.data.message import copied
 from llmrl.data.tensordicts import container_of
-from llmrl.endpoint import EndpointServer, ModelRequest, RefusedRequest, Session, SessionLimits, TurnTree
+from llmrl.endpoint import EndpointServer, ModelReply, ModelRequest, RefusedRequest, Session, SessionLimits, TurnTree
 from llmrl.endpoint.agent import AgentModel
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.policies import LLMWrapperBase
@@ -53,8 +53,15 @@ class KeyedSessions:
         """Return the session of a key, sent as API key or as session id; raise `RefusedRequest` if it is unknown."""
         return self._of(api_key, session_id)
 
+    def named(self, api_key: str | None, session_id: str | None) -> Session | None:
+        """Return the open session of a key, or None."""
+        return self._open.get(session_id or "") or self._open.get(api_key or "")
+
+    def note_answers(self, session: Session, request: ModelRequest, reply: ModelReply) -> None:
+        """Do nothing: sessions are found by their keys."""
+
     def _of(self, api_key: str | None, session_id: str | None) -> Session:
-        session = self._open.get(session_id or "") or self._open.get(api_key or "")
+        session = self.named(api_key, session_id)
         if session is None:
             raise RefusedRequest("the key is unknown, or its session has ended.", status=401, code="invalid_api_key")
         return session
@@ -97,7 +104,16 @@ class AgentEndpoint:
         key = self._sessions.add(session)
         url = f"{self._server.url}/v1"
         try:
-            yield session, AgentModel(base_url=url, api_key=key, name=self._server.model_name, info=session.info)
+            yield (
+                session,
+                AgentModel(
+                    base_url=url,
+                    api_key=key,
+                    name=self._server.model_name,
+                    info=session.info,
+                    give_reward=session.reward,
+                ),
+            )
         finally:
             session.end()
             self._sessions.remove(key)

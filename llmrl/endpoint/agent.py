@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from llmrl._utils.types import Row
+from llmrl.endpoint.requests import RefusedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,25 @@ class AgentModel:
     """Name of the model; answers of `NAME:aside` are not recorded (for titles or summaries, say)."""
     info: dict[str, object] = field(default_factory=dict)
     """Entries that an agent adds to the rollout's record."""
+    give_reward: Callable[[str, float, int], None] | None = field(default=None, repr=False)
+    """Function behind `reward`."""
+
+    def reward(self, reply_id: str, value: float, *, answer: int = 0) -> None:
+        """Add a reward to an answer, in addition to the rollout's score.
+
+        Args:
+            reply_id: id of the reply, as the API gives it (`chatcmpl-…`, `resp_…`, `msg_…`).
+            answer: index of the answer, if the request asked for several.
+
+        Raises:
+            ValueError: if there is no such recorded answer, or the value is no finite number.
+        """
+        if self.give_reward is None:
+            raise ValueError("this model belongs to no rollout, so its answers have no rewards.")
+        try:
+            self.give_reward(reply_id, value, answer)
+        except RefusedRequest as refused:
+            raise ValueError(refused.message) from None
 
     def environment(self) -> dict[str, str]:
         """Return environment variables with which programs find the model."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hmac
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from llmrl.endpoint.requests import ModelRequest, RefusedRequest
+from llmrl.data import Message, ToolSchema
+from llmrl.endpoint.requests import ModelReply, ModelRequest, RefusedRequest
 from llmrl.endpoint.session import Session
 from llmrl.endpoint.tree import ChainKey, chain_keys
 
@@ -15,7 +16,8 @@ from llmrl.endpoint.tree import ChainKey, chain_keys
 class OpenSessions:
     """Sessions that clients with the key open by their first request, named by its path or `X-Session-ID`.
 
-    A request without a name joins the session with the conversation that it continues, or opens a new one.
+    A request without a name joins the session that gave the last answer in its messages, or opens a new one. If several
+    sessions gave the same answer to the same prompt, requests that continue it take turns.
 
     Args:
         open_session: function that makes a session with a name.
@@ -37,7 +39,8 @@ class OpenSessions:
         self._on_end = on_end
         self._idle_seconds = idle_seconds
         self._sessions: dict[str, Session] = {}
-        self._by_prompt: dict[ChainKey, str] = {}  # only sessions without a client's name
+        # Names of the sessions that have answered a conversation, only those without a client's name.
+        self._by_answer: dict[ChainKey, list[str]] = {}
         self._numbers = itertools.count()
 
     @property
@@ -64,16 +67,30 @@ class OpenSessions:
             self._sessions[name] = self._open_session(name)
         return self._sessions[name]
 
+    def named(self, api_key: str | None, session_id: str | None) -> Session | None:
+        """Return the open session with a client's name, or None if the client names none or may not ask."""
+        self.check(api_key, session_id)
+        return self._sessions.get(f"named/{session_id}")
+
     def _name(self, request: ModelRequest) -> str:
         if request.previous_id is not None:
             answered = (name for name, session in self._sessions.items() if session.has_answered(request.previous_id))
             return next(answered, "unnamed/none")  # a session without answers, which refuses the id
-        keys = chain_keys(request.messages, request.tools)
-        # Only prefixes of the prompt: an equal prompt is another sample, which opens a session.
-        known = (self._by_prompt.get(key) for key in reversed(keys[:-1]))
-        name = next((name for name in known if name in self._sessions), None) or f"unnamed/{next(self._numbers)}"
-        self._by_prompt[keys[-1]] = name
-        return name
+        for key in reversed(_answer_keys(request.messages, request.tools)):
+            if names := self._by_answer.get(key):
+                names.append(names.pop(0))
+                return names[-1]
+        return f"unnamed/{next(self._numbers)}"
+
+    def note_answers(self, session: Session, request: ModelRequest, reply: ModelReply) -> None:
+        """Note which conversations a session has answered."""
+        if session.session_id not in self._sessions or session.session_id.startswith("named/"):
+            return
+        for answer in reply.answers:
+            key = _answer_keys((*request.messages, answer.message()), request.tools)[-1]
+            names = self._by_answer.setdefault(key, [])
+            if session.session_id not in names:
+                names.append(session.session_id)
 
     def end_idle(self) -> None:
         """End the idle sessions; must be called regularly."""
@@ -81,7 +98,8 @@ class OpenSessions:
         for name, session in list(self._sessions.items()):
             if now_s - session.last_used_s > self._idle_seconds and not session.is_asked:
                 self._end(name)
-        self._by_prompt = {key: name for key, name in self._by_prompt.items() if name in self._sessions}
+        left = ((key, [name for name in names if name in self._sessions]) for key, names in self._by_answer.items())
+        self._by_answer = {key: names for key, names in left if names}
 
     def end_all(self) -> None:
         """End all sessions."""
@@ -92,3 +110,10 @@ class OpenSessions:
         session = self._sessions.pop(name)
         session.end()
         self._on_end(session)
+
+
+def _answer_keys(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[ChainKey]:
+    """Return the key of each answer with all before it, without reasoning, which many clients do not send back."""
+    said = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
+    keys = chain_keys(said, tools)[1:]
+    return [key for key, message in zip(keys, said, strict=True) if message["role"] == "assistant"]

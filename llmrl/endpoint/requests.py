@@ -42,6 +42,8 @@ class ModelRequest:
     """Id of the reply that these messages continue, if the client sends only new ones."""
     num_instructions: int = 0
     """Number of leading messages that apply to this request only, if it continues an earlier one."""
+    is_trained: bool = True
+    """False if the answer is not recorded."""
     sampling: Mapping[str, Json] = field(default_factory=dict)
     """Requested fields of `SamplingConfig`; ignored in training."""
     overridden: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl.endpoint.dialects import anthropic, chat, responses
-from llmrl.endpoint.dialects.reading import Body, parse_body
+from llmrl.endpoint.dialects.reading import Body, entry_of, parse_body
 from llmrl.endpoint.requests import ModelReply, ModelRequest, RefusedRequest
 from llmrl.endpoint.session import ASIDE, Exchange, Session
 from llmrl.rendering.tool_calls import Json
@@ -58,6 +59,14 @@ class Sessions(Protocol):
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
         """Return the session of a request, by its path or `X-Session-ID`. Raises RefusedRequest if access is denied."""
+        ...
+
+    def named(self, api_key: str | None, session_id: str | None) -> Session | None:
+        """Return the session that a client names by its key, its path or `X-Session-ID`, if it is open."""
+        ...
+
+    def note_answers(self, session: Session, request: ModelRequest, reply: ModelReply) -> None:
+        """Note which conversations a session has answered."""
         ...
 
 
@@ -107,13 +116,21 @@ class EndpointServer:
             ("POST", "/responses", RESPONSES, self._answer),
             ("POST", "/messages", ANTHROPIC, self._answer),
             ("POST", "/messages/count_tokens", ANTHROPIC, self._count),
+            ("POST", "/completions", CHAT, self._no_text),
+            ("POST", "/rewards", CHAT, self._reward),
             ("GET", "/models", CHAT, self._models),
+            ("GET", "/models/{model}", CHAT, self._model),
             ("GET", "/metrics", CHAT, self._metrics),
+            ("GET", "/health", CHAT, self._health),
         )
         for method, path, dialect, answer in routes:
             handler = self._handler(path, dialect, answer)
             for prefix in ("", "/v1", "/v1/v1", "/s/{session}", "/s/{session}/v1", "/s/{session}/v1/v1"):
-                app.router.add_route(method, f"{prefix}{path}", handler)
+                for slash in ("", "/"):
+                    app.router.add_route(method, f"{prefix}{path}{slash}", handler)
+                    if method == "GET":
+                        app.router.add_route("HEAD", f"{prefix}{path}{slash}", handler)
+        app.router.add_route("OPTIONS", "/{path:.*}", self._handler("options", CHAT, self._options))
         app.router.add_route("*", "/{path:.*}", self._handler("elsewhere", CHAT, self._nowhere))
         self._runner = self.web.AppRunner(
             app,
@@ -144,6 +161,7 @@ class EndpointServer:
                 self._check_page(request)
                 response = await answer(dialect, request)
             except RefusedRequest as refused:
+                self._note(request, refused)
                 response = self._refusal(dialect, refused)
             except ConnectionError:  # the client is gone; aiohttp would log an error
                 response = self.web.Response(status=_CLIENT_HUNG_UP)
@@ -154,6 +172,11 @@ class EndpointServer:
             return response
 
         return handle
+
+    def _note(self, request: web.Request, refused: RefusedRequest) -> None:
+        with contextlib.suppress(RefusedRequest):
+            if (session := self.sessions.named(*self._asker(request))) is not None:
+                session.note_refusal(refused)
 
     def _refusal(self, dialect: Dialect, refused: RefusedRequest) -> web.Response:
         return self.web.json_response(dialect.error(refused), status=refused.status, headers=_NO_RETRY)
@@ -192,8 +215,10 @@ class EndpointServer:
             except RefusedRequest as refused:
                 if response is None:
                     raise
+                self._note(request, refused)
                 await _send(response, [(dialect.error_event, dialect.error(refused))])
                 return response
+            self.sessions.note_answers(session, asked, reply)
             self.counts['llmrl_tokens_total{kind="prompt"}'] += reply.num_prompt_tokens
             self.counts['llmrl_tokens_total{kind="completion"}'] += reply.num_completion_tokens
             if not asked.is_streamed:
@@ -259,26 +284,60 @@ class EndpointServer:
         session = self.sessions.find(*self._asker(request), asked)
         # After the check of the key, so that only clients with access see the name.
         if asked.model.removesuffix(ASIDE) != self.model_name:
-            raise RefusedRequest(
-                f"the model {asked.model!r:.80} does not exist here; ask for {self.model_name!r}.",
-                status=404,
-                code="model_not_found",
-            )
+            raise self._unknown_model(asked.model)
         return session
 
     async def _models(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))
-        names = (self.model_name, f"{self.model_name}{ASIDE}")
+        models = self._known_models()
+        page = {"has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}
+        return self.web.json_response({"object": "list", "data": models, **page})
+
+    async def _model(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        self.sessions.check(*self._asker(request))
+        name = request.match_info["model"]
+        for model in self._known_models():
+            if model["id"] == name:
+                return self.web.json_response(model)
+        raise self._unknown_model(name)
+
+    def _known_models(self) -> list[dict[str, Json]]:
         # Entries of both APIs
         openais = {"object": "model", "created": 0, "owned_by": "llmrl"}
         anthropics = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
-        models = [{"id": name, "display_name": name, **openais, **anthropics} for name in names]
-        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return self.web.json_response({"object": "list", "data": models, **page})
+        names = (self.model_name, f"{self.model_name}{ASIDE}")
+        return [{"id": name, "display_name": name, **openais, **anthropics} for name in names]
+
+    def _unknown_model(self, name: str) -> RefusedRequest:
+        return RefusedRequest(
+            f"the model {name!r:.80} does not exist here; ask for {self.model_name!r}.",
+            status=404,
+            code="model_not_found",
+        )
 
     async def _metrics(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         lines = [f"llmrl_sessions {len(self.sessions)}", *(f"{name} {count}" for name, count in self.counts.items())]
         return self.web.Response(text="\n".join(sorted(lines)) + "\n", content_type="text/plain")
+
+    async def _health(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        return self.web.Response()
+
+    async def _options(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        return self.web.Response(status=204, headers={"Allow": "GET, HEAD, OPTIONS, POST"})
+
+    async def _reward(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        self.sessions.check(*self._asker(request))
+        session = self.sessions.named(*self._asker(request))
+        if session is None:
+            raise RefusedRequest("rewards need the session: its key, its path, or X-Session-ID.", status=404)
+        body = parse_body(await self._body(request))
+        reply_id = entry_of(body, "id", str, default="")
+        session.reward(reply_id, entry_of(body, "reward", float), entry_of(body, "answer", int, default=0))
+        return self.web.json_response({"id": reply_id})
+
+    async def _no_text(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        self.sessions.check(*self._asker(request))
+        raise RefusedRequest("raw text is not completed here: send messages to /v1/chat/completions.")
 
     async def _nowhere(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         raise RefusedRequest(f"there is no {request.method} {request.path} here.", status=404, code="not_found")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 from llmrl._utils.failure import as_exception, describe
+from llmrl._utils.numbers import finite_number
 from llmrl.data import Message, StopReason, text_of
+from llmrl.endpoint.prompt_length import num_characters, sample_of, texts_of
 from llmrl.endpoint.requests import FinishReason, ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.endpoint.tree import ChainKey, RecordedTurn, TurnTree
 from llmrl.engines import Completion, SamplingConfig
@@ -24,8 +27,10 @@ RETRY_SECONDS = 10.0
 """Time for which sampling continues after the client disconnects; clients retry within 8 s."""
 _TOKEN_CHARACTERS = 512
 """Upper bound on the characters per token; longer prompts are refused without rendering."""
-_USUAL_CHARACTERS = 8
-"""Usual upper bound on the characters per token; longer prompts are counted in a thread."""
+_USUAL_CHARACTERS = 16
+"""Usual upper bound on the characters per token; of longer prompts, a sample is tokenized first."""
+_THREAD_CHARACTERS = 1 << 14
+"""Number of new characters from which a prompt is tokenized in a thread, so that other sessions are not delayed."""
 ASIDE = ":aside"
 """Suffix of the model's name in requests that are not recorded, such as titles or summaries."""
 
@@ -59,6 +64,8 @@ class Exchange:
     """Number of waiting clients."""
     reply: ModelReply | None = None
     """The delivered reply, or None."""
+    num_troubles: int = 0
+    """Number of failures and refusals in the session before this request."""
 
     @property
     def is_abandoned(self) -> bool:
@@ -68,7 +75,12 @@ class Exchange:
     @property
     def is_lost(self) -> bool:
         """Whether the task failed or was cancelled."""
-        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+        return self.task.done() and (self.task.cancelled() or self.has_failed)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the task failed."""
+        return self.task.done() and not self.task.cancelled() and self.task.exception() is not None
 
     def leave(self) -> None:
         """Record that a client disconnected; sampling ends unless the client repeats the request in time."""
@@ -87,6 +99,7 @@ class Session:
         sampling: sampling parameters of the run; clients may add stop strings and shorten answers.
         limits: limits of the session.
         does_client_sample: whether clients set temperature and the like; only if nothing is trained.
+        check_sampling: function that raises ValueError for sampling parameters that the engine does not support.
     """
 
     def __init__(
@@ -98,6 +111,7 @@ class Session:
         limits: SessionLimits,
         *,
         does_client_sample: bool = False,
+        check_sampling: Callable[[SamplingConfig], None] = lambda sampling: None,
     ) -> None:
         self.session_id = session_id
         self.tree = tree
@@ -105,24 +119,33 @@ class Session:
         self._complete = complete
         self._sampling = sampling
         self._does_client_sample = does_client_sample
+        self._check_sampling = check_sampling
         self.reason: str = StopReason.NONE
         """Budget that ended the session, see `StopReason`, or empty."""
         self.last_refusal: str = StopReason.NONE
-        """Reason of the last refusal, if it was a limit of the run."""
+        """Reason of the last refusal, if it was a limit of the run; empty once a later request was answered."""
         self.failure: Exception | None = None
-        """The last error of the engine."""
+        """The last error of the engine; None once a later request was answered."""
         self.info: dict[str, object] = {}
         """Entries that the agent adds to the rollout's record."""
         self.overridden: Counter[str] = Counter()
         """Number of requests per option that the run overrides."""
         self.counts: Counter[str] = Counter()
-        """`num_aside` and `num_repeated` requests; `num_lost` answers that no client received."""
+        """`num_answered`, `num_failed`, `num_aside` and `num_repeated` requests; `num_lost` answers that no client
+        received."""
+        self.refusals: Counter[str] = Counter()
+        """Number of refused requests by code."""
+        self.last_message = ""
+        """Message of the last request that was refused or failed."""
         self.num_completion_tokens = 0
         self.is_ended = False
         self.last_used_s = time.monotonic()
         self._num_begun = 0
+        self._num_troubles = 0
         self._exchanges: dict[bytes, list[Exchange]] = {}
-        self._said: dict[str, tuple[Message, ...]] = {}  # messages by reply id, for requests that continue a reply
+        # By reply id, for requests that continue or reward a reply: its turns, first answer and number of instructions.
+        self._said: dict[str, tuple[list[RecordedTurn], Message, int]] = {}
+        self._rewards: list[tuple[RecordedTurn, float]] = []
 
     # Requests
 
@@ -152,7 +175,7 @@ class Session:
             self._num_begun += request.num_answers
         task = asyncio.create_task(self._sample(request, prompt, sampling))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks the error as retrieved
-        exchange = Exchange(request, task)
+        exchange = Exchange(request, task, num_troubles=self._num_troubles)
         self._exchanges[digest] = [*same, exchange]
         return exchange
 
@@ -189,22 +212,37 @@ class Session:
             raise self._over(StopReason.LENGTH, f"the {limits.max_completion_tokens} tokens of its answers")
 
     def _check_length(self, request: ModelRequest) -> bool:
-        """Return whether a request may be too long; refuse one that certainly is."""
+        """Return whether a request takes long to tokenize; refuse one that is certainly too long."""
         most = self.limits.max_prompt_tokens
         messages = self._with_earlier(request)
         if len(messages) > most:  # each has at least one token
             raise self._too_long(f"{len(messages)} messages")
-        num_characters = sum(map(_num_characters, (*messages, *request.tools)))
-        if num_characters > _TOKEN_CHARACTERS * most:
-            raise self._too_long(f"{num_characters} characters")
-        return num_characters > _USUAL_CHARACTERS * most
+        size = num_characters((*messages, *request.tools))
+        if size > _TOKEN_CHARACTERS * most:
+            raise self._too_long(f"{size} characters")
+        if size <= _THREAD_CHARACTERS:
+            return False
+        num_known = self.tree.num_known(messages, request.tools)
+        return num_characters((*messages[num_known:], *(() if num_known else request.tools))) > _THREAD_CHARACTERS
 
     async def _measured(self, request: ModelRequest) -> int:
-        """Return the number of tokens of a long prompt, counted in a thread."""
+        """Return the number of tokens of a long prompt, counted in a thread; an estimate if it is much too long."""
         self._check_last(request)
+        messages = self._with_earlier(request)
+
+        def measure() -> int:
+            # A token may have any number of characters, and only of far too long prompts is a sample enough.
+            text = "".join(texts_of((*messages, *request.tools)))
+            if len(text) > _USUAL_CHARACTERS * most and len(sample := sample_of(text)) < len(text):
+                estimate = len(self.tree.encode(sample)) * len(text) // len(sample)
+                if estimate > 2 * most:
+                    return estimate
+            # It also leaves the tokens of whole turns in the renderer's cache.
+            return self.tree.count_tokens(messages, request.tools)
+
+        most = self.limits.max_prompt_tokens
         try:
-            messages = self._with_earlier(request)
-            return await asyncio.to_thread(self.tree.count_tokens, messages, request.tools)
+            return await asyncio.to_thread(measure)
         except RenderingError as error:
             raise RefusedRequest(str(error)) from error
 
@@ -226,10 +264,12 @@ class Session:
 
     def _over(self, reason: str, budget: str) -> RefusedRequest:
         self.reason = self.last_refusal = reason
+        self._num_troubles += 1
         return RefusedRequest(f"this session has used up {budget}: finish.", status=403, code="insufficient_quota")
 
     def _too_long(self, length: str) -> RefusedRequest:
         self.last_refusal = StopReason.PROMPT_TOO_LONG
+        self._num_troubles += 1
         most = self.limits.max_prompt_tokens
         return RefusedRequest(  # in the words of both APIs, which clients search for
             f"prompt is too long: {length} > {most} tokens maximum. This model's maximum context length is {most + 1} "
@@ -255,11 +295,13 @@ class Session:
         if not self.has_answered(request.previous_id):
             raise RefusedRequest(f"there is no earlier answer {request.previous_id!r:.80} here.", status=404)
         count = request.num_instructions
-        return (*request.messages[:count], *self._said[request.previous_id], *request.messages[count:])
+        (turn, *_), answer, num_instructions = self._said[request.previous_id]
+        earlier = (*turn.conversation.messages[num_instructions:-1], answer)
+        return (*request.messages[:count], *earlier, *request.messages[count:])
 
     @staticmethod
     def _is_aside(request: ModelRequest) -> bool:
-        return request.model.endswith(ASIDE)
+        return not request.is_trained or request.model.endswith(ASIDE)
 
     def _sampling_of(self, request: ModelRequest) -> SamplingConfig:
         budgets = [self._sampling.max_new_tokens, request.max_tokens]
@@ -271,9 +313,24 @@ class Session:
         if request.stop:
             changes["stop"] = tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
         try:
-            return self._sampling.with_changes(**changes) if changes else self._sampling
-        except ValueError as error:
+            sampling = self._sampling.with_changes(**changes) if changes else self._sampling
+            if changes:
+                sampling = self._supported(sampling)
+            return sampling
+        except (TypeError, ValueError, OverflowError) as error:
             raise RefusedRequest(str(error)) from error
+
+    def _supported(self, sampling: SamplingConfig) -> SamplingConfig:
+        """Return sampling parameters, without a seed if the engine supports none. Raises ValueError for others."""
+        try:
+            self._check_sampling(sampling)
+        except ValueError:
+            if sampling.seed == self._sampling.seed:
+                raise
+            sampling = sampling.with_changes(seed=self._sampling.seed)
+            self._check_sampling(sampling)
+            self.overridden["seed"] += 1
+        return sampling
 
     async def _sample(
         self, request: ModelRequest, prompt: tuple[Conversation, ChainKey] | None, sampling: SamplingConfig
@@ -287,13 +344,17 @@ class Session:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
+            if self._does_client_sample and isinstance(error, ValueError):  # of its sampling parameters
+                raise RefusedRequest(describe(error)) from error
             self.failure = as_exception(error)
+            self._num_troubles += 1
             raise RefusedRequest(describe(error), status=500, code="engine_error") from error
         finally:
             for one in asked:
                 one.cancel()
         if any(completion.finish_reason == "abort" for completion in completions):
             self.reason = StopReason.ABORTED
+            self._num_troubles += 1
             raise RefusedRequest("the answer was aborted.", status=500, code="aborted")
         return _Sampled(prompted, prompt_key, completions)
 
@@ -322,13 +383,23 @@ class Session:
             num_cached_tokens=int(sampled.completions[0].metrics.get("num_cached_tokens", 0)),
         )
         exchange.reply = reply
+        self.counts["num_answered"] += 1
+        exchange.request = replace(request, messages=request.messages[:0], tools=())  # not kept for every turn
+        if exchange.num_troubles == self._num_troubles:
+            self._forgive()
         if not is_aside:
             for turn, answer in zip(turns, answers, strict=True):
                 self.tree.add(turn, answer.message())
             self.num_completion_tokens += reply.num_completion_tokens
-            said = self._with_earlier(request)[request.num_instructions :]
-            self._said[reply.reply_id] = (*said, answers[0].message())
+            self._said[reply.reply_id] = (turns, answers[0].message(), request.num_instructions)
         return reply
+
+    def _forgive(self) -> None:
+        """Forget what failed before a request that was answered; a used-up budget stays."""
+        self.failure = None
+        self.last_refusal = StopReason.NONE
+        if self.reason == StopReason.ABORTED:
+            self.reason = StopReason.NONE
 
     def _answer(self, turn: RecordedTurn, request: ModelRequest) -> ModelAnswer:
         parsed = turn.conversation.last
@@ -354,9 +425,45 @@ class Session:
             num_tokens=len(completion.token_ids),
         )
 
+    def reward(self, reply_id: str, value: object, answer: int = 0) -> None:
+        """Add a reward to a recorded answer; thread-safe.
+
+        Raises:
+            RefusedRequest: if there is no such answer, or the value is no finite number.
+        """
+        turns, *_ = self._said.get(re.split("[-_]", reply_id)[-1], ([],))
+        if not 0 <= answer < len(turns):
+            raise RefusedRequest(
+                f"there is no recorded answer {answer} of a reply {reply_id!r:.80} to reward.", status=404
+            )
+        try:
+            self._rewards.append((turns[answer], finite_number(value, "the reward")))
+        except (TypeError, ValueError) as error:
+            raise RefusedRequest(str(error)) from error
+
+    def turn_rewards(self) -> dict[int, float]:
+        """Return the sum of the rewards of each rewarded answer, by its place in `TurnTree.places`."""
+        places = self.tree.places()
+        rewards: dict[int, float] = defaultdict(float)
+        for turn, value in self._rewards:
+            rewards[places[id(turn.node)]] += value
+        return dict(rewards)
+
+    def note_refusal(self, refused: RefusedRequest) -> None:
+        """Count a request that was refused or failed, for the record."""
+        self.last_message = refused.message
+        if refused.status >= 500:
+            self.counts["num_failed"] += 1
+        else:
+            self.refusals[refused.code] += 1
+
     def record(self) -> dict[str, object]:
-        """Return the agent's entries and the counts of requests."""
+        """Return the agent's entries, and under `requests` what became of its requests."""
         did: dict[str, object] = {name: count for name, count in self.counts.items() if count}
+        if self.refusals:
+            did["refused"] = dict(self.refusals)
+        if self.last_message:
+            did["last_message"] = self.last_message
         if self.overridden:
             did["overridden"] = dict(self.overridden)
         return {**self.info, "requests": did} if did else dict(self.info)
@@ -365,18 +472,7 @@ class Session:
         """End the session and cancel its sampling."""
         self.is_ended = True
         for exchange in (one for same in self._exchanges.values() for one in same):
-            if exchange.reply is None:
+            if exchange.reply is None and not exchange.has_failed:
                 self.counts["num_lost"] += exchange.request.num_answers
                 exchange.task.cancel()
         self._exchanges.clear()
-
-
-def _num_characters(value: Json) -> int:
-    """Return the number of characters of a message or schema, including its keys."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(key) + _num_characters(entry) for key, entry in value.items())
-    if isinstance(value, list | tuple):
-        return sum(map(_num_characters, value))
-    return len(str(value))

@@ -67,6 +67,17 @@ class TurnTree:
             return turn.conversation.with_prompt(messages, tools=tools), keys[-1]
         return self._compared(messages, tools), keys[-1]
 
+    def num_known(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
+        """Return the number of messages up to the recorded answer that these messages continue; 0 if there is none."""
+        messages = [self._own(message) for message in messages]
+        last = max(_answers(messages), default=-1)
+        return last + 1 if last >= 0 and chain_keys(messages[: last + 1], tools)[-1] in self._by_chain else 0
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text; thread-safe."""
+        assert self._root.renderer is not None
+        return self._root.renderer.encode(text)
+
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
         """Return the number of tokens of a prompt; thread-safe. Raises RenderingError as `prompt` does."""
         assert self._root.renderer is not None
@@ -154,6 +165,11 @@ class TurnTree:
     def count_turns(self) -> dict[str, int]:
         """Return how the training rows came about; see `Conversation.count_turns`."""
         return count_turns(self.leaves)
+
+    def places(self) -> dict[int, int]:
+        """Return the place of each turn, by the `id` of its node, in the order of `Row.turn_starts`."""
+        nodes = (node for leaf in self.leaves for turns in turns_by_row(leaf) for node, _ in turns)
+        return {node: place for place, node in enumerate(dict.fromkeys(map(id, nodes)))}
 
     def to_records(self) -> list[dict[str, object]]:
         """Return the turns in the order of their answers, for display; empty if they form one conversation.

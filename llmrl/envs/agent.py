@@ -37,7 +37,8 @@ class AgentEnv(DatasetChatEnv):
 
     Args:
         play: a function of a row and an `AgentModel`, or a `command`. It returns a number, a mapping of named scores
-            that are summed, or None to leave the rollout unscored. Async functions share one event loop; each plain
+            that are summed, or None to leave the rollout unscored unless answers are rewarded (`AgentModel.reward`).
+            Async functions share one event loop; each plain
             function runs in its own thread, which is not stopped when the rollout ends.
         dataset, split, **draws: see `DatasetChatEnv`; the rows need no query.
 
@@ -130,6 +131,18 @@ def _score_of(returned: object, play: Play) -> Score:
     except (TypeError, ValueError) as error:
         text = f"{describe(error)} Returned by {getattr(play, '__qualname__', play)} ({location_of(play)})."
         return Score(0.0, is_scored=False, error=text)
+
+
+def with_answer_rewards(score: Score, rewards: float | None) -> Score:
+    """Return an agent's score with the sum of its answers' rewards; None if it gave none.
+
+    Example:
+        >>> with_answer_rewards(Score(1.0, {"right": 1.0}), 0.5).breakdown
+        {'right': 1.0, 'answers': 0.5}
+    """
+    if rewards is None or score.error:
+        return score
+    return Score(score.reward + rewards, {**score.breakdown, "answers": rewards})
 
 
 def _query_of(row: Row) -> object:

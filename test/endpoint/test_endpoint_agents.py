@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import CancelledError
 
+import aiohttp
 import openai
 import pytest
 import torch
@@ -17,9 +18,11 @@ from llmrl.collectors import GroupRules, LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus
 from llmrl.engines import EngineError
 from llmrl.envs import AgentEnv
+from llmrl.objectives import MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.evaluation import Evaluator
 from llmrl.transforms import RubricReward
+from llmrl.watch.rollout_metrics import rollout_metrics
 
 ROWS = [{"query": "7 + 8 =", "answer": "15"}, {"query": "1 + 1 =", "answer": "2"}]
 
@@ -203,6 +206,76 @@ def test_an_engine_that_fails_ends_the_rollout_as_the_engines_failure(renderer):
     assert good.status is RolloutStatus.COMPLETED
 
 
+def play_failing(renderer, play, *, latency_s=0.0, **options):
+    """The rollout of an agent that makes the engine fail: it gets the engine, too."""
+    engine = LoggingEngine(["15<|im_end|>"], encode=renderer.encode, decode=renderer.decode, latency_s=latency_s)
+
+    async def of_engine(row, model):
+        return await play(row, model, engine)
+
+    policy = LLMWrapperBase(engine, renderer=renderer)
+    options.setdefault("limits", RolloutLimits(num_engine_retries=0))
+    with LLMCollector(AgentEnv(of_engine, ROWS), policy=policy, groups_per_batch=1, **options) as collector:
+        return collector.play(1)[0]
+
+
+def test_an_answer_that_the_engine_did_not_give_is_not_scored_as_the_agents(renderer):
+    async def play(row, model, engine):
+        await ask_once(row, model)
+        engine.fail_next(1, EngineError("out of memory"))
+        try:
+            await ask_once(row, model)
+        except openai.InternalServerError:
+            return 0.0
+
+    rollout = play_failing(renderer, play)
+    assert (rollout.status, rollout.reason, rollout.is_scored) == (RolloutStatus.ERROR, "engine_error", False)
+    assert "out of memory" in rollout.error and rollout.num_turns == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_later_answer_makes_up_for_an_engine_that_failed(renderer, fails):
+    async def play(row, model, engine):
+        engine.fail_next(1, EngineError("out of memory"))
+        with contextlib.suppress(openai.InternalServerError):
+            await ask_once(row, model)
+        await ask_once(row, model)
+        return 0.5 if not fails else {}["missing"]
+
+    rollout = play_failing(renderer, play)
+    if fails:
+        assert (rollout.status, rollout.reason) == (RolloutStatus.ERROR, "environment_error")
+        assert "KeyError" in rollout.error and "test_endpoint_agents.py" in rollout.traceback
+    else:
+        assert (rollout.status, rollout.is_scored, rollout.reward) == (RolloutStatus.COMPLETED, True, 0.5)
+
+
+def test_an_answer_that_was_asked_for_before_a_failure_does_not_make_up_for_it(renderer):
+    async def play(row, model, engine):
+        slow = asyncio.ensure_future(ask_once(row, model))
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        engine.fail_next(1, EngineError("out of memory"))
+        with contextlib.suppress(openai.InternalServerError):
+            await ask_once(row, model)
+        await slow
+        return 0.0
+
+    assert play_failing(renderer, play, latency_s=0.2).reason == "engine_error"
+
+
+def test_an_agent_that_compacted_and_then_failed_has_failed_by_itself(renderer):
+    async def play(row, model, engine):
+        with pytest.raises(openai.BadRequestError, match="prompt is too long"):
+            await ask_once({"query": "word " * 4000}, model)
+        await ask_once(row, model)
+        return {}["missing"]
+
+    rollout = play_failing(renderer, play, limits=RolloutLimits(max_prompt_tokens=250))
+    assert (rollout.status, rollout.reason) == (RolloutStatus.ERROR, "environment_error")
+    assert "KeyError" in rollout.error and "test_endpoint_agents.py" in rollout.traceback
+
+
 def test_rollouts_do_not_read_each_other(renderer):
     keys = []
 
@@ -311,7 +384,130 @@ def test_what_an_agent_notes_is_in_its_record(renderer):
         await ask_once(row, model, temperature=0.2)
 
     rollouts, _ = play_group(play, renderer)
-    assert rollouts[0].to_record()["info"] == {"seen": "15", "requests": {"overridden": {"temperature": 1}}}
+    assert rollouts[0].to_record()["info"] == {
+        "seen": "15",
+        "requests": {"num_answered": 1, "overridden": {"temperature": 1}},
+    }
+
+
+def test_a_record_has_what_became_of_an_agents_requests(renderer):
+    async def play(row, model, engine):
+        engine.fail_next(1, EngineError("out of memory"))
+        with contextlib.suppress(openai.InternalServerError):
+            await ask_once(row, model)
+        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+        for refused in ({"response_format": schema}, {"n": 1000}):  # before the session is looked for
+            with pytest.raises(openai.BadRequestError):
+                await ask_once(row, model, **refused)
+        with pytest.raises(openai.BadRequestError, match="prompt is too long"):
+            await ask_once({"query": "word " * 400}, model)
+        for _ in range(3):  # of one prompt: each is a row
+            await ask_once(row, model, response_format={"type": "json_object"})
+
+    limits = RolloutLimits(num_engine_retries=0, max_prompt_tokens=250)
+    rollout = play_failing(renderer, play, limits=limits)
+    requests = rollout.to_record()["info"]["requests"]
+    assert requests.pop("last_message").startswith("prompt is too long")
+    assert requests == {
+        "num_answered": 3,
+        "num_failed": 1,
+        "refused": {"invalid_request_error": 2, "context_length_exceeded": 1},
+        "overridden": {"response_format": 3},
+    }
+    metrics = rollout_metrics([rollout])
+    assert metrics["agent/refused"] == 3 / 7 and metrics["agent/lost"] == 0
+    assert metrics["agent/rows_per_turn"] == len(rollout.conversation.reconcile().rows) / 3 == 1
+
+
+async def reward_over_http(model, reply_id, value, answer=0):
+    """As an agent in another language gives a reward."""
+    body = {"id": reply_id, "reward": value, "answer": answer}
+    headers = {"Authorization": f"Bearer {model.api_key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as client,
+        client.post(f"{model.base_url}/rewards", json=body) as r,
+    ):
+        return r.status
+
+
+@pytest.mark.parametrize("way", ["python", "http"])
+def test_an_answers_reward_is_credited_to_it(renderer, way):
+    first = iter([1.0, 0.25])
+
+    async def play(row, model):
+        client, messages = client_of(model), [{"role": "user", "content": row["query"]}]
+        for number in range(3):
+            answer = await client.chat.completions.create(model=model.name, messages=messages)
+            if number == 0 and way == "python":
+                model.reward(answer.id, next(first))
+            elif number == 0:
+                assert await reward_over_http(model, answer.id, next(first)) == 200
+            said = {"role": "assistant", "content": answer.choices[0].message.content}
+            messages += [said, {"role": "user", "content": "And?"}]
+        return {"right": 0.5}
+
+    advantage = MCAdvantage(grpo_size=2, normalization="mean", gamma=0.0)
+    with make_collector(play, renderer, postproc=advantage) as collector:
+        batch = next(iter(collector))
+    for row in batch.unbind(0):
+        given = row["reward_breakdown", "answers"].item()
+        assert given in (1.0, 0.25) and row["next", "reward"].item() == given + 0.5
+        assert row["turns", "reward"].tolist() == [given, 0.0, 0.5]
+        starts, trained = row["turns", "start"].tolist(), row["masks", "all_assistant_mask"]
+        credited = row["advantage"].flatten()
+        # The mean of the first answers' rewards is 0.625; the others have the same.
+        assert credited[trained][0].item() == given - 0.625
+        assert credited[starts[0] : starts[1]][trained[starts[0] : starts[1]]].unique().tolist() == [given - 0.625]
+        assert not credited[starts[1] :].any() and not credited[~trained].any()
+
+
+def test_rewards_reach_the_answers_of_branches_and_of_one_reply(renderer):
+    async def play(row, model):
+        create = client_of(model).chat.completions.create
+        asked = {"model": model.name, "messages": [{"role": "user", "content": row["query"]}]}
+        first = await create(**asked, n=2)
+        other = await create(model=model.name, messages=[{"role": "user", "content": "Something else."}])
+        said = {"role": "assistant", "content": first.choices[0].message.content}
+        await create(model=model.name, messages=[*asked["messages"], said, {"role": "user", "content": "And?"}])
+        model.reward(other.id, 4.0)
+        model.reward(first.id, 1.0)
+        model.reward(first.id, 2.0, answer=1)
+        model.reward(first.id, 0.5)
+        for wrong in (("chatcmpl-0", 1.0), (first.id, float("nan")), (first.id, "good")):
+            with pytest.raises(ValueError, match=r"no recorded answer|the reward must be"):
+                model.reward(*wrong)
+        assert await reward_over_http(model, "chatcmpl-0", 1.0) == 404
+        assert await reward_over_http(model, first.id, None) == await reward_over_http(model, first.id, "1") == 400
+
+    answers = ["15<|im_end|>", "2<|im_end|>", "7<|im_end|>", "8<|im_end|>"]
+    with make_collector(play, renderer, answers, repeats=1) as collector:
+        [rollout] = collector.play(1)
+    assert rollout.is_scored and rollout.reward == 7.5 and rollout.breakdown == {"answers": 7.5}
+    rows = rollout.conversation.reconcile().rows
+    credited = {}
+    for row in rows:
+        for place, start in row.turn_starts.items():
+            text = renderer.decode(row.columns.token_ids[start : start + 8]).partition("<|im_end|>")[0]
+            credited.setdefault(text, set()).add(rollout.turn_rewards[place])
+    turns = [(turn.conversation.messages[-1]["content"], turn) for turn in rollout.conversation.turns]
+    expected = dict(zip((text for text, _ in turns), ({1.5}, {2.0}, {4.0}, {0.0}), strict=True))
+    assert credited == expected
+
+
+def test_an_answer_that_is_not_to_be_trained_is_not_recorded(renderer):
+    async def play(row, model):
+        await ask_once(row, model)
+        client = client_of(model)
+        title = [{"role": "user", "content": "A title, please."}]
+        answer = await client.chat.completions.create(model=model.name, messages=title, extra_body={"train": False})
+        with pytest.raises(ValueError, match="no recorded answer"):
+            model.reward(answer.id, 1.0)
+        await client.responses.create(model=model.name, input="A title.", extra_body={"train": False})
+        return 1.0
+
+    rollouts, engine = play_group(play, renderer)
+    assert [one.num_turns for one in rollouts] == [1, 1] and len(engine.log) == 6
+    assert rollouts[0].info["requests"] == {"num_answered": 3, "num_aside": 2}
 
 
 def test_groups_that_fail_are_replaced(renderer):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -97,6 +99,74 @@ def the_answer(completion, answer):
     return float(completion == answer)
 
 
+def test_a_program_that_has_ended_is_not_waited_for(play, tmp_path):
+    """Its child holds the output, and has cleared its environment and left its session."""
+    rollout = play(
+        """
+        import subprocess
+        ask({"role": "user", "content": "?"})
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={}, start_new_session=True)
+        open(sys.argv[1], "w").write(str(child.pid))
+        print("done", flush=True)
+        """,
+        words=str(tmp_path / "pid"),
+        timeout_seconds=120.0,
+        rubric=the_answer,
+    )
+    assert (rollout.status, rollout.reward, rollout.info["output"]) == (RolloutStatus.COMPLETED, 1.0, "done\n")
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 15)", -15), ("os.kill(os.getpid(), 9)", -9)]
+)
+def test_how_a_program_ended_is_recorded_and_may_be_a_failure(play, code, expected):
+    ended = f'ask({{"role": "user", "content": "?"}}); print("so", flush=True); {code}'
+    rollout = play(ended, words="")
+    assert (rollout.status, rollout.info["exit_code"]) == (RolloutStatus.COMPLETED, expected)
+    rollout = play(ended, words="", exit_codes=[0, 4])
+    assert (rollout.status, rollout.is_scored, rollout.info["exit_code"]) == (RolloutStatus.ERROR, False, expected)
+    assert f"exit code {expected}, which is none of [0, 4]: so" in rollout.error
+
+
+def test_a_row_comes_by_standard_input_files_and_variables(play, tmp_path, monkeypatch):
+    long = "ä" * 200_000
+    monkeypatch.setitem(ROWS[0], "long", long)
+    monkeypatch.setitem(ROWS[0], "parts", {"a": [1]})
+    monkeypatch.setenv("LLMRL_TEST_SECRET", "hunter2")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/setup.txt").write_text("set up")
+    code = """
+        import json
+        seen = {
+            "stdin": sys.stdin.read(), "names": sorted(os.listdir(".")), "row": json.load(open("in/row.json")),
+            "config": json.loads(os.environ["CONFIG"]), "secret": os.environ.get("LLMRL_TEST_SECRET"),
+            "home": os.environ.get("HOME"), "setup": open("setup.txt").read(),
+        }
+        json.dump(seen, open(sys.argv[1], "w"))
+        ask({"role": "user", "content": "?"})
+    """
+    options = {
+        "words": str(tmp_path / "seen"),
+        "stdin": "{long}",
+        "files": {"in/row.json": "{row}"},
+        "folder": tmp_path / "project",
+        "env": {"CONFIG": '{"model": "{model}", "parts": {parts}, "keep": "{{long}}"}', "LLMRL_TEST_SECRET": None},
+    }
+    rollout = play(code, **options)
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert (seen["stdin"], seen["row"], seen["names"]) == (long, ROWS[0], ["in", "setup.txt"])
+    assert seen["config"] == {"model": "policy", "parts": {"a": [1]}, "keep": "{long}"}
+    assert (seen["secret"], seen["home"], seen["setup"]) == (None, os.environ["HOME"], "set up")
+    play(code, **{**options, "env": {"CONFIG": "{}"}, "inherit": ["PATH"]})
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert (seen["secret"], seen["home"]) == (None, None)
+    rollout = play(code, words="{long}")
+    assert rollout.status is RolloutStatus.ERROR
+    assert "the argument '{long}' is of 400000 bytes" in rollout.error and "stdin='{long}'" in rollout.error
+
+
 def test_a_program_ends_with_its_rollout(play, tmp_path):
     rollout = play(
         """
@@ -126,5 +196,14 @@ def test_a_command_reads_columns_that_there_are():
     for wrong in ("", "  "):
         with pytest.raises(ValueError, match="the command is empty"):
             command(wrong)
+    for template in ({"stdin": "{task}"}, {"files": {"a": "{task}"}}, {"env": {"A": "{task}"}}):
+        with pytest.raises(ValueError, match=r"reads \['task'\]"):
+            AgentEnv(command("agent", **template), ROWS)
+    with pytest.raises(ValueError, match=r"relative paths in the program's folder, got '\.\./a'"):
+        command("agent", files={"../a": ""})
+    with pytest.raises(FileNotFoundError, match="none at '/no/such'"):
+        command("agent", folder="/no/such")
+    with pytest.raises(TypeError, match="inherit must be names"):
+        command("agent", inherit="PATH")
     with pytest.raises(ValueError, match="timeout_seconds must be positive"):
         command("agent", timeout_seconds=0)

@@ -99,24 +99,53 @@ def test_what_stands_in_a_body_is_read_or_refused(dialect):
 
 
 @pytest.mark.parametrize("dialect", BODIES, ids=lambda dialect: dialect.__name__.rpartition(".")[2])
-def test_tools_of_another_kind_are_refused_by_name(dialect):
+def test_tools_of_another_kind_are_refused_by_name_or_counted(dialect):
     for kind in ("web_search", {"a": 1}):
         tools = [{**BODIES[dialect]["tools"][0], "type": kind}]
+        if dialect is responses:  # clients send them with every request, and can do without
+            request = dialect.read({**BODIES[dialect], "tools": [*BODIES[dialect]["tools"], *tools]})
+            assert len(request.tools) == 1 and f"tools.{kind}" in request.overridden
+            continue
         with pytest.raises(RefusedRequest, match=r"tools of type .* are not supported"):
             dialect.read({**BODIES[dialect], "tools": tools})
 
 
-def test_answers_of_a_given_form_are_refused():
-    with pytest.raises(RefusedRequest, match="response_format is not supported"):
-        chat.read({**BODIES[chat], "response_format": {"type": "json_object"}})
-    with pytest.raises(RefusedRequest, match=r"text\.format is not supported"):
+def test_answers_of_a_given_form_are_refused_or_counted():
+    with pytest.raises(RefusedRequest, match="response_format of type 'json_schema' is not supported"):
+        chat.read({**BODIES[chat], "response_format": {"type": "json_schema"}})
+    with pytest.raises(RefusedRequest, match=r"text\.format of type 'json_schema' is not supported"):
         responses.read({**BODIES[responses], "text": {"format": {"type": "json_schema"}}})
+    assert chat.read({**BODIES[chat], "response_format": {"type": "json_object"}}).overridden[0] == "response_format"
+
+
+@pytest.mark.parametrize("dialect", BODIES, ids=lambda dialect: dialect.__name__.rpartition(".")[2])
+def test_whatever_is_ignored_is_named(dialect):
+    asked = {
+        "output_config": {"format": {"type": "json_schema"}},
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "structured_outputs": {"json": {}},
+        "guided_json": {"type": "object"},
+        "chat_template_kwargs": {"enable_thinking": False},
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "stop_token_ids": [7],
+        "best_of": 4,
+        "functions": [FUNCTION],
+    }
+    before = set(dialect.read(BODIES[dialect]).overridden)
+    assert set(dialect.read({**BODIES[dialect], **asked}).overridden) - before == set(asked)
+    tool = BODIES[dialect]["tools"][0]
+    strict = {**tool, "function": {**FUNCTION, "strict": True}} if dialect is chat else {**tool, "strict": True}
+    assert set(dialect.read({**BODIES[dialect], "tools": [strict]}).overridden) - before == {"tools.strict"}
+    # What is unset, or changes no answer, is not.
+    for unset in ({"frequency_penalty": 0}, {"logit_bias": None}, {"user": "me"}, {"metadata": {"a": "b"}}):
+        assert set(dialect.read({**BODIES[dialect], **unset}).overridden) == before
 
 
 def test_what_cannot_be_had_is_named():
     asked = {"parallel_tool_calls": False, "tool_choice": "required"}
     assert chat.read({**BODIES[chat], **asked}).overridden == (
-        "logit_bias", "reasoning_effort", "tool_choice", "parallel_tool_calls"
+        "reasoning_effort", "tool_choice", "parallel_tool_calls"
     )  # fmt: skip
     assert responses.read({**BODIES[responses], **asked}).overridden == (
         "reasoning", "tool_choice", "parallel_tool_calls"

@@ -437,13 +437,66 @@ def test_what_cannot_fit_is_refused_unread_or_measured_beside_the_others(rendere
         long = await count(model="policy", messages=[{"role": "user", "content": words(4000)}])
         assert long.input_tokens > 4000 and loop_thread not in encoded_in
         answer = await create(model="policy", messages=[USER])
-        monkeypatch.setattr(session_module, "_USUAL_CHARACTERS", 0)
+        monkeypatch.setattr(session_module, "_THREAD_CHARACTERS", 0)
         await create(model="policy", messages=[{"role": "user", "content": "What is long and fits?"}])
         return answer.choices[0].message.content, len(served.session.tree.turns)
 
     monkeypatch.setattr(renderer, "render", render)
     content, num_turns = serve(renderer, act, max_prompt_tokens=250, max_turns=2)
     assert (content, num_turns) == ("15", 2), "what was refused is no turn"
+
+
+def test_of_a_prompt_that_is_far_too_long_a_sample_is_tokenized(renderer, monkeypatch):
+    loop_thread, encoded = threading.get_ident(), []
+    encode = type(renderer).encode
+
+    def counted(self, text):
+        encoded.append((threading.get_ident(), len(text)))
+        return encode(self, text)
+
+    async def act(served):
+        create = served.openai().chat.completions.create
+        most = served.session.limits.max_prompt_tokens
+        # Nothing of a prompt that fits is tokenized on the loop, whatever its length in characters.
+        for text, fits in (("word and word " * 70_000, False), (" " * 20 * most, True), ("word " * (most // 2), True)):
+            encoded.clear()
+            asked = create(model="policy", messages=[{"role": "user", "content": text}])
+            if fits:
+                assert (await asked).usage.prompt_tokens <= most
+            else:
+                with pytest.raises(openai.BadRequestError, match=r"prompt is too long: 2\d{5} tokens"):
+                    await asked
+                assert sum(size for _, size in encoded) < 100_000
+            assert max((size for thread, size in encoded if thread == loop_thread), default=0) < 20_000
+
+    monkeypatch.setattr(type(renderer), "encode", counted)
+    serve(renderer, act)
+
+
+def test_ways_that_clients_look_for_a_server(renderer):
+    surrogate = {"type": "function", "function": {"name": "f\ud800", "parameters": {}}}
+
+    async def act(served):
+        headers = {"Authorization": f"Bearer {served.key}"}
+        body = {"model": "policy", "messages": [USER]}
+        async with aiohttp.ClientSession(served.server.url, headers=headers) as client:
+
+            async def status(method, path, **more):
+                async with client.request(method, path, **more) as response:
+                    return response.status
+
+            assert (await served.openai().models.retrieve("policy")).id == "policy"
+            with pytest.raises(openai.NotFoundError, match="does not exist here; ask for 'policy'"):
+                await served.openai().models.retrieve("gpt-5")
+            for path in ("/health", "/v1/models", "/v1/models/", "/v1/models/policy:aside", "/models/policy/"):
+                assert await status("GET", path) == await status("HEAD", path) == 200
+            assert await status("OPTIONS", "/v1/chat/completions") == 204
+            assert await status("POST", "/v1/chat/completions/", json=body) == 200
+            assert await status("POST", "/v1/chat/completions", json={**body, "tools": [surrogate]}) == 200
+            with pytest.raises(openai.BadRequestError, match="send messages to /v1/chat/completions"):
+                await served.openai().completions.create(model="policy", prompt="Once")
+
+    serve(renderer, act)
 
 
 def test_each_request_has_one_answer_among_bad_ones_and_clients_that_vanish(renderer, caplog):

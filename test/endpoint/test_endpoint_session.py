@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
+import types
 from collections import Counter
 
 import pytest
@@ -220,11 +222,39 @@ def test_a_prompt_that_is_too_long_is_refused_in_words_that_agents_search_for(re
             with pytest.raises(RefusedRequest, match=r"prompt is too long.*maximum context length") as refused:
                 await ask(session, body({"role": "user", "content": content}))
             assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
-        await ask(session, body(USER))  # a compacted one is answered
+            assert session.last_refusal == StopReason.PROMPT_TOO_LONG
+        await ask(session, body(USER))  # a compacted one is answered, and makes up for it
         return session.reason, session.last_refusal, engine.log
 
     reason, refusal, log = run_session(renderer, ["a<|im_end|>"], act, max_prompt_tokens=100)
-    assert (reason, refusal, len(log)) == (StopReason.NONE, StopReason.PROMPT_TOO_LONG, 1)
+    assert (reason, refusal, len(log)) == (StopReason.NONE, StopReason.NONE, 1)
+
+
+def test_a_history_that_is_sent_again_and_again_is_kept_once(renderer):
+    messages = [{"role": "user", "content": "=" * 20_000}]
+
+    def texts_of(root):
+        """All long texts that are reachable, each object once."""
+        seen, found, waiting = set(), {}, [root]
+        while waiting:
+            for value in gc.get_referents(waiting.pop()):
+                if id(value) in seen or isinstance(value, (type, types.ModuleType, types.FunctionType)):
+                    continue
+                seen.add(id(value))
+                if isinstance(value, str) and len(value) >= 20_000:
+                    found[id(value)] = value
+                waiting.append(value)
+        return found
+
+    async def act(session, engine):
+        for number in range(20):
+            answer = await ask(session, body(*messages))
+            said = {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+            messages.extend([said, {"role": "user", "content": str(number)}])
+        # The renderer's cache has the first turn as it was rendered; the session itself has it once.
+        return sum(text == messages[0]["content"] for text in texts_of([session.tree.turns, vars(session)]).values())
+
+    assert run_session(renderer, ["yes<|im_end|>"], act, max_prompt_tokens=100_000) == 1
 
 
 def test_what_the_run_decides_is_overridden_and_counted(renderer):
@@ -235,7 +265,7 @@ def test_what_the_run_decides_is_overridden_and_counted(renderer):
 
     sampling = SamplingConfig(temperature=0.7, max_new_tokens=50)
     record, asked = run_session(renderer, ["one two<|im_end|>"], act, sampling=sampling)
-    assert record == {"requests": {"overridden": {"temperature": 2, "top_p": 1, "tool_choice": 1}}}
+    assert record == {"requests": {"num_answered": 2, "overridden": {"temperature": 2, "top_p": 1, "tool_choice": 1}}}
     assert asked == [sampling.with_changes(stop=("two",)), sampling]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 
+import openenv_server
 import pytest
 from openenv_server import GuessingServer
 
@@ -77,9 +78,9 @@ def test_what_a_server_has_no_place_for_waits(start, renderer):
         ("sleep", "did not answer within 0.3 s"),
         ("leave", "ended the session: closed with code 1011"),
         ("crash", "ended the session: closed with code 1006"),
-        ("broken", "which is no message of OpenEnv: JSONDecodeError"),
-        ("empty", "which is no message of OpenEnv: KeyError: 'observation'"),
-        ("list", "which is no message of OpenEnv"),
+        ("broken", "which is not an OpenEnv message: JSONDecodeError"),
+        ("empty", "which is not an OpenEnv message: KeyError: 'observation'"),
+        ("list", "which is not an OpenEnv message"),
         ("nan", "finite"),
     ],
 )
@@ -103,9 +104,9 @@ def test_a_server_that_is_gone_or_refuses_sessions_is_waited_for_and_named(start
         [rollout] = play(renderer, OpenEnvChatEnv(gone, timeout=0.3), 1, "4")
     assert rollout.status is RolloutStatus.ERROR and f"{gone} opened no session within 0.3 s: Client" in rollout.error
     [rollout] = play(renderer, OpenEnvChatEnv(start(max_sessions=0).url, timeout=0.3), 1, "4")
-    assert "it has no place for a session: Server at capacity" in rollout.error
+    assert "it is full: Server at capacity" in rollout.error
     [rollout] = play(renderer, OpenEnvChatEnv(f"{start().url}/elsewhere"), 1, "4")
-    assert "is no OpenEnv server" in rollout.error and "404" in rollout.error
+    assert "is not an OpenEnv server" in rollout.error and "404" in rollout.error
 
 
 def test_adapters_make_actions_and_texts(start, renderer):
@@ -118,15 +119,34 @@ def test_adapters_make_actions_and_texts(start, renderer):
     [rollout] = play(renderer, env, 1, "I say 3", "no, 4")
     assert rollout.reward == 0.75 and rollout.info == {"hint": "right", "length": 5}
     assert json.loads(rollout.messages[2]["content"]) == {"hint": "higher", "length": 6}
-    [rollout] = play(renderer, OpenEnvChatEnv(server.url, action_adapter=lambda text: {"text": text}), 1, "3")
-    assert "VALIDATION_ERROR" in rollout.error and "Field required" in rollout.error
+
+
+def test_the_model_is_told_which_action_was_invalid(start, renderer):
+    def adapter(text):
+        return {"message": str(int(text))} if text != "no field" else {"text": text}
+
+    env = OpenEnvChatEnv(start().url, action_adapter=adapter)
+    [rollout] = play(renderer, env, 1, "three", "no field", "4")
+    assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 1.0)
+    told = [message["content"] for message in rollout.messages[2::2]]
+    assert [text.partition(": ")[0] for text in told[:2]] == ["The action was refused"] * 2
+    assert "invalid literal for int" in told[0] and "Field required" in told[1]
+    assert "Field required" in rollout.info["refused_action"]
+
+
+def test_metadata_of_an_observation_is_not_shown_to_the_model(start, renderer, monkeypatch):
+    with_metadata = openenv_server.OBSERVATION.replace('"hint":"%s"', '"hint":"%s","metadata":{"step":1}')
+    monkeypatch.setattr(openenv_server, "OBSERVATION", with_metadata)
+    [rollout] = play(renderer, OpenEnvChatEnv(start().url, [{"seed": 5}]), 1, "3", "4")
+    assert [one["content"] for one in rollout.messages[:3]] == ["Guess my number (seed 5).", "3", "higher"]
+    assert rollout.info["metadata"] == {"step": 1}
 
 
 def test_actions_that_are_no_text_need_an_adapter(start, renderer):
     fields = {"metadata": {"type": "object"}, "row": {"type": "integer"}, "column": {"type": "integer"}}
     server = start(schema={"action": {"properties": fields, "required": ["row", "column"]}})
     [rollout] = play(renderer, OpenEnvChatEnv(server.url), 1, "4")
-    assert "it has the fields ['column', 'row']: pass action_adapter" in rollout.error
+    assert "has the fields ['column', 'row']: pass action_adapter" in rollout.error
     with pytest.raises(ValueError, match="timeout must be positive"):
         OpenEnvChatEnv(server.url, timeout=0)
 
@@ -134,4 +154,7 @@ def test_actions_that_are_no_text_need_an_adapter(start, renderer):
 def test_what_is_over_before_it_begins_is_an_error(start, renderer):
     server = start()
     [rollout] = play(renderer, OpenEnvChatEnv(server.url, [{"secret": 0}]), 1, "4")
-    assert "over before its first answer" in rollout.error and server.events == {"opened": 1, "closed": 1}
+    assert "ended the conversation before its first answer" in rollout.error and server.events == {
+        "opened": 1,
+        "closed": 1,
+    }

@@ -14,7 +14,9 @@ from llmrl.endpoint.dialects.reading import (
     entry_of,
     function_of,
     object_of,
+    overridden,
     positive,
+    refuse_other_tools,
     sampling_of,
     stops_of,
     text_parts,
@@ -32,6 +34,9 @@ _ERRORS = {
 }
 
 
+_READ = ("max_tokens", "messages", "model", "stop_sequences", "stream", "system", "tools", "train")
+
+
 def read(body: Body) -> ModelRequest:
     """Read a request. Raises RefusedRequest if it is malformed or unsupported.
 
@@ -46,17 +51,20 @@ def read(body: Body) -> ModelRequest:
     for place, message in enumerate(entry_of(body, "messages", list, default=[])):
         messages += _messages(message, f"messages[{place}]")
     choice = entry_of(body, "tool_choice", dict, default={})
+    refuse_other_tools(body, "custom")
+    tools = tools_of(body, "custom")
     return ModelRequest(
         messages=checked(messages),
         model=entry_of(body, "model", str, default=""),
-        tools=tuple(function_of(tool, "input_schema", where="tools[].") for tool in tools_of(body, "custom")),
+        tools=tuple(function_of(tool, "input_schema", where="tools[].") for tool in tools),
         max_tokens=positive(entry_of(body, "max_tokens", int), "max_tokens"),
         stop=stops_of(body.get("stop_sequences"), "stop_sequences"),
         is_streamed=entry_of(body, "stream", bool, default=False),
         may_call=choice.get("type") != "none",
+        is_trained=entry_of(body, "train", bool, default=True),
         sampling=sampling_of(body),
         overridden=(
-            *(("tool_choice",) if choice.get("type") in ("any", "tool") else ()),
+            *overridden(body, *_READ, tools=tools),
             *(("disable_parallel_tool_use",) if choice.get("disable_parallel_tool_use") else ()),
         ),
     )

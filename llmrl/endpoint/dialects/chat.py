@@ -10,13 +10,14 @@ from llmrl.endpoint.dialects.reading import (
     Body,
     arguments_of,
     call_of,
-    check_format,
     checked,
     entry_of,
+    format_of,
     function_of,
     object_of,
     overridden,
     positive,
+    refuse_other_tools,
     sampling_of,
     stops_of,
     text_parts,
@@ -25,8 +26,9 @@ from llmrl.endpoint.dialects.reading import (
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json, ToolCall
 
-_WITHOUT = (
-    "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs", "reasoning_effort", "verbosity",
+_READ = (
+    "logprobs", "max_completion_tokens", "max_tokens", "messages", "model", "n", "response_format", "stop", "stream",
+    "tools", "train",
 )  # fmt: skip
 _ROLES = {"developer": "system", "function": "tool"}
 _MAX_ANSWERS = 128
@@ -40,8 +42,9 @@ def read(body: Body) -> ModelRequest:
         2
     """
     messages = entry_of(body, "messages", list, default=[])
+    refuse_other_tools(body, "function")
     tools = [object_of(tool.get("function"), where="tools[].function") for tool in tools_of(body, "function")]
-    check_format(entry_of(body, "response_format", dict, default={}), "response_format")
+    freely = format_of(entry_of(body, "response_format", dict, default={}), "response_format")
     num_answers = positive(entry_of(body, "n", int, default=1), "n")
     if num_answers is None or num_answers > _MAX_ANSWERS:
         raise RefusedRequest(f"n must be at most {_MAX_ANSWERS}, got {num_answers}.")
@@ -58,8 +61,9 @@ def read(body: Body) -> ModelRequest:
         may_call=body.get("tool_choice") != "none",
         wants_log_probs=entry_of(body, "logprobs", bool, default=False),
         is_usage_streamed=bool(stream_options.get("include_usage")),
+        is_trained=entry_of(body, "train", bool, default=True),
         sampling=sampling_of(body),
-        overridden=overridden(body, *_WITHOUT),
+        overridden=(*freely, *overridden(body, *_READ, tools=tools)),
     )
 
 

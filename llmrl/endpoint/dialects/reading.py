@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from llmrl.data import Message, ToolSchema, check_messages
+from llmrl.data.message import encodable
 from llmrl.endpoint.requests import RefusedRequest
 from llmrl.rendering.tool_calls import Json, ToolCall
 
@@ -29,7 +30,7 @@ def parse_body(text: bytes) -> Body:
     if not isinstance(body, dict):
         raise RefusedRequest(f"the request's body must be a JSON object, got {type(body).__name__}.")
     check_depth(body)
-    return body
+    return encodable(body)
 
 
 def _unchanged(value: dict[str, Json]) -> dict[str, Json]:
@@ -105,11 +106,22 @@ def call_of(call_id: Json, name: Json, arguments: Json) -> ToolCall:
 
 
 def tools_of(body: Body, kind: str) -> list[Body]:
-    """Return a request's tools of type `kind`. Raises RefusedRequest if a tool has another type."""
-    tools = [object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[])]
-    if others := {str(tool.get("type") or kind) for tool in tools} - {kind}:
-        raise RefusedRequest(f"tools of type {sorted(others)} are not supported: only functions are.")
-    return tools
+    """Return a request's tools of type `kind`."""
+    tools = (object_of(tool, where="tools[]") for tool in entry_of(body, "tools", list, default=[]))
+    return [tool for tool in tools if (tool.get("type") or kind) == kind]
+
+
+def other_tools(body: Body, kind: str) -> list[str]:
+    """Return the types of a request's tools other than `kind`."""
+    tools = entry_of(body, "tools", list, default=[])
+    types = (str(object_of(tool, where="tools[]").get("type") or kind) for tool in tools)
+    return sorted({f"{name:.80}" for name in types} - {kind})
+
+
+def refuse_other_tools(body: Body, kind: str) -> None:
+    """Raise RefusedRequest if a tool of a request has another type than `kind`."""
+    if others := other_tools(body, kind):
+        raise RefusedRequest(f"tools of type {others} are not supported: only functions are.")
 
 
 def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
@@ -164,17 +176,44 @@ def sampling_of(body: Body) -> dict[str, Json]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def overridden(body: Body, *names: str) -> tuple[str, ...]:
-    """Return the unsupported options of a request: those of `names`, and options of tool calls."""
-    asked = [name for name in names if body.get(name) is not None]
-    if body.get("tool_choice") not in (None, "auto", "none"):
+_WITHOUT_EFFECT = {
+    "betas", "client_metadata", "include", "metadata", "prompt_cache_key", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "stream_options", "truncation", "user",
+}  # fmt: skip
+"""Entries that change no answer."""
+_MAX_OVERRIDDEN = 32
+
+
+def overridden(body: Body, *known: str, tools: Iterable[Body] = ()) -> tuple[str, ...]:
+    """Return the names of the options of a request that are ignored: all but those of `known` that it sets.
+
+    `tools` are its functions, which may have options, too.
+
+    Example:
+        >>> overridden({"model": "policy", "logit_bias": {"7": 1}, "verbosity": None}, "model")
+        ('logit_bias',)
+    """
+    read = {*known, *_SAMPLING, *_WITHOUT_EFFECT, "tool_choice", "parallel_tool_calls"}
+    asked = [f"{name:.80}" for name, value in body.items() if name not in read and value not in _UNSET]
+    if any(tool.get("strict") for tool in tools):
+        asked.append("tools.strict")
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in (None, "auto", "none"):
         asked.append("tool_choice")
     if body.get("parallel_tool_calls") is False:
         asked.append("parallel_tool_calls")
-    return tuple(asked)
+    return tuple(asked[:_MAX_OVERRIDDEN])
 
 
-def check_format(wanted: Body, name: str) -> None:
-    """Raise RefusedRequest if answers are requested in another format than text."""
-    if wanted.get("type", "text") != "text":
-        raise RefusedRequest(f"{name} is not supported: answers are sampled freely. Ask for JSON in a message.")
+_UNSET: tuple[Json, ...] = (None, False, 0, "", [], {})
+
+
+def format_of(wanted: Body, name: str) -> tuple[str, ...]:
+    """Return the name of the requested format if it is ignored. Raises RefusedRequest for a schema."""
+    kind = wanted.get("type", "text")
+    if kind not in ("text", "json_object"):
+        raise RefusedRequest(
+            f"{name} of type {kind!r:.80} is not supported: answers are sampled freely. Describe it in a message."
+        )
+    return (name,) if kind == "json_object" else ()

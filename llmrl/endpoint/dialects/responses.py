@@ -11,11 +11,12 @@ from llmrl.endpoint.dialects.reading import (
     Body,
     arguments_of,
     call_of,
-    check_format,
     checked,
     entry_of,
+    format_of,
     function_of,
     object_of,
+    other_tools,
     overridden,
     positive,
     sampling_of,
@@ -25,7 +26,10 @@ from llmrl.endpoint.dialects.reading import (
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json
 
-_WITHOUT = ("reasoning", "top_logprobs")
+_READ = (
+    "background", "conversation", "input", "instructions", "max_output_tokens", "model", "previous_response_id",
+    "stream", "text", "tools", "train",
+)  # fmt: skip
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 _ID = "resp_"
 
@@ -37,7 +41,9 @@ def read(body: Body) -> ModelRequest:
         >>> read({"model": "policy", "instructions": "Be brief.", "input": "Hi"}).num_instructions
         1
     """
-    check_format(entry_of(entry_of(body, "text", dict, default={}), "format", dict, default={}), "text.format")
+    text = entry_of(body, "text", dict, default={})
+    freely = format_of(entry_of(text, "format", dict, default={}), "text.format")
+    tools = tools_of(body, "function")  # clients send tools of OpenAI's servers with every request, and can do without
     if body.get("background") or body.get("conversation") is not None:
         raise RefusedRequest("background and conversation are not supported; send the input, or previous_response_id.")
     instructions = entry_of(body, "instructions", str, default="")
@@ -46,14 +52,20 @@ def read(body: Body) -> ModelRequest:
     return ModelRequest(
         messages=checked([*opening, *_messages(body.get("input"))]),
         model=entry_of(body, "model", str, default=""),
-        tools=tuple(function_of(tool, "parameters", where="tools[].") for tool in tools_of(body, "function")),
+        tools=tuple(function_of(tool, "parameters", where="tools[].") for tool in tools),
         max_tokens=positive(entry_of(body, "max_output_tokens", int), "max_output_tokens"),
         is_streamed=entry_of(body, "stream", bool, default=False),
         may_call=body.get("tool_choice") != "none",
         previous_id=None if previous is None else previous.removeprefix(_ID),
         num_instructions=len(opening),
+        is_trained=entry_of(body, "train", bool, default=True),
         sampling=sampling_of(body),
-        overridden=overridden(body, *_WITHOUT),
+        overridden=(
+            *freely,
+            *(f"text.{name:.80}" for name in text if name != "format"),
+            *(f"tools.{kind}" for kind in other_tools(body, "function")),
+            *overridden(body, *_READ, tools=tools),
+        ),
     )
 
 

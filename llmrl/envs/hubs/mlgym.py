@@ -164,7 +164,7 @@ def make_mlgym(
         raise ValueError(f"give either task or tasks, got {task!r} and {tasks!r}.")
     if importlib.util.find_spec("mlgym") is None:
         raise ImportError(
-            "make_mlgym needs MLGym, which no package index has: pip install "
+            "make_mlgym needs MLGym, which is on no package index: pip install "
             "git+https://github.com/facebookresearch/MLGym"
         )
     names = [task] if tasks is None else list(tasks)

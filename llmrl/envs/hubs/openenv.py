@@ -33,7 +33,8 @@ class OpenEnvChatEnv(MessageChatEnv):
 
     Each conversation has its own session, which is reset with a row of the dataset, for example a column `seed`.
     Observations are user messages, answers are actions, and the rewards of the steps are summed. Opening a session is
-    retried while the server is unreachable or full. A lost session ends its rollout with an error.
+    retried while the server is unreachable or full. A lost session ends its rollout with an error. An action that the
+    server refuses as invalid, or for which `action_adapter` raises ValueError, is answered with the reason.
 
     Args:
         dataset, **draws: see `MessageChatEnv`.
@@ -41,7 +42,8 @@ class OpenEnvChatEnv(MessageChatEnv):
             field of the server's action schema.
         observation_adapter: converts each observation, a dict, before it is used; if the result is a dict, it is
             stored as `("next", "env_info")`.
-        history_content_adapter: converts an observation to a text; by default its only field, or all as JSON.
+        history_content_adapter: converts an observation to a text; by default its only field besides `metadata`, or all
+            others as JSON.
         timeout: time limit of opening a session and of each answer, in seconds.
 
     Raises:
@@ -101,6 +103,10 @@ class _NotNow(Exception):
     """A session cannot be opened yet."""
 
 
+class _InvalidAction(Exception):
+    """The server refused an action that does not have its schema; the model can be told the reason."""
+
+
 class _Session(MessageEnv):
     """A conversation over a WebSocket; a background task reads it, so that pings are answered during generation."""
 
@@ -131,7 +137,7 @@ class _Session(MessageEnv):
         except TimeoutError:
             raise ConnectionError(f"{server.url} opened no session within {server.timeout:g} s: {why}.") from None
         if step.is_done:
-            raise ValueError(f"{server.url} says that the conversation is over before its first answer.")
+            raise ValueError(f"{server.url} ended the conversation before its first answer.")
         system = [] if server.system_prompt is None else [{"role": "system", "content": server.system_prompt}]
         return [*system, {"role": "user", "content": server.content(copied(observation))}]
 
@@ -147,7 +153,7 @@ class _Session(MessageEnv):
             self._socket = await self._http.ws_connect(f"{server.url}/ws", max_msg_size=_MAX_MESSAGE_BYTES)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, aiohttp.ClientResponseError) and error.status in range(400, 500):
-                raise ConnectionError(f"{server.url} is no OpenEnv server: {describe(error)}") from error
+                raise ConnectionError(f"{server.url} is not an OpenEnv server: {describe(error)}") from error
             raise _NotNow(describe(error)) from error
         self._reader = asyncio.create_task(self._read())
         try:
@@ -163,15 +169,20 @@ class _Session(MessageEnv):
         asked = schema["action"].get("required") or list(fields)
         if len(asked) != 1 or fields[asked[0]].get("type") != "string":
             raise ValueError(
-                f"an action of {self._server.url} is no text, it has the fields {sorted(fields)}: pass "
+                f"an action of {self._server.url} is not a text but has the fields {sorted(fields)}: pass "
                 "action_adapter, a function that makes them of the text of an answer."
             )
         return lambda text: {asked[0]: text}
 
     async def step(self, message: Message) -> MessageStep:
         assert self._server.action is not None
-        action = self._server.action(text_of(message.get("content")))
-        observation, step = await self._ask({"type": "step", "data": action})
+        try:
+            action = self._server.action(text_of(message.get("content")))
+            observation, step = await self._ask({"type": "step", "data": action})
+        except (ValueError, _InvalidAction) as error:  # of the adapter, or of the server
+            reason = str(error) if isinstance(error, _InvalidAction) else describe(error)
+            told: Message = {"role": "user", "content": f"The action was refused: {reason}"}
+            return MessageStep(messages=[told], info={"refused_action": reason})
         messages: list[Message] = [{"role": "user", "content": self._server.content(copied(observation))}]
         return step if step.is_done else replace(step, messages=messages)
 
@@ -202,11 +213,13 @@ class _Session(MessageEnv):
                 is_done = data["done"]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise RuntimeError(
-                f"{url} answered {received!r:.200}, which is no message of OpenEnv: {describe(error)}"
+                f"{url} answered {received!r:.200}, which is not an OpenEnv message: {describe(error)}"
             ) from error
         if kind == "error":
             if code == "CAPACITY_REACHED":
-                raise _NotNow(f"it has no place for a session: {reason}")
+                raise _NotNow(f"it is full: {reason}")
+            if code == "VALIDATION_ERROR" and question["type"] == "step":
+                raise _InvalidAction(reason if isinstance(reason, str) else json.dumps(reason, ensure_ascii=False))
             raise RuntimeError(f"{url} refused {question!r:.200}: {code}, {reason}")
         if is_unasked:
             raise RuntimeError(f"{url} sent {received!r:.200}, which was not requested.")
@@ -239,6 +252,8 @@ class _Session(MessageEnv):
 
 
 def _content_of(observation: object) -> str:
-    if isinstance(observation, Mapping) and len(observation) == 1:
-        [observation] = observation.values()
+    if isinstance(observation, Mapping):
+        observation = {name: value for name, value in observation.items() if name != "metadata"}
+        if len(observation) == 1:
+            [observation] = observation.values()
     return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)

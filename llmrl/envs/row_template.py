@@ -1,0 +1,42 @@
+"""Texts in which the names of columns stand for a row's values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+
+from llmrl._utils.json_values import as_json
+from llmrl._utils.types import Row
+
+_NAME = re.compile(r"\{\{(\w+)\}\}|\{([^\W\d]\w*)\}")
+
+
+def names_in(template: str) -> Iterator[str]:
+    """Yield the names in a template.
+
+    Example:
+        >>> list(names_in('{"task": "{query}", "keep": "{{query}}", "n": {}}'))
+        ['query']
+    """
+    return (match[2] for match in _NAME.finditer(template) if match[2])
+
+
+def filled(template: str, row: Row, fields: Mapping[str, str]) -> str:
+    """Return a template with its names replaced: by `fields`, by a column of the row, or `{row}` by the row as JSON.
+
+    Example:
+        >>> filled('{"{{x}}": "{query}"} {n}', {"query": "1 + 1", "n": [2]}, {})
+        '{"{x}": "1 + 1"} [2]'
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[2]
+        if not name:
+            return "{" + match[1] + "}"
+        if name in fields:
+            return fields[name]
+        found = dict(row) if name == "row" and "row" not in row else row[name]
+        return found if isinstance(found, str) else json.dumps(as_json(found), ensure_ascii=False)
+
+    return _NAME.sub(value, template)
