@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
@@ -14,7 +16,102 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return getattr(model.config, "text_config", None) or model.config
 
 
+def has_encoders(model: object) -> bool:
+    """Return whether a model's class has parts that encode images or sound, loaded or not."""
+    return getattr(getattr(model, "config", None), "text_config", None) is not None and hasattr(model, "get_decoder")
+
+
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return a causal language model without its head."""
+    """Return a causal language model without its head, and without what encodes images or sound."""
+    if has_encoders(model):
+        decoder: PreTrainedModel = model.get_decoder()
+        is_whole = decoder is not model and decoder.get_output_embeddings() is not None
+        return decoder_of(decoder) if is_whole else decoder
     base = model.base_model
     return model.model if base is model and hasattr(model, "model") else base
+
+
+def set_attention(model: PreTrainedModel, implementation: str) -> None:
+    """Set the attention of a model's decoder."""
+    owner = decoder_of(model) if has_encoders(model) else model
+    owner.set_attn_implementation(implementation)  # type: ignore[operator]  # of a model of transformers
+
+
+def load_language_model(path: str | os.PathLike[str], *, dtype: torch.dtype) -> PreTrainedModel:
+    """Load the language model of a checkpoint under the checkpoint's own class; encoders of images are left out.
+
+    What is left out is None in the module tree, and is neither read nor allocated.
+
+    Raises:
+        ImportError: if the class needs a package that is not installed.
+        OSError, ValueError: as transformers raises them.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    kind = class_with_images(config)
+    if kind is None:
+        return transformers.AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+
+    class LanguageModel(kind):  # type: ignore[valid-type, misc]
+        # Unread weights of the checkpoint are expected.
+        _keys_to_ignore_on_load_unexpected = (r".*",)
+
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            leave_out_encoders(self)
+
+    # transformers finds the conversion of names by the class's own name and module.
+    LanguageModel.__name__ = kind.__name__
+    LanguageModel.__module__ = kind.__module__
+    model = LanguageModel.from_pretrained(path, config=config, dtype=dtype)
+    model.__class__ = kind
+    return model
+
+
+def class_with_images(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return transformers' class of a checkpoint with a language model and encoders; None for other checkpoints."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    if getattr(config, "text_config", None) is None:
+        return None
+    usual = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    named = (config.architectures or [usual])[0]
+    return getattr(transformers, named, None) if named is not None else None
+
+
+def language_parameters(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the parameters that compute text: those of decoder, embedding and head."""
+    parts = [decoder_of(model), model.get_input_embeddings(), model.get_output_embeddings()]
+    return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+
+
+def leave_out_encoders(model: PreTrainedModel) -> None:
+    """Set to None, in place, the modules and parameters of a model that do not compute text.
+
+    Example:
+        >>> import transformers
+        >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> text = transformers.LlamaConfig(**sizes, vocab_size=8)
+        >>> vision = transformers.SiglipVisionConfig(**sizes)
+        >>> config = transformers.LlavaConfig(text_config=text, vision_config=vision)
+        >>> with torch.device("meta"):
+        ...     model = transformers.LlavaForConditionalGeneration(config)
+        >>> leave_out_encoders(model)
+        >>> sorted({name.split(".")[1] for name, _ in model.named_parameters()}), model.model.vision_tower
+        (['language_model', 'weight'], None)
+    """
+    _leave_out(model, language_parameters(model))
+
+
+def _leave_out(module: torch.nn.Module, kept: set[int]) -> None:
+    for name, child in list(module.named_children()):
+        ids = {id(parameter) for parameter in child.parameters()}
+        if ids and not ids & kept:
+            module._modules[name] = None
+        elif ids - kept:
+            _leave_out(child, kept)
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None and id(parameter) not in kept:
+            module._parameters[name] = None

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,17 @@ PARENT_VARIABLE = "LLMRL_ENGINE_PARENT"
 """Environment variable with the parent's process id, set while an engine starts."""
 
 _PR_SET_PDEATHSIG = 1
+
+
+def _quiet_imports() -> None:
+    """Apply the log level in an engine's process before it imports vLLM, which applies it only after its imports."""
+    level = os.environ.get("VLLM_LOGGING_LEVEL")
+    if level is not None and os.environ.get(PARENT_VARIABLE, str(os.getpid())) != str(os.getpid()):
+        logging.getLogger("vllm").setLevel(level)
+
+
+# Processes are spawned, so they import the program's main module, and with it this one, before anything of vLLM.
+_quiet_imports()
 
 
 def register() -> None:

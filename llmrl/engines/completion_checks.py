@@ -90,7 +90,8 @@ def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None
     if mask is None:
         raise EngineError(
             "The engine did not say which tokens top_k, top_p and min_p kept, so the trainer cannot make the "
-            "distribution again: sample at a temperature alone, or say replay=False and train on other ratios."
+            "distribution again: sample at a temperature alone, or set replay=False, and train with importance "
+            "ratios that are not 1 on-policy."
         )
     _check_column("sampling_mask", mask, array, len(completion.token_ids))
     last = _LARGEST_ID if vocab_size is None else vocab_size - 1

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Unpack, overload
 
-from llmrl.engines.base import Engine, HasTokenizer, UpdatableEngine
+from llmrl.engines.base import ChecksSampling, Engine, HasTokenizer, SamplingConfig, UpdatableEngine
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetector
 from llmrl.engines.launch import start_engines
 from llmrl.engines.pending import PendingRequest, Waiters
@@ -103,6 +103,12 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self.is_shut_down = False
         self._watch = None if hang_timeout_seconds is None else HangDetector(hang_timeout_seconds)
         self._watching: asyncio.Task[None] | None = None
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise ValueError for sampling parameters that the engines do not support."""
+        engine = self._engines[0]
+        if isinstance(engine, ChecksSampling):
+            engine.check_sampling(sampling)
 
     @classmethod
     def from_pretrained(

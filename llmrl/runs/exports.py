@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmrl._utils.files import check_entries, write_folder_atomically
+from llmrl._utils.model_parts import has_encoders, leave_out_encoders
 from llmrl.config.ranks import broadcast_from_rank0, this_rank
 from llmrl.config.sections import ScriptConfig
+from llmrl.runs.encoders import copy_encoders
 from llmrl.runs.report import RunResults
 from llmrl.runs.run_card import run_card
 from llmrl.runs.run_folder import BackgroundWrites
@@ -75,7 +77,8 @@ class Exports:
         self._writes.wait()
 
     def _write(self, model: PreTrainedModel, path: Path, card: str) -> None:
-        write_model(model, path, self._path / "tokenizer", card, self._cfg.export.max_shard_size)
+        limit = self._cfg.export.max_shard_size
+        write_model(model, path, self._path / "tokenizer", card, limit, self._cfg.model.folder)
 
     def _export(self, model: PreTrainedModel, path: Path, card: str, step: int) -> None:
         self._write(model, path, card)
@@ -177,17 +180,27 @@ def copy_to_host(model: PreTrainedModel) -> PreTrainedModel | None:
     config.dtype = dtype
     with torch.device("meta"):
         served = type(base)(config).to(dtype)
+    if has_encoders(served):
+        leave_out_encoders(served)
+    # The names of the checkpoint that was loaded.
+    served._weight_conversions = getattr(base, "_weight_conversions", None)
     served.load_state_dict(weights | buffers, strict=False, assign=True)
     served.tie_weights()
     served.generation_config = copy.deepcopy(base.generation_config)
     return served
 
 
-def write_model(model: PreTrainedModel, path: Path, tokenizer: Path, card: str, max_shard_size: str) -> None:
-    """Write a model, a tokenizer's files and a card to a folder, atomically."""
+def write_model(
+    model: PreTrainedModel, path: Path, tokenizer: Path, card: str, max_shard_size: str, source: str
+) -> None:
+    """Write a model, a tokenizer's files and a card to a folder, atomically.
+
+    What the model has no part of, the encoders of images, is copied from the checkpoint `source` as it is.
+    """
 
     def write(folder: Path) -> None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
+        copy_encoders(source, folder, model)
         shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
         (folder / "README.md").write_text(card, encoding="utf-8")
 

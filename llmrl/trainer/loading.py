@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
 from llmrl._utils.imports import require
+from llmrl._utils.model_parts import load_language_model
 from llmrl._utils.types import Tokenizer
 from llmrl.trainer.engine_teacher import check_same_tokenizer
 from llmrl.trainer.scoring import write_log_probs
@@ -51,7 +52,7 @@ def load_model(
     gradient_checkpointing: bool = False,
     lora: LoRAConfig | None = None,
 ) -> PreTrainedModel:
-    """Load a causal language model for training, in float32.
+    """Load a causal language model for training, in float32; of a model with images the language model alone.
 
     Args:
         path: folder or hub name.
@@ -70,9 +71,8 @@ def load_model(
         >>> {name.split(".")[-3] for name, weight in model.named_parameters() if weight.requires_grad}
         {...'lora_A'...}
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    model = load_language_model(path, dtype=torch.float32)
+    model.to(device)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if lora is None:
@@ -96,7 +96,13 @@ def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[T
     """
     if hasattr(policy.model, "disable_adapter"):
         return partial(write_log_probs, policy, key=REF_LOG_PROBS, disable_adapter=True)
-    return partial(write_log_probs, _scorer(policy, path), key=REF_LOG_PROBS)
+    scorer = _scorer(policy, path)
+
+    def score(batch: TensorDictBase) -> TensorDictBase:
+        trained_model(scorer.model).engine_length = trained_model(policy.model).engine_length
+        return write_log_probs(scorer, batch, key=REF_LOG_PROBS)
+
+    return score
 
 
 def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: Tokenizer) -> TransformersWrapper:

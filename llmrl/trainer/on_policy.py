@@ -69,6 +69,9 @@ def check_difference(
     The result is empty if no tokens are known to be on-policy: the weights were never sent to an engine, or have
     changed since. The warning is repeated if the difference doubles or exceeds its bound anew. For int8 engines the
     bound is twice the difference of the first batch, at most 0.5 nats.
+
+    Raises ValueError for a difference above the bound if the engine was started with arguments that llmrl's tests do
+    not cover, and its log-probs have not agreed before.
     """
     version = record.engine_version
     if record.num_updates or not has_entry(batch, keys.policy_version):
@@ -91,6 +94,12 @@ def check_difference(
         record.has_agreed |= mean <= bound
         record.warned_difference = 0.0
         return measured
+    if record.untested_arguments and not record.has_agreed:
+        raise ValueError(
+            f"engine_args holds {', '.join(record.untested_arguments)}, which llmrl's tests do not cover, and the "
+            f"log-probs of the first batch differ from the trainer's by {mean:.3g} nats on average; rounding explains "
+            f"{bound:g}. Start the engine without it."
+        )
     if mean < 2 * record.warned_difference:
         return measured
     record.warned_difference = mean
@@ -103,7 +112,7 @@ def check_difference(
     warnings.warn(
         f"The trainer's log-probs differ by {mean:.3g} nats from those of the engine, on average over the "
         f"{difference.numel()} tokens that the current weights sampled; rounding explains {bound:g}. Likely causes, "
-        f"the first first:\n{listed}",
+        f"the most likely first:\n{listed}",
         stacklevel=3,
     )
     return measured

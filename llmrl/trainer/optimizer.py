@@ -58,7 +58,7 @@ def make_optimizer(
     if schedule != "constant" and num_steps is None:
         raise ValueError(f"schedule={schedule!r} decays to 0 at the end of training: give num_steps.")
     if num_steps is not None and schedule != "constant" and warmup_steps >= num_steps:
-        raise ValueError(f"warmup_steps={warmup_steps} leaves nothing of num_steps={num_steps} to train in.")
+        raise ValueError(f"warmup_steps={warmup_steps} leaves no step of num_steps={num_steps} to train in.")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(f"no parameter of {type(model).__name__} needs a gradient; there is nothing to train.")

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from llmrl._utils.model_parts import decoder_of
 from llmrl.trainer.trained_model import trained_model
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def shard_model(
         TypeError: if the model's decoder has no list of layers.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    decoder = base.base_model
+    decoder = decoder_of(base)
     layers = getattr(decoder, "layers", None)
     if layers is None:
         raise TypeError(f"{type(decoder).__name__} has no `layers` to shard one by one.")

@@ -27,8 +27,12 @@ class TrainedModel:
     """Ranks over which the model is sharded."""
     engine_dtype: torch.dtype | None = None
     """dtype of the engines that receive the weights."""
+    engine_length: int | None = None
+    """`max_model_len` of those engines, on which the frequencies of LongRoPE depend."""
     is_engine_int8: bool = False
     """Whether the engines' linear layers compute in int8."""
+    untested_arguments: tuple[str, ...] = ()
+    """Names of the engines' arguments that llmrl has not compared with a trainer."""
     int8_difference: float | None = None
     """Log-prob difference of the first on-policy batch of an int8 engine."""
     engine_version: int | None = None

@@ -14,6 +14,7 @@ from tensordict.utils import NestedKey
 from torch.nn.utils.rnn import pad_sequence
 from torchrl.modules import LLMMaskedCategorical
 
+from llmrl._utils.model_parts import load_language_model
 from llmrl._utils.ranks import rank_and_size, share_of
 from llmrl.data import History, LogProbs, Masks, Text, Tokens
 from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, has_padding_mask, ragged_column, write_column
@@ -99,11 +100,11 @@ class TransformersWrapper(LLMWrapperBase):
         **options: Unpack[WrapperOptions],
     ) -> None:
         if isinstance(model, (str, os.PathLike)):
-            from transformers import AutoModelForCausalLM, AutoTokenizer
+            from transformers import AutoTokenizer
 
             if options.get("tokenizer") is None:
                 options["tokenizer"] = AutoTokenizer.from_pretrained(model)
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            model = load_language_model(model, dtype=torch.float32)
         super().__init__(None, generate=generate, **options)
         self.model = model
         self.temperature = self.sampling.temperature

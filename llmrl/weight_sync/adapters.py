@@ -10,11 +10,13 @@ import torch
 
 from llmrl.engines.base import TransferInfo
 from llmrl.engines.vllm.updates import shape_of_model
+from llmrl.trainer.model.checkpoint_format import checkpoint_weights
 from llmrl.weight_sync.channels import Channel, Client, Connection
 from llmrl.weight_sync.source import (
     LazyWeight,
     ModelWeights,
     WeightMeta,
+    base_of,
     checkpoint_name,
     require_plain_adapters,
     whole,
@@ -35,6 +37,10 @@ class AdapterWeights(ModelWeights):
         if self.override:
             raise ValueError("update_weights(weights=...) takes whole models, and this sender sends adapters alone.")
         return _matrices(self._model)
+
+    @property
+    def _format(self) -> object:
+        return None  # the names are those of peft's files, within the checkpoint's
 
     @property
     def rank(self) -> int:
@@ -82,6 +88,13 @@ def _matrices(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[t
             )
         if layer.merged:
             raise TypeError(f"the adapter of {name} is merged into its weight: call model.unmerge_adapter() first.")
+        (weights,) = checkpoint_weights(base_of(model), [f"{name}.weight"])
+        if weights.converter is not None:
+            raise TypeError(
+                f"{name} is adapted, and a checkpoint joins or splits its weight: leave it out of target_modules, or "
+                "send merged weights (lora='merged')."
+            )
+        name = weights.name.removesuffix(".weight")
         active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
         if len(active) > 1:
             raise TypeError(f"{name} has {len(active)} active adapters, {active}; one of them can be sent.")

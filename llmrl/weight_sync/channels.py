@@ -259,7 +259,7 @@ class _Broadcast:
         try:
             self._group: ProcessGroupGloo | None = opening.result(_MEETING_SECONDS)
         except TimeoutError as error:
-            raise EngineError("the engine's workers came to the group and went away again.") from error
+            raise EngineError("the engine's workers joined the group and left it again.") from error
         self._held: int | None = None
         """Checksum of the weights that all workers hold."""
 
@@ -281,13 +281,13 @@ class _Broadcast:
         except EngineError as error:
             if NOT_FOLLOWED not in str(error):
                 raise
-            logger.warning("an engine is sent all weights: %s", error)
+            logger.warning("an engine receives all weights, not a delta: %s", error)
             return False
         return True
 
     def _send(self, data: torch.Tensor, described: TransferInfo) -> None:
         group = self._group
-        assert group is not None, "a way that was closed is opened anew"
+        assert group is not None, "a closed channel is opened again"
         self._client.start_weight_update()
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(broadcast, group, data)

@@ -62,7 +62,7 @@ class Delta:
             _decompress(self.data, 3 * min(self.num_gap_bytes, len(words))), self.num_gap_bytes
         )
         if len(positions) and positions[-1] >= len(words):
-            raise ValueError(f"a delta of other weights: it changes word {positions[-1]} of {len(words)}.")
+            raise ValueError(f"the delta belongs to other weights: it changes word {positions[-1]} of {len(words)}.")
         words[positions] += differences
 
 

@@ -213,7 +213,7 @@ class DoubleBuffer:
         for serial in range(start.pointer.serial + 1, pointer.serial + 1):
             delta = Delta.from_bytes(self.delta_path(serial).read_bytes())
             if (delta.serial, delta.base_checksum) != (serial, checksum):
-                raise ValueError(f"the delta of write {serial} is from another one.")
+                raise ValueError(f"the delta of write {serial} was made from another write.")
             delta.apply(start.buffer)
             checksum = delta.checksum
         is_new = start.pointer.serial < pointer.serial

@@ -91,6 +91,16 @@ class EngineGroup:
         return self._engines[0].quantization is not None
 
     @property
+    def max_model_len(self) -> int:
+        """Maximum number of tokens of prompt and completion together."""
+        return self._engines[0].max_model_len
+
+    @property
+    def untested_arguments(self) -> tuple[str, ...]:
+        """Names of engine arguments that llmrl has not compared with a trainer."""
+        return getattr(self._engines[0], "untested_arguments", ())
+
+    @property
     def are_replaced(self) -> bool:
         """Whether no engine is alive and `EngineReplicas` is starting others."""
         return not self.engines and self._replicas is not None and self._replicas.is_alive
@@ -222,7 +232,7 @@ class EngineGroup:
             return "None of the engines is running; start new ones."
         whole = [member.engine.policy_version for member in members if member.is_whole]
         if not whole:
-            return "The engines hold no whole weights and stay paused until an update succeeds."
+            return "No engine holds a complete set of weights; they stay paused until an update succeeds."
         held = f"The engines hold the weights of version {min(whole)} as before; remove the cause and try again."
         if len(whole) < len(members):
             held += f" {len(members) - len(whole)} of them failed to load an earlier update and stay paused until then."
@@ -308,7 +318,7 @@ def held_for(engine: UpdatableEngine, lock: threading.RLock) -> Iterator[None]:
     """Hold the lock of updates for an engine that waits for its weights; EngineError if it dies meanwhile."""
     while not lock.acquire(timeout=_LOOK_SECONDS):
         if not engine.is_alive:
-            raise EngineError("the engine died before it was given the current weights.")
+            raise EngineError("the engine died before it received the current weights.")
     try:
         yield
     finally:

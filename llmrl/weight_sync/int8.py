@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from llmrl.engines.vllm.quantized import int8_layers, to_int8
-from llmrl.weight_sync.source import ModelWeights, WeightMeta, checkpoint_name
+from llmrl.trainer.model.checkpoint_format import checkpoint_weights
+from llmrl.weight_sync.source import ModelWeights, WeightMeta, base_of, checkpoint_name
 
 
 class Int8Weights(ModelWeights):
@@ -31,7 +32,8 @@ class Int8Weights(ModelWeights):
                 "engines without quantization."
             )
         names = (name.removesuffix(".base_layer") for name in int8_layers(model))
-        self._rounded = {checkpoint_name(f"{name}.weight") for name in names}
+        rounded = [checkpoint_name(f"{name}.weight") for name in names]
+        self._rounded = {weights.name for weights in checkpoint_weights(base_of(model), rounded)}
 
     def metadata(self) -> list[WeightMeta]:
         """Return the metadata of each weight, in the order of iteration."""

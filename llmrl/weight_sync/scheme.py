@@ -78,7 +78,9 @@ class VLLMWeightSyncScheme(KnownArguments):
         if self.anchor_every < 1:
             raise ValueError(f"anchor_every must be at least 1, got {self.anchor_every}.")
         if self.anchor_every > 1 and self.lora == "adapter":
-            raise ValueError(f"anchor_every={self.anchor_every} is of all weights, and lora='adapter' sends few.")
+            raise ValueError(
+                f"anchor_every={self.anchor_every} is for full weights, and lora='adapter' sends adapters only."
+            )
 
     def create_sender(self) -> WeightSync:
         """Create the trainer's end."""

@@ -6,9 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from llmrl._utils.model_parts import has_encoders, language_parameters
+
+if TYPE_CHECKING:
+    from llmrl.trainer.model.checkpoint_format import CheckpointWeights
 
 # Parts of parameter names that wrappers add; checkpoints do not have them.
 _WRAPPER_PARTS = re.compile(
@@ -33,15 +38,14 @@ def get_model_metadata(
 ) -> ModelMetadata:
     """Return `(dtype, shape)` by name of each weight that an update sends; tied weights appear once.
 
-    Floating-point weights get `dtype`, their own by default. Raises TypeError if the model has no parameters, or
-    adapters that cannot be merged.
+    Names and shapes are those of the model's checkpoint. Floating-point weights get `dtype`, their own by default.
+    Raises TypeError if the model has no parameters, or adapters that cannot be merged.
 
     Example:
         >>> get_model_metadata(torch.nn.Linear(2, 1), dtype=torch.bfloat16)["weight"]
         (torch.bfloat16, torch.Size([1, 2]))
     """
-    named = _named_weights(model_of(model))
-    return {name: (_sent_dtype(tensor, dtype), tensor.shape) for name, tensor in named}
+    return {meta.name: (meta.dtype, torch.Size(meta.shape)) for meta in ModelWeights(model_of(model), dtype).metadata()}
 
 
 def model_of(
@@ -55,8 +59,12 @@ def model_of(
 
 
 def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each weight, gathered (collective: every rank must iterate) and with adapters merged, in its own dtype."""
-    yield from _gathered(_named_weights(model))
+    """Yield each parameter, gathered (collective: every rank must iterate) and with adapters merged, in its own dtype.
+
+    Names are the model's own, without those of wrappers; what encodes images is left out.
+    """
+    for name, tensor in _named_weights(model):
+        yield name, whole(tensor)
 
 
 class WeightMeta(NamedTuple):
@@ -93,12 +101,39 @@ class ModelWeights:
 
     def metadata(self) -> list[WeightMeta]:
         """Return the metadata of each weight, in the order of iteration, without gathering."""
-        return [
-            WeightMeta(name, _sent_dtype(tensor, self._dtype), tuple(tensor.shape)) for name, tensor in self._named()
-        ]
+        metadata = []
+        for weights, parameters in self._weights():
+            if weights.converter is None:
+                converted: Mapping[str, torch.Tensor | LazyWeight] = {weights.name: parameters[weights.parameters[0]]}
+            else:
+                empty = {
+                    name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in parameters.items()
+                }
+                converted = weights.convert(empty)
+            metadata += [
+                WeightMeta(name, _sent_dtype(one, self._dtype), tuple(one.shape)) for name, one in converted.items()
+            ]
+        return metadata
+
+    @property
+    def _format(self) -> object:
+        """Model that determines the names: those of its checkpoint, if it is one of transformers, else its own."""
+        return base_of(self._model)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:
         return _named_weights(self.override or self._model)
+
+    def _weights(self) -> Iterator[tuple[CheckpointWeights, dict[str, torch.Tensor | LazyWeight]]]:
+        """Yield the weights of the checkpoint, and the parameters that they are computed from."""
+        from llmrl.trainer.model.checkpoint_format import checkpoint_weights  # not in an engine's process
+
+        named = dict(self._named())
+        for weights in checkpoint_weights(self._format, named):
+            yield weights, {name: named[name] for name in weights.parameters}
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for weights, parameters in self._weights():
+            yield from weights.convert({name: whole(one) for name, one in parameters.items()}).items()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.uncast():
@@ -106,7 +141,7 @@ class ModelWeights:
 
     def uncast(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over the weights without casting, for a channel that casts while it copies."""
-        self._gathering = _gathered(self._named())
+        self._gathering = self._gathered()
         return self._gathering
 
     def restart(self) -> None:
@@ -175,9 +210,11 @@ def whole(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if _is_sharded(tensor) else tensor).detach()
 
 
-def _gathered(named: Iterable[tuple[str, torch.Tensor | LazyWeight]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in named:
-        yield name, whole(tensor)
+def base_of(model: object) -> object:
+    """Return the adapted model of a peft model, without the parts that torch.compile and DDP add, and others as is."""
+    model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _named_weights(
@@ -187,6 +224,10 @@ def _named_weights(
         named: Iterable[tuple[str, torch.Tensor | LazyWeight]] = _once(model)
     elif isinstance(model, torch.nn.Module):
         named = _with_adapters(model) if getattr(model, "peft_config", None) else model.named_parameters()
+        base = base_of(model)
+        if has_encoders(base):
+            text = language_parameters(base)
+            named = [(name, one) for name, one in named if id(getattr(one, "weight", one)) in text]
     else:
         raise TypeError(f"model must be a torch.nn.Module or a mapping of tensors, got {type(model).__name__}.")
     for name, tensor in named:

@@ -124,7 +124,9 @@ class WeightSync:
             self._last_version = max(self._last_version, self._group.last_version)  # dead engines may leave the list
             if (record := self._record()) is not None:
                 record.engine_dtype = self._group.model_dtype
+                record.engine_length = self._group.max_model_len
                 record.is_engine_int8 = self._group.is_quantized
+                record.untested_arguments = self._group.untested_arguments
                 if record.engine_version is None:  # both hold their initial weights
                     record.engine_version = self._group.policy_version
                 self._compare_dtypes(record)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from waiting import is_running, wait_until
 
+from llmrl.engines.child_process import PARENT_VARIABLE
+
 # Each writes its process id, starts the next one as vLLM does, and registers when its turn comes.
 PROGRAM = """
 import os, subprocess, sys, time
@@ -36,7 +38,7 @@ MOMENTS = ("engine.pid", "engine is registered", "worker.pid", "worker is regist
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends orphans on Linux alone")
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_every_process_of_an_engine_ends_with_a_trainer_that_is_killed_while_it_starts(tmp_path, moment):
+def test_every_process_of_an_engine_ends_with_a_trainer_that_is_killed_while_it_starts(tmp_path, own_programs, moment):
     environment = {**os.environ, "PROGRAM": PROGRAM}
     trainer = subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path, *NAMES], env=environment)
     try:
@@ -58,10 +60,18 @@ def test_every_process_of_an_engine_ends_with_a_trainer_that_is_killed_while_it_
     assert len(processes) == (2 if moment.startswith("engine") else 3)
 
 
-def test_a_process_that_another_one_started_meanwhile_goes_on(tmp_path):
+def test_a_process_that_another_one_started_meanwhile_goes_on(tmp_path, own_programs):
     """The variable is there for whatever is started at that moment; the trainer lives."""
     code = "from llmrl.engines.child_process import register; register(); print('goes on')"
     shell = f'{sys.executable} -c "{code}"; true'
     environment = {**os.environ, "LLMRL_ENGINE_PARENT": str(os.getpid())}
     answer = subprocess.run(["sh", "-c", shell], env=environment, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "goes on"
+
+
+def test_an_engines_process_is_quiet_while_it_imports_vllm(imports_vllm):
+    """vLLM applies its log level after its imports, one of which warns of Triton on a CPU."""
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), "VLLM_LOGGING_LEVEL": "ERROR"}
+    program = "from llmrl import AsyncVLLM\nimport vllm.triton_utils"  # the main module, then what its target imports
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

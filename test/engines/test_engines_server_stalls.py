@@ -157,7 +157,7 @@ def test_requests_of_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_i
 
 
 @pytest.mark.parametrize("backend", ["llmrl", None])
-def test_versions_stay_those_of_their_weights_whichever_servers_stall_or_restart(begin, backend):
+def test_versions_stay_those_of_their_weights_whichever_servers_stall_or_restart(begin, backend, monkeypatch):
     for seed in fuzz_seeds(2):
         chance = random.Random(seed)
         servers, engines, sender, weights = begin(backend)
@@ -167,6 +167,7 @@ def test_versions_stay_those_of_their_weights_whichever_servers_stall_or_restart
         for one in servers:
             one.stalls_at, one.is_stalled, one.fails_at = None, False, None
         wait_until(lambda engines=engines: all(engine.is_alive for engine in engines), timeout_s=120)
+        monkeypatch.setattr(server, "_CONTROL_TIMEOUT_S", 60.0)  # the last update must reach both
         set_to(weights, 20)
         version = sender.update_weights()
         wait_until(lambda engines=engines: engines.serving == {0, 1}, timeout_s=120)

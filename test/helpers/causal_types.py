@@ -89,7 +89,7 @@ _GROUPS: list[tuple[Any, str]] = [
     (False, "use_cache"),
     (True, "use_sliding_window alibi is_decoder"),
 ]
-_SIZES: dict[str, Any] = {name: value for value, names in _GROUPS for name in names.split()}
+SIZES: dict[str, Any] = {name: value for value, names in _GROUPS for name in names.split()}
 # What a family needs besides.
 _SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
@@ -173,7 +173,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 def _tiny(kind: Any, changes: dict[str, Any]) -> Any:
     changes = _SPECIAL.get(kind.model_type, {}) | changes
     fields = {field.name for field in dataclasses.fields(kind)}
-    values = {name: value for name, value in _SIZES.items() if name in fields}
+    values = {name: value for name, value in SIZES.items() if name in fields}
     if {"kv_lora_rank", "num_key_value_heads"} <= fields:
         values["num_key_value_heads"] = 4  # latent attention has a key head for each head
     values |= {
@@ -308,9 +308,10 @@ def compare(model_type: str, *, config: Any = None, is_checkpointing: bool = Fal
     written = [row["log_probs", "full"] for row in policy(batch).unbind(0)]
     torch.cat([row * weight for row, weight in zip(written, weights, strict=True)]).sum().backward()
     errors = [(row[1:] - e * (w[1:] != 0)).abs().max() for row, e, w in zip(written, expected, weights, strict=True)]
+    computed = policy._causal_model
     return Comparison(
-        "packed" if policy._causal_model.is_packed else "one row a bin",
-        reason="; ".join(dict.fromkeys(policy._causal_model.faults.values())),
+        "packed" if computed.is_packed else "one row a bin",
+        reason="; ".join(dict.fromkeys(computed.faults.values())),
         log_prob_error=float(torch.stack(errors).max().detach()),
         gradient_error=_gradient_error(model, reference),
     )

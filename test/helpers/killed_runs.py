@@ -130,7 +130,7 @@ def train(
         sums: the dataset.
         num_steps, target_reward: of the whole run.
         evaluation: how its configuration has it.
-        score: of a step, recorded as `eval/score`.
+        score: of a step, recorded as `eval/score` unless it is None.
         entries: of the configuration.
 
     Returns:
@@ -176,7 +176,8 @@ def train(
         run.track(collector, engine, tokenizer=renderer.tokenizer, **parts)
 
         def evaluate(step):
-            run.evaluate(step, evaluator, **({} if score is None else {"score": score(step)}))
+            measured = None if score is None else score(step)
+            run.evaluate(step, evaluator, **({} if measured is None else {"score": measured}))
 
         evaluate(0)
         for step, batch in run.steps(num_steps, target_reward=target_reward):

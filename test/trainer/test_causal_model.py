@@ -15,6 +15,7 @@ from llmrl.trainer.head.output_head import OutputHead
 from llmrl.trainer.model.causal_model import CausalModel
 from llmrl.trainer.model.exactness import ExactnessProbe
 from llmrl.trainer.packing.masks import IMPLEMENTATION, MAX_PRODUCT_LENGTH
+from llmrl.trainer.trained_model import trained_model
 
 
 @torch.no_grad()
@@ -200,6 +201,28 @@ def test_rows_beyond_a_rotary_embedding_that_changes_with_length_are_refused(rop
     (long,) = policy.pack(copy.copy(token_ids), masks)
     with pytest.raises(ValueError, match="changes beyond 20"):
         policy.packed_log_probs(long)
+
+
+def test_long_rope_takes_its_long_frequencies_for_every_row_where_an_engine_does() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 20, "rope_theta": 1e4}  # fmt: skip
+    config = tiny_config("llama", rope_parameters=rope, max_position_embeddings=64)
+    long_config = tiny_config("llama", rope_parameters=rope | {"short_factor": [4.0] * 4}, max_position_embeddings=64)
+    token_ids, weights = rows()
+    masks = [weight != 0 for weight in weights]
+    computed = []
+    for one, engine_length in ((config, 20), (config, 21), (long_config, 20)):
+        model = tiny_model("llama", config=one)
+        policy = TransformersWrapper(model, generate=False)
+        trained_model(model).engine_length = engine_length
+        (packed,) = policy.pack([ids[:17] for ids in token_ids], [mask[:17] for mask in masks])
+        computed.append(policy.packed_log_probs(packed)[0].detach())
+        if engine_length > 20:
+            (packed,) = policy.pack(copy.copy(token_ids), masks)
+            policy.packed_log_probs(packed)
+    short, long, expected = computed
+    torch.testing.assert_close(long, expected)
+    assert (short - expected).abs().max() > 0.01
 
 
 _DROPPED = {"attention_dropout": 0.5, "hidden_dropout": 0.5, "dropout": 0.5, "activation_dropout": 0.5}

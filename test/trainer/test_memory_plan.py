@@ -96,7 +96,7 @@ def test_what_lasts_must_fit_beside_an_engine_that_sleeps(folder: Path, monkeypa
     check_fit(config("grpo", *entries))  # 31 GiB last and 38 pass: of 131 while the engine sleeps, of 72 beside it
     with pytest.raises(ValueError, match=r"the trainer needs \d+"):
         check_fit(config("grpo", *entries, "engine.sleep_while_training=false"))
-    with pytest.raises(ValueError, match=r"while the engine generates, 3\d\.\d GiB, does not fit beside it, in 24"):
+    with pytest.raises(ValueError, match=r"while the engine generates, 3\d\.\d GiB, does not fit into the 24"):
         check_fit(config("grpo", *entries, "engine.gpu_memory_utilization=0.8"))
 
 

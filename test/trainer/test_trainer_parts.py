@@ -117,7 +117,7 @@ def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(order: tu
         ({"warmup_steps": -1}, "warmup_steps"),
         ({"schedule": "cosin"}, "one of .*'cosine'"),
         ({"schedule": "linear"}, "give num_steps"),
-        ({"schedule": "linear", "warmup_steps": 5, "num_steps": 5}, "leaves nothing"),
+        ({"schedule": "linear", "warmup_steps": 5, "num_steps": 5}, "leaves no step"),
     ],
 )
 def test_settings_that_make_no_sense_are_named(arguments: dict[str, Any], named: str) -> None:

@@ -70,7 +70,7 @@ def start(monkeypatch, tmp_path):
 
         replicas = [Replica(labels, backend) for _ in range(num_engines)]
         if not is_list:
-            replicas = EngineReplicas(replicas, restart=restart, max_restarts=10**6, hang_timeout_seconds=20)
+            replicas = EngineReplicas(replicas, restart=restart, max_restarts=10**6, hang_timeout_seconds=120)
             replicas.policy_version = version
             ended.append(replicas)
 

@@ -278,7 +278,7 @@ def test_engines_and_schemes_that_cannot_take_adapters_say_so(tmp_path):
         ({"max_loras": 1}, {}, "max_loras must be at least 2, got 1"),
         ({"max_lora_rank": 1000}, {}, "max_lora_rank must be at most 512, got 1000"),
         ({"enable_lora": True}, {}, "pass weight_transfer= to from_pretrained"),
-        ({}, {"enable_sleep": True}, "weight_transfer='adapters' brings it no weights to wake with"),
+        ({}, {"enable_sleep": True}, "weight_transfer='adapters' cannot give it weights when it wakes up"),
     ],
 )
 def test_engines_that_could_not_hold_adapters_are_refused(takes_long, engine_args, options, what):

@@ -281,7 +281,7 @@ def test_workers_that_come_to_a_group_and_die_are_not_waited_for(monkeypatch):
                 super().init_weight_transfer_engine(info)
 
     monkeypatch.setattr(channels, "_MEETING_SECONDS", 0.1)
-    with pytest.raises(EngineError, match="came to the group and went away"):
+    with pytest.raises(EngineError, match="joined the group and left it again"):
         make_sender(make_weights(), [GoneEngine()])
 
 
@@ -309,7 +309,7 @@ def test_weights_of_another_shape_or_a_failed_packing_are_no_base(sent):
 def test_anchors_are_refused_where_all_weights_are_sent():
     with pytest.raises(ValueError, match="anchor_every must be at least 1, got 0"):
         VLLMWeightSyncScheme(anchor_every=0)
-    with pytest.raises(ValueError, match="anchor_every=3 is of all weights"):
+    with pytest.raises(ValueError, match="anchor_every=3 is for full weights"):
         VLLMWeightSyncScheme(anchor_every=3, lora="adapter")
     with pytest.raises(ValueError, match="anchor_every=3: an engine with weight_transfer='nccl' is sent all"):
         make_sender(torch.nn.Linear(3, 2), FakeEngine(), anchor_every=3)

@@ -157,7 +157,7 @@ def test_what_cannot_be_rounded_is_refused_before_the_engine_starts(tmp_path):
         start(tmp_path, is_cpu=False)
     with pytest.raises(ValueError, match="got 'fp8' on a CPU"):
         start(tmp_path, "fp8")
-    with pytest.raises(ValueError, match="vLLM starts no adapters over layers in int8"):
+    with pytest.raises(ValueError, match="vLLM runs no adapters over layers in int8"):
         start(tmp_path, takes_adapters=True)
     with pytest.raises(ValueError, match=r"takes a folder with config\.json"):
         start("owner/a-name-of-a-hub")
@@ -217,7 +217,7 @@ def test_weights_that_cannot_be_rounded_are_refused(tmp_path):
         plain.model_dtype, plain.weight_transfer_backend = engine.model_dtype, "llmrl"
         make_sender(VLLMWeightSyncScheme(), model, [engine, plain])
     model.experts = torch.nn.ParameterList([torch.ones(2, 3, 4)])
-    with pytest.raises(ValueError, match=r"experts\.0 is a matrix of another"):
+    with pytest.raises(ValueError, match=r"experts\.0 is the matrix of another"):
         make_sender(VLLMWeightSyncScheme(), model, engine)
 
 

@@ -459,7 +459,7 @@ def test_another_sender_does_not_resume_an_engine_that_holds_a_mixture():
     first.shutdown()
     engine.fails_at, engine.is_full = None, True
     second = make_sender(VLLMWeightSyncScheme(), model, engine)
-    with pytest.raises(WeightSyncError, match="hold no whole weights and stay paused"):
+    with pytest.raises(WeightSyncError, match="No engine holds a complete set of weights; they stay paused"):
         second.update_weights()
     assert "resume" not in engine.names
     engine.is_full = False

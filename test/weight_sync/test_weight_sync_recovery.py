@@ -257,7 +257,7 @@ def test_an_engine_that_sleeps_goes_on_when_new_weights_are_there(sender, engine
         for action in (engine.resume, lambda: engine.generate_batch([[1]], SAMPLING)):
             with pytest.raises(EngineError, match=r"sleeps: .*after the next update"):
                 await asyncio.to_thread(action)
-        with pytest.raises(WeightSyncError, match="hold no whole weights and stay paused"):
+        with pytest.raises(WeightSyncError, match="No engine holds a complete set of weights; they stay paused"):
             await asyncio.to_thread(sender.update_weights, faulty(model, "shape"))
         assert engine.lacks_weights and not task.done()
         change_every_parameter(model, seed=6, size=0.3)

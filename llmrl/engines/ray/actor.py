@@ -33,6 +33,7 @@ class EngineFacts:
     quantization: str | None = None
     num_workers: int = 0
     weight_transfer_backend: str | None = None
+    untested_arguments: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, engine: Engine) -> EngineFacts:
@@ -42,7 +43,8 @@ class EngineFacts:
         if not isinstance(engine, UpdatableEngine):
             return here
         names = ("model_dtype", "quantization", "num_workers", "weight_transfer_backend")
-        return replace(here, **{name: getattr(engine, name) for name in names})
+        facts = {name: getattr(engine, name) for name in names}
+        return replace(here, **facts, untested_arguments=getattr(engine, "untested_arguments", ()))
 
 
 class EngineActor:

@@ -67,6 +67,8 @@ class RayEngine:
         """dtype of the engine's weights."""
         self.quantization = facts.quantization
         """Quantisation of the engine's weights, or None."""
+        self.untested_arguments = facts.untested_arguments
+        """Names in `engine_args` that llmrl has not compared with a trainer."""
         self.num_workers = facts.num_workers
         self.weight_transfer_backend = facts.weight_transfer_backend
         """vLLM's weight-transfer backend, or None."""

@@ -42,7 +42,7 @@ def check_sampling(sampling: SamplingConfig) -> None:
     if sampling.needs_sampling_mask and not sampling.top_k:
         raise ValueError(
             "a server names the tokens that top_p and min_p kept only where top_k bounds their number: add top_k=19, "
-            "or what the server's --max-logprobs allows, less one; or say replay=False, and train with importance "
+            "or what the server's --max-logprobs allows, less one; or set replay=False, and train with importance "
             "ratios that are not 1 on-policy."
         )
 
@@ -188,7 +188,7 @@ def _read_generated(
         label = str(span["version"])
         num_tokens = span["end"] - len(versions)
         if not label.isdecimal():
-            raise LostWeightsError(f"{server} was started again, and has not got the current weights: {label!r}.")
+            raise LostWeightsError(f"{server} was restarted and lacks the current weights: {label!r}.")
         if span["start"] != len(versions) or num_tokens < 1:
             raise EngineError(f"{server} returned versions with gaps: {choice['weight_versions']!r:.200}")
         versions += [int(label)] * num_tokens
@@ -222,7 +222,7 @@ def _completion(
     if finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"{server} ended the request with {finish_reason!r}; try again.")
     if not token_ids and finish_reason != "abort":
-        raise EngineError(f"{server} ended with {finish_reason!r} and no token; what was sampled is not all there.")
+        raise EngineError(f"{server} ended with {finish_reason!r} and no token: sampled tokens are missing.")
     if type(log_probs) is list:  # JSON may write a whole number without a decimal point
         log_probs = [float(value) if type(value) is int and abs(value) < 2**53 else value for value in log_probs]
     stop_string = stop_reason if isinstance(stop_reason, str) else None
@@ -254,7 +254,9 @@ def _sampling_mask(kept_ids: list[list[int]], top_k: int, server: str) -> list[a
     """Return the reported ids of each token. Raises EngineError if more than `top_k` were kept."""
     for ids in kept_ids:
         if len(ids) > top_k:
-            raise EngineError(f"{server} kept {len(ids)} tokens, and others may tie with the last: take another top_k.")
+            raise EngineError(
+                f"{server} kept {len(ids)} tokens, and others may tie with the last one: choose another top_k."
+            )
     return [array("i", ids) for ids in kept_ids]
 
 

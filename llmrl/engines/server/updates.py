@@ -292,8 +292,8 @@ class ServerUpdates(ABC):
         names = answer.get("checksums", {}) if isinstance(answer, dict) else {}
         if not any(name.endswith("lm_head.weight") for name in names):
             raise ValueError(
-                "its model has its head tied to its embedding, and on a CPU vLLM by itself goes on with the old head "
-                "after an update"
+                "its model ties its head to its embedding, and vLLM without llmrl's backend keeps the old head on a "
+                "CPU after an update"
             )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmrl._utils.model_parts import load_language_model, text_config
 from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget
 from llmrl.engines.scores import TokenScores, check_scored, read_scores
 from llmrl.engines.transformers.decoding import DISTRIBUTION_FIELDS, DecodedSequence, DecodingBatch
@@ -64,11 +65,11 @@ class TransformersEngine:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}.")
         if isinstance(model, (str, os.PathLike)):
-            from transformers import AutoModelForCausalLM, AutoTokenizer
+            from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(model) if tokenizer is None else tokenizer
-            model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        own_limit = getattr(model.config, "max_position_embeddings", None)
+            model = load_language_model(model, dtype=torch.float32)
+        own_limit = getattr(text_config(model), "max_position_embeddings", None)
         limit = own_limit if max_model_len is None else max_model_len
         if limit is None:
             raise ValueError("max_model_len must be given: the model's config has no max_position_embeddings.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from llmrl._utils.arguments import refuse_unknown
 from llmrl.engines.base import EngineError
+from llmrl.engines.vllm.passed_through import check_passed_through, untested
 from llmrl.engines.vllm.private import EXECUTOR, PLUGIN_GROUP, VLLM_VERSION
 
 if TYPE_CHECKING:
     from llmrl.engines.vllm.private import AsyncEngineArgs
+
+logger = logging.getLogger(__name__)
 
 LLMRL_BACKEND = "llmrl"
 """llmrl's weight-transfer backend in vLLM's workers: shared memory, gloo and files."""
@@ -32,6 +36,7 @@ _OWNED = {
     "model": "model",
     "logprobs_mode": None,
     "max_logprobs": None,
+    "language_model_only": None,
     "disable_log_stats": None,
     "enable_log_requests": None,
     "weight_transfer_config": "weight_transfer",
@@ -119,7 +124,8 @@ class EngineOptions(TypedDict, total=False):
     log_level: str
     """Level of vLLM's logger, here and in its processes; by default `"ERROR"`."""
     engine_args: Mapping[str, object] | None
-    """Other arguments of `vllm.AsyncEngineArgs`."""
+    """Other arguments of `vllm.AsyncEngineArgs`. Those with which log-probs are not the trainer's are refused; with
+    those that llmrl's tests do not cover, training ends if the first batch's log-probs differ."""
     num_devices: int
     """TorchRL's name of `tensor_parallel_size` in `engine_args`."""
     verbose: bool
@@ -159,7 +165,8 @@ def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
 def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> AsyncEngineArgs:
     """Return vLLM's arguments for the model in a folder.
 
-    Raises TypeError if a name in `engine_args` is unknown to vLLM or has its own option, and EngineError as
+    Raises TypeError if a name in `engine_args` is unknown to vLLM or has its own option, ValueError as
+    `check_passed_through` does, and EngineError as
     `weight_transfer_backend` does, or if `enable_sleep` is used on CPU or without a backend that restores weights.
     """
     from llmrl.engines.vllm.private import AsyncEngineArgs, WeightTransferConfig
@@ -167,10 +174,18 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     engine_args: dict[str, Any] = dict(options.get("engine_args") or {})
     known = [field.name for field in fields(AsyncEngineArgs)]
     refuse_unknown("engine_args of AsyncVLLM", engine_args, known)
+    check_passed_through(engine_args)
+    if names := untested(engine_args):
+        logger.warning(
+            "engine_args: llmrl's tests do not compare %s with a trainer; the log-probs of the first batch must agree.",
+            ", ".join(names),
+        )
     for name in engine_args:
         if name in _NAMED_AS_VLLM or name in _OWNED:
             instead = _OWNED.get(name, name)
-            advice = f"pass {instead}= to from_pretrained" if instead else "llmrl sets it, log-probs depend on it"
+            advice = (
+                f"pass {instead}= to from_pretrained" if instead else "llmrl sets it, because log-probs depend on it"
+            )
             raise TypeError(f"engine_args may not hold {name!r}: {advice}.")
     given = {name: value for name, value in options.items() if name in _NAMED_AS_VLLM and value is not None}
     arguments: dict[str, object] = {"seed": 0, "enable_prefix_caching": True, **given}
@@ -183,8 +198,8 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     backend = weight_transfer_backend(weight_transfer, is_cpu=is_cpu)
     enable_sleep = options.get("enable_sleep", False)
     if enable_sleep and (is_cpu or backend in (None, ADAPTER_BACKEND)):
-        why = f"weight_transfer={weight_transfer!r} brings it no weights to wake with"
-        why = "vLLM gives nothing back on a CPU" if is_cpu else why
+        why = f"weight_transfer={weight_transfer!r} cannot give it weights when it wakes up"
+        why = "vLLM frees no memory on a CPU" if is_cpu else why
         raise EngineError(f"enable_sleep=True is not supported: {why}.")
     arguments["enable_sleep_mode"] = enable_sleep
     if backend == ADAPTER_BACKEND:
@@ -213,6 +228,7 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
         disable_log_stats=True,
         enable_log_requests=False,
         max_logprobs=-1,  # sampling masks are read from them
+        language_model_only=True,  # encoders of images are not trained, and need packages that text does not
         use_tqdm_on_load=False,
         **{**arguments, **engine_args},
     )

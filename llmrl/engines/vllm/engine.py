@@ -26,6 +26,7 @@ from llmrl.engines.base import (
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, NCCL_BACKEND, EngineOptions, translate_torchrl_options
+from llmrl.engines.vllm.passed_through import untested
 from llmrl.engines.vllm.private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm.quantized import quantization_of
 from llmrl.engines.vllm.requests import generate_one, num_reported, sampling_params, unless_it_dies
@@ -75,6 +76,8 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         """dtype of the engine's weights."""
         self.quantization: str | None = quantization_of(llm.vllm_config)
         """Quantisation of the engine's weights, or None."""
+        self.untested_arguments: tuple[str, ...] = ()
+        """Names in `engine_args` that llmrl has not compared with a trainer; the first batch is held to agree."""
         self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
         self.host = socket.gethostname()
         """Name of the engine's machine."""
@@ -109,6 +112,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         Raises:
             ImportError: if vLLM is not installed.
             TypeError: if an option, or a name in `engine_args`, is unknown; names the nearest one or an alternative.
+            ValueError: if `engine_args` holds an argument with which log-probs are not the trainer's; says why.
             EngineError: if the engine does not start; its own log says why.
         """
         refuse_unknown("AsyncVLLM.from_pretrained", options, keywords_of(cls.from_pretrained) or ())
@@ -123,9 +127,11 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         start_s = time.perf_counter() - start
         backend = None if config is None else config.backend.replace(NCCL_BACKEND, "nccl")
         backend = backend if llm.vllm_config.lora_config is None else ADAPTER_BACKEND
-        return cls(
+        engine = cls(
             llm, background, load, weight_transfer=backend, start_s=start_s, hang_timeout_seconds=hang_timeout_seconds
         )
+        engine.untested_arguments = untested(options.get("engine_args") or ())
+        return engine
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -181,8 +187,9 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         return completion
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ValueError for top-p or min-p without top-k, for which vLLM cannot report the kept ids."""
+        """Raise ValueError for values that vLLM does not support, and for kept ids that it cannot report."""
         num_reported(sampling, self._llm.vllm_config.model_config)
+        sampling_params(sampling, 1)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Completion]:
         """Sample one completion for each prompt concurrently; blocks, so do not call it in an event loop."""
@@ -211,7 +218,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         if not self.is_alive:
             raise EngineError(self._watch.why or "The vLLM engine is not running; start a new one.")
         if and_awake and self.lacks_weights:
-            raise EngineError("The engine sleeps: it gave back its weights, and goes on after the next update.")
+            raise EngineError("The engine sleeps: it has freed its weights, and continues after the next update.")
 
     # -- weights -------------------------------------------------------------------------------------------------
 

@@ -79,6 +79,7 @@ _NAMES = {
     "model_executor.model_loader.reload": ("finalize_layerwise_reload", "initialize_layerwise_reload"),
     "model_executor.model_loader.reload.layerwise": ("_get_original_loader", "get_layerwise_info"),
     "model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
+    "model_executor.models.registry": ("ModelRegistry",),
     "platforms": ("current_platform",),
     "sampling_params": ("RequestOutputKind",),
     "utils.network_utils": ("get_ip",),

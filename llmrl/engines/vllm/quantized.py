@@ -79,8 +79,8 @@ def int8_layers(model: torch.nn.Module) -> set[str]:
         is_linear = name.rpartition(".")[0] in linear or ".lora_" in name
         if weight.ndim > 1 and not is_linear and id(weight) not in kept:
             raise ValueError(
-                f"engines in int8 take linear layers, and {name} is a matrix of another: start engines without "
-                "quantization."
+                f"engines in int8 take linear layers, and {name} is the matrix of another kind of layer: start "
+                "engines without quantization."
             )
     return linear
 
@@ -101,7 +101,7 @@ def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_
         )
     if takes_adapters:
         raise ValueError(
-            f"vLLM starts no adapters over layers in {INT8}: leave out quantization, or send merged weights."
+            f"vLLM runs no adapters over layers in {INT8}: leave out quantization, or send merged weights."
         )
     with tempfile.TemporaryDirectory(prefix="llmrl-int8-") as folder:
         write_int8_checkpoint(model, Path(folder))

@@ -31,7 +31,7 @@ def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
         raise ValueError(
             f"top_p={sampling.top_p:g} and min_p={sampling.min_p:g} may keep any number of tokens, which vLLM reports "
             "only where top_k bounds it, so that the trainer can make the distribution again: add top_k=200, say; or "
-            "say replay=False, and train with importance ratios that are not 1 on-policy."
+            "set replay=False, and train with importance ratios that are not 1 on-policy."
         )
     return min(config.get_vocab_size(), sampling.top_k + sampling.top_k // 8 + 16)
 
@@ -172,7 +172,7 @@ def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]
         if len(kept) == len(log_prob_of) < vocab_size:
             raise EngineError(
                 f"vLLM kept all of the {len(kept)} likeliest tokens that were asked for: more of them tie at top_k "
-                "than was reckoned with. Compute in float32, or take a smaller top_k."
+                "than expected. Compute in float32, or take a smaller top_k."
             )
         mask.append(array("i", kept))
     return mask

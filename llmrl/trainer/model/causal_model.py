@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from llmrl._utils.model_parts import decoder_of, text_config
+from llmrl._utils.model_parts import decoder_of, set_attention, text_config
 from llmrl.engines.transformers.expert_routers import Routers
 from llmrl.trainer.head.log_probs import Head, LogitTransform, compute_dtype_of
 from llmrl.trainer.head.output_head import OutputHead
 from llmrl.trainer.model.checkpointing import set_scoring_mode
 from llmrl.trainer.model.decoder import decoder_hidden_states
 from llmrl.trainer.model.exactness import ExactnessProbe
+from llmrl.trainer.model.long_rope import use_long_frequencies
 from llmrl.trainer.model.routing import RoutingCounts
 from llmrl.trainer.packing.attention import register_packed_attention
 from llmrl.trainer.packing.masks import FUSED_DEVICES, IMPLEMENTATION
@@ -63,7 +64,7 @@ class CausalModel:
         """Whether rows are packed. If False, each row has its own bin and no mask."""
         self.faults: dict[str, str] = {}
         """Rejected ways of computing rows, and the reason for each."""
-        self._is_offloading = self._is_compiled = False
+        self._is_offloading = self._is_compiled = self._is_long = False
         self.routers = Routers(self.model)
         """Expert routers; empty if the model is not a mixture of experts."""
         self._choose_computation(probe)
@@ -115,13 +116,13 @@ class CausalModel:
         if packed.routed_experts is not None and self._is_compiled:
             raise ValueError("compile_layers=True cannot replay the experts of rows: leave one of the two.")
         set_scoring_mode(self.model)
-        limit = _position_limit(self.config)
+        limit = self._position_limit()
         if limit is not None and int(packed.position_ids.max()) >= limit:
             raise ValueError(
                 f"A row has {int(packed.position_ids.max()) + 1} tokens and the rotary embedding of "
                 f"{type(self.model).__name__} changes beyond {limit} with the length of what is computed together, "
-                "so that no log-prob is its own there: limit the length of rollouts, or set a rope_type that is "
-                "neither 'dynamic' nor 'longrope'."
+                "so that no log-prob is its own there: limit the length of rollouts, connect an engine with a larger "
+                "max_model_len before training ('longrope'), or set another rope_type."
             )
         with contextlib.ExitStack() as context:
             if self._is_offloading and torch.is_grad_enabled():
@@ -140,6 +141,14 @@ class CausalModel:
         )
         record.routing = counts if record.routing is None else record.routing + counts
         return hidden
+
+    def _position_limit(self) -> int | None:
+        """Return the length beyond which frequencies change, after taking over the choice of an engine."""
+        limit = _position_limit(self.config)
+        length = trained_model(self.model).engine_length
+        if limit is not None and not self._is_long and length is not None and length > limit:
+            self._is_long = use_long_frequencies(self.model)
+        return None if self._is_long else limit
 
     def _attention_length(self) -> float:
         """Estimate `attention_length` from operations: 2 per weight, and 4 per key and hidden unit in each layer."""
@@ -175,7 +184,7 @@ class CausalModel:
         for is_packed, implementation in ways:
             fault = probe.fault(implementation, is_packed=is_packed)
             if fault is None:
-                self.model.set_attn_implementation(implementation)
+                set_attention(self.model, implementation)
                 self.is_packed = is_packed
                 why = "; ".join(dict.fromkeys(faults.values()))
                 if not is_packed:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmrl._utils.model_parts import decoder_of, text_config
+from llmrl._utils.model_parts import decoder_of, set_attention, text_config
 from llmrl.trainer.head.log_probs import LogitTransform
 from llmrl.trainer.head.output_head import OutputHead
 from llmrl.trainer.model.checkpointing import set_scoring_mode
@@ -61,7 +61,7 @@ class ExactnessProbe:
         self.rows = self._rows()
         versions = [parameter._version for parameter in model.parameters()]
         reference = _copy_of(model)
-        reference.set_attn_implementation("eager")
+        set_attention(reference, "eager")
         if text_config(reference)._attn_implementation != "eager":
             raise TypeError(
                 f"{type(model).__name__} cannot be told its attention after it was made, so it cannot be compared with "
@@ -130,7 +130,7 @@ class ExactnessProbe:
         if device_type not in FUSED_DEVICES:
             return 0.0
         reference = _copy_of(self.model)
-        reference.set_attn_implementation("eager")
+        set_attention(reference, "eager")
         _shrink_windows(reference)
         with torch.autocast(device_type, dtype=torch.bfloat16):
             try:
@@ -146,7 +146,7 @@ class ExactnessProbe:
     def _run_backward(self, implementation: str, *, is_packed: bool) -> None:
         """Run one backward pass to the embeddings: backward kernels have limits of their own."""
         model = _copy_of(self.model)
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
         embedded: list[torch.Tensor] = []
 
         def start(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ class ExactnessProbe:
         share_prefixes: bool = True,
     ) -> float:
         model = _copy_of(self.model)
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
         _shrink_windows(model)
         set_scoring_mode(model)
         computed = [torch.zeros_like(expected) for expected in logits_of_rows]

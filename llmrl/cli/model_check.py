@@ -1,0 +1,98 @@
+"""`llmrl doctor --model`: what becomes of a checkpoint in training, from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from llmrl._utils.model_parts import class_with_images, decoder_of, leave_out_encoders, text_config
+from llmrl.cli.doctor import Check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_PACKED = {"full_attention", "sliding_attention"}
+
+
+def examine_model(folder: Path) -> list[Check]:
+    """Check a model's class, layers, weights, engine and template; its weights are not read.
+
+    Raises OSError or ValueError if there is no configuration that transformers reads.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    try:
+        model, left_out = _on_meta(config)
+    except (ImportError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        return [Check("class", "wrong", f"{config.model_type}: {first}", "train another model, or install the package")]
+    name = type(model).__name__
+    without = f", {left_out / 1e6:.3g} M of encoders left out" if left_out else ""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return [
+        Check("class", "good", f"{name}, {num_parameters / 1e9:.3g} B parameters trained{without}"),
+        *_training(model),
+        *_engine(model, name),
+        _template(folder),
+        Check("memory", "good", f"llmrl doctor --plan {folder} hardware=gpu8 says what its trainer needs"),
+    ]
+
+
+def _on_meta(config: PreTrainedConfig) -> tuple[PreTrainedModel, int]:
+    """Return the model without data, and the number of parameters that are left out."""
+    from transformers import AutoModelForCausalLM
+
+    kind = class_with_images(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+    num_all = sum(parameter.numel() for parameter in model.parameters())
+    if kind is not None:
+        leave_out_encoders(model)
+    return model, num_all - sum(parameter.numel() for parameter in model.parameters())
+
+
+def _training(model: PreTrainedModel) -> Iterator[Check]:
+    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        yield Check("rows", "wrong", "its output head is not one linear layer", "train a causal language model")
+        return
+    others = sorted(set(getattr(text_config(model), "layer_types", None) or ()) - _PACKED)
+    if others:
+        found = f"one row a bin, for layers of type {', '.join(others)}: prompts are computed once for each sample"
+        yield Check("rows", "note", found, "docs/models.md says what that costs")
+    else:
+        yield Check("rows", "good", "packed, if the probe at the start of training finds that exact")
+    if hasattr(decoder_of(model), "layers"):
+        yield Check("shards", "good", "layer by layer")
+    else:
+        yield Check("shards", "note", "not: its decoder has no list of layers", "train it on one device")
+
+
+def _engine(model: PreTrainedModel, name: str) -> Iterator[Check]:
+    from llmrl.weight_sync.source import ModelWeights
+
+    num_weights = len(ModelWeights(model).metadata())
+    try:
+        from llmrl.engines.vllm.private import ModelRegistry
+    except ImportError:
+        yield Check("engine", "note", "vLLM is not installed", "make setup")
+        return
+    if name in ModelRegistry.get_supported_archs():
+        yield Check("engine", "good", f"vLLM has its class; {num_weights} weights are sent, and compared at the start")
+    else:
+        yield Check("engine", "wrong", f"vLLM has no class {name}", "train another model, or TransformersEngine")
+
+
+def _template(folder: Path) -> Check:
+    from llmrl.cli.models import make_chat_renderer
+    from llmrl.rendering import TemplateRenderer
+
+    try:
+        renderer = make_chat_renderer(str(folder), None)
+    except (ValueError, OSError, ImportError) as error:
+        return Check("template", "note", str(error).splitlines()[0], "give model.chat_template")
+    parser = renderer.tool_parser if isinstance(renderer, TemplateRenderer) else type(renderer).__name__
+    return Check("template", "good", f"renders exactly; tool calls: {parser}")

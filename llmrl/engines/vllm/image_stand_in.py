@@ -1,0 +1,69 @@
+"""Stand-in for torchvision, which vLLM's models with images import and a text-only engine never calls."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
+
+_MODULES = (
+    "torchvision",
+    "torchvision.io",
+    "torchvision.ops",
+    "torchvision.ops.boxes",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
+_MESSAGE = (
+    "an image reached torchvision, which is not installed: llmrl starts engines for text alone and trains on text. "
+    "Remove the image from the messages."
+)
+
+
+class _Absent(type):
+    """Type of names of the stand-in; they can be imported, compared and subclassed, and calling one raises."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(name, (), {})
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise ImportError(_MESSAGE)
+
+
+class _StandIn(ModuleType):
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Absent(name, (), {})
+
+
+def stand_in_for_torchvision() -> bool:
+    """Make `import torchvision` succeed in this process if it is not installed; return whether the stand-in is there.
+
+    transformers still finds torchvision missing, and keeps to processors that do without it. May be called again.
+    """
+    if "torchvision" in sys.modules:
+        return isinstance(sys.modules["torchvision"], _StandIn)
+    if importlib.util.find_spec("torchvision") is not None:
+        return False
+    from transformers.utils import import_utils
+
+    # These remember their first answer, which must be the true one.
+    import_utils.is_torchvision_available()
+    import_utils.is_torchvision_v2_available()
+    for name in _MODULES:
+        module = sys.modules[name] = _StandIn(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    return True

@@ -1,0 +1,60 @@
+"""Arguments of vLLM that llmrl passes through: tested ones, refused ones with the reason, and all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+# Tests compare the log-probs of engines with these against the trainer's.
+TESTED: frozenset[str] = frozenset(
+    {
+        "async_scheduling", "enable_chunked_prefill", "enable_return_routed_experts", "hf_overrides",
+        "long_prefill_token_threshold", "max_lora_rank", "max_loras", "max_num_batched_tokens",
+        "num_gpu_blocks_override", "skip_tokenizer_init", "tensor_parallel_size",
+    }
+)  # fmt: skip
+
+_SPECULATION = (
+    "vLLM 0.32 reports log-probs of accepted tokens that are off by up to 2.4 nats, so that importance ratios are wrong"
+)
+_DISTRIBUTION = "it changes the distribution that tokens are sampled from, and the trainer does not compute that one"
+_TEXT = "llmrl trains and serves text alone"
+_SAMPLING = "sampling is what SamplingConfig says; defaults of vLLM would replace it unseen"
+_ROUNDED = "it rounds what the engine keeps of earlier tokens, so that its log-probs are not the trainer's"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATION),
+    **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _DISTRIBUTION),
+    **dict.fromkeys(("generation_config", "override_generation_config"), _SAMPLING),
+    **dict.fromkeys(
+        (
+            "default_mm_loras", "enable_mm_embeds", "enable_prompt_embeds", "limit_mm_per_prompt", "mm_encoder_only",
+            "mm_processor_kwargs",
+        ),
+        _TEXT,
+    ),
+    **dict.fromkeys(("convert", "pooler_config", "runner"), "llmrl's engines generate"),
+    **dict.fromkeys(("enable_mamba_cache_stochastic_rounding", "kv_cache_dtype"), _ROUNDED),
+}  # fmt: skip
+
+
+def check_passed_through(engine_args: Mapping[str, object]) -> None:
+    """Raise ValueError for arguments with which an engine's log-probs are not the trainer's, with the reason.
+
+    Example:
+        >>> check_passed_through({"max_num_batched_tokens": 2048})
+        >>> check_passed_through({"speculative_config": {"method": "ngram"}})
+        Traceback (most recent call last):
+        ValueError: engine_args may not hold 'speculative_config': vLLM 0.32 reports log-probs of accepted tokens ...
+    """
+    for name, value in engine_args.items():
+        if name in REFUSED and value not in (None, "auto"):
+            raise ValueError(f"engine_args may not hold {name!r}: {REFUSED[name]}. Leave it out.")
+
+
+def untested(engine_args: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of arguments that no test of llmrl compares with the trainer, sorted.
+
+    Example:
+        >>> untested(["tensor_parallel_size", "attention_backend"])
+        ('attention_backend',)
+    """
+    return tuple(sorted(set(engine_args) - TESTED - REFUSED.keys()))

@@ -1,0 +1,71 @@
+"""Arguments of vLLM that are passed through: each tested one beside the trainer's log-probs, the others refused."""
+
+import asyncio
+import dataclasses
+import logging
+
+import pytest
+from weight_sync_tools import change_every_parameter, differences_of, make_sender, sharp_llama
+
+from llmrl.config.engine import EngineConfig
+from llmrl.engines import AsyncVLLM, SamplingConfig
+from llmrl.engines.vllm.arguments import build_engine_args
+from llmrl.engines.vllm.passed_through import REFUSED, TESTED, check_passed_through, untested
+from llmrl.weight_sync import VLLMWeightSyncScheme
+
+# Prompts are prefilled in parts, and requests evicted and computed again: 8 of 4 to 5 blocks share 15.
+SMALL = {
+    "async_scheduling": False, "enable_chunked_prefill": True, "long_prefill_token_threshold": 32,
+    "max_num_batched_tokens": 64, "num_gpu_blocks_override": 15, "skip_tokenizer_init": True,
+}  # fmt: skip
+
+
+def test_a_small_cache_and_chunks_change_no_log_prob(forked_engines, imports_vllm, tmp_path):
+    model = sharp_llama(tmp_path)
+    options = {"kv_cache_memory": 1 << 26, "cpu_threads": 1, "max_num_seqs": 8, "enable_prefix_caching": False}
+    with AsyncVLLM.from_pretrained(tmp_path, max_model_len=256, engine_args=SMALL, **options) as engine:
+        assert engine.untested_arguments == ()
+        sampling = SamplingConfig(max_new_tokens=40, ignore_eos=True)
+        prompts = [[(7 * place + 11 * index) % 500 + 1 for place in range(100)] for index in range(8)]
+
+        async def generate():
+            return await asyncio.gather(*(engine.generate(prompt, sampling) for prompt in prompts))
+
+        assert differences_of(model, prompts, asyncio.run(generate())).abs().mean() < 0.1
+        change_every_parameter(model, seed=3, size=0.3)
+        assert differences_of(model, prompts, asyncio.run(generate())).abs().mean() > 1
+        sender = make_sender(VLLMWeightSyncScheme(), model, engine)
+        sender.update_weights()
+        sender.shutdown()
+        assert differences_of(model, prompts, asyncio.run(generate())).abs().mean() < 0.1
+
+
+def test_each_argument_of_the_lists_is_vllms(imports_vllm):
+    from vllm import AsyncEngineArgs
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    assert known >= TESTED and known >= REFUSED.keys() and not TESTED & REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_change_log_probs_are_refused_before_an_engine_starts(name):
+    with pytest.raises(ValueError, match=f"engine_args may not hold '{name}': .*Leave it out"):
+        EngineConfig(engine_args={name: {"method": "ngram"}})
+    check_passed_through({name: None})
+
+
+def test_an_entry_of_the_configuration_is_not_given_twice():
+    with pytest.raises(ValueError, match=r"set engine\.tensor_parallel_size"):
+        EngineConfig(engine_args={"tensor_parallel_size": 2})
+
+
+def test_arguments_that_no_test_covers_warn_once_and_are_remembered(imports_vllm, caplog):
+    options = {"kv_cache_memory": 1, "weight_transfer": False, "engine_args": {"swap": 1}}
+    with pytest.raises(TypeError, match="swap"):
+        build_engine_args("model", options, is_cpu=True)
+    options["engine_args"] = {"attention_backend": "CPU_ATTN", "max_num_batched_tokens": 64}
+    with caplog.at_level(logging.WARNING, logger="llmrl"):
+        build_engine_args("model", options, is_cpu=True)
+    (record,) = caplog.records
+    assert "do not compare attention_backend with" in record.getMessage()
+    assert untested(options["engine_args"]) == ("attention_backend",)

@@ -1,0 +1,290 @@
+"""The engine's half of a type of model: whether vLLM's class takes every weight that the trainer sends.
+
+The class is made on this machine without an engine, and asked to load what is sent. That shows names, shapes, and
+weights that are missing or left over. It does not show what its kernels compute.
+
+`python test/helpers/engine_halves.py` examines every causal type that vLLM serves, and writes a table of
+`docs/models.md`; with names of types it prints their rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+from causal_types import PAGE, causal_types, tiny_config
+from causal_types import SIZES as TINY_SIZES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BEGIN = "<!-- what engines take -->\n\n"
+END = "\n<!-- end -->"
+# vLLM's kernels and blocks want multiples of 32.
+SIZES = {8: 32, 16: 64, 32: 128, 48: 128, 61: 64}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineHalf:
+    """What becomes of a type beyond the trainer's own computation; each entry is `yes` or says why not."""
+
+    shards: str = ""
+    engine: str = ""
+    saved: str = ""
+    lora: str = ""
+
+
+def examine_in_child(model_type: str, class_name: str) -> EngineHalf:
+    """Examine a type in a forked process, which may crash."""
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(writer, model_type, class_name))
+    process.start()
+    writer.close()
+    try:
+        return reader.recv()
+    except EOFError:
+        return EngineHalf(engine="the process died")
+    finally:
+        process.join()
+
+
+def _send(writer, model_type, class_name):
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    writer.send(examine(model_type, class_name))
+
+
+def examine(model_type: str, class_name: str) -> EngineHalf:
+    """Make a random checkpoint of a type and take it through trainer, engine and saving."""
+    import transformers
+
+    from llmrl.trainer import load_model
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            kind = getattr(transformers, class_name)
+            torch.manual_seed(0)
+            config = enlarged(model_type, kind)
+            whole = kind(config)
+            config.architectures = [class_name]
+            whole.save_pretrained(folder / "whole")
+            model = load_model(folder / "whole")
+        except Exception as error:
+            return EngineHalf(engine=said(error))
+        return EngineHalf(
+            shards=outcome(shards, folder / "whole"),
+            # Before vLLM, which replaces activations.
+            saved=outcome(is_saved, model, folder, kind),
+            lora=outcome(is_lora_base, folder / "whole", class_name),
+            engine=outcome(takes_weights, model, folder / "whole", class_name),
+        )
+
+
+def said(error: BaseException) -> str:
+    """The first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].replace("|", "/")[:160]
+
+
+def outcome(question, *arguments) -> str:
+    """`yes`, or why not."""
+    try:
+        return question(*arguments) or "yes"
+    except Exception as error:
+        return said(error)
+
+
+def enlarged(model_type, kind):
+    """The tiny configuration of a type, in sizes that vLLM's layers take."""
+    sizes = {name: SIZES.get(size, size) if type(size) is int else size for name, size in TINY_SIZES.items()}
+    sizes["use_sliding_window"] = False  # off in checkpoints, and vLLM has it for all layers or none
+    with mock.patch.dict(TINY_SIZES, sizes):
+        config = tiny_config(model_type)
+    if not isinstance(config, kind.config_class):
+        config = next(part for part in vars(config).values() if isinstance(part, kind.config_class))
+    return config
+
+
+def shards(folder):
+    """Shard over one rank: layers are found, and weights gathered by the same names."""
+    from llmrl.trainer import load_model, shard_model
+    from llmrl.weight_sync.source import ModelWeights
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = load_model(folder)
+        names = [meta.name for meta in ModelWeights(model).metadata()]
+        shard_model(model)
+        assert [name for name, _ in ModelWeights(model)] == names
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def is_lora_base(folder, class_name):
+    """Adapters are added and merged on the way; whether vLLM's class also takes them alone."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from llmrl.trainer import load_model
+    from llmrl.trainer.loading import LoRAConfig
+    from llmrl.weight_sync import get_model_metadata
+
+    expected = get_model_metadata(load_model(folder))
+    adapted = load_model(folder, lora=LoRAConfig(rank=2))
+    assert get_model_metadata(adapted) == expected
+    kind = ModelRegistry.models.get(class_name)
+    return "yes" if kind is not None and getattr(kind.load_model_cls(), "supports_lora", False) else "merged"
+
+
+def is_saved(model, folder, kind):
+    """What is saved loads under the same class, trained weights changed and the others bit by bit."""
+    from llmrl.runs.exports import copy_to_host, write_model
+
+    whole = kind.from_pretrained(folder / "whole", dtype=torch.float32).state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    (folder / "tokenizer").mkdir()
+    write_model(copy_to_host(model), folder / "saved", folder / "tokenizer", "", "1GB", str(folder / "whole"))
+    again, report = kind.from_pretrained(folder / "saved", dtype=torch.float32, output_loading_info=True)
+    missing = report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]
+    if missing:
+        return f"not loaded again: {sorted(map(str, missing))[:2]}"
+    expected = whole | model.state_dict()
+    wrong = [name for name, tensor in again.state_dict().items() if not torch.equal(tensor, expected[name])]
+    return f"other values: {wrong[:2]}" if wrong else None
+
+
+class Reads(TorchDispatchMode):
+    """Remembers where a storage is read."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        self._storage = buffer.untyped_storage().data_ptr()
+        self.starts = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, (list, tuple)) and result else result
+        if not self._is_part(first):  # else it is a view
+            values = [*args, *(kwargs or {}).values()]
+            for one in [*values, *(part for value in values if isinstance(value, (list, tuple)) for part in value)]:
+                if self._is_part(one):
+                    self.starts.add(one.storage_offset() * one.element_size())
+        return result
+
+    def _is_part(self, one):
+        return isinstance(one, torch.Tensor) and one.numel() and one.untyped_storage().data_ptr() == self._storage
+
+
+def takes_weights(model, folder, class_name):
+    """Every parameter of vLLM's class is loaded, and every weight that is sent is read."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from llmrl.weight_sync.buffers import PackedLayout
+    from llmrl.weight_sync.plugin import register
+    from llmrl.weight_sync.source import ModelWeights
+
+    register()
+    if class_name not in ModelRegistry.get_supported_archs():
+        return "vLLM does not serve it"
+    arguments = EngineArgs(
+        model=str(folder), dtype="float32", max_model_len=64, enforce_eager=True, skip_tokenizer_init=True,
+        language_model_only=True, block_size=32,
+    )  # fmt: skip
+    with mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda function: function()):
+        config = arguments.create_engine_config()
+    source = ModelWeights(model, torch.float32)
+    sent = dict(source)
+    layout = PackedLayout.of((meta.name, meta.dtype, meta.shape) for meta in source.metadata())
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for name, view in layout.views(buffer):
+        view.copy_(sent[name])
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+        init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend="gloo")
+        ensure_model_parallel_initialized(1, 1)
+        engine = initialize_model(vllm_config=config)
+        with torch.no_grad():
+            for parameter in engine.parameters():
+                if parameter.is_floating_point():
+                    parameter.fill_(torch.nan)
+        reads = Reads(buffer)
+        with torch.no_grad(), reads:
+            engine.load_weights(layout.views(buffer))
+    missing = [name for name, one in engine.named_parameters() if one.is_floating_point() and one.isnan().any()]
+    if missing:
+        return f"lacks {len(missing)} weights: {missing[:2]}"
+    starts = sorted(reads.starts)
+    unread = []
+    for place in layout.places:
+        end = place.offset + torch.Size(place.shape).numel() * place.dtype.itemsize
+        if not any(place.offset <= start < end for start in starts):
+            unread.append(place.name)
+    return f"leaves {len(unread)} weights: {unread[:2]}" if unread else None
+
+
+def wrapper_types() -> dict[str, str]:
+    """The class of each type with images, by its name in transformers."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def write_table(rows: list[dict[str, str]]) -> None:
+    """Replace the table of the page."""
+    import transformers
+    import vllm
+
+    columns = ("shards", "engine", "saved", "lora")
+    counts = [sum(row[name] in ("yes", "merged") for row in rows) for name in columns]
+    lines = [
+        f"vLLM {vllm.__version__}, transformers {transformers.__version__}, {len(rows)} types of both: "
+        f"**{counts[0]} shard**, **{counts[1]} engines take every weight**, **{counts[2]} load again after saving**, "
+        f"**{counts[3]} are bases of adapters**.",
+        "",
+        "| type | class | shards | engine takes its weights | saved | adapters |",
+        "|---|---|---|---|---|---|",
+        *(f"| `{row['type']}` | `{row['class']}` | {' | '.join(row[name] for name in columns)} |" for row in rows),
+    ]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after)
+
+
+def main() -> None:
+    """Examine the types that are given, and print a line of JSON for each; or all, and write the page."""
+    import sys
+
+    import vllm.engine.arg_utils
+    import vllm.model_executor.model_loader.utils
+    import vllm.model_executor.models.registry  # noqa: F401
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    import llmrl.runs.exports
+    import llmrl.trainer  # noqa: F401
+
+    torch.set_num_threads(1)
+    kinds = {**causal_types(), **wrapper_types()}
+    served = set(ModelRegistry.get_supported_archs())
+    rows = []
+    for model_type in sys.argv[1:] or causal_types():
+        if kinds[model_type] in served:
+            half = examine_in_child(model_type, kinds[model_type])
+            rows.append({"type": model_type, "class": kinds[model_type], **dataclasses.asdict(half)})
+            print(json.dumps(rows[-1]), flush=True)
+    if not sys.argv[1:]:
+        write_table(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Random checkpoints with images, small enough for vLLM's CPU kernels, in the official form of their classes."""
+
+from __future__ import annotations
+
+import torch
+from causal_types import tiny_config
+
+TEXT = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True,
+    "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": 1,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
+KINDS = {
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "rope_parameters": ROPE,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        {"out_hidden_size": 128},
+    ),
+    "gemma3": ("Gemma3ForConditionalGeneration", {
+            "sliding_window": 16, "query_pre_attn_scalar": 32,
+            # Gemma 3 has no caps; transformers would apply them, and vLLM does not.
+            "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        }, {}),
+}  # fmt: skip
+
+
+def make_checkpoint(model_type, folder):
+    """Write a random bfloat16 checkpoint, sure of its tokens, and return its class."""
+    import transformers
+
+    name, text, vision = KINDS[model_type]
+    ids = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 12, "vision_end_token_id": 13}
+    ids = ids if model_type == "qwen3_5" else {"image_token_index": 10, "boi_token_index": 11, "eoi_token_index": 12}
+    whole = tiny_config(model_type)
+    config = tiny_config(
+        model_type,
+        text_config=tiny_config(whole.text_config.model_type, **{**TEXT, **text}),
+        vision_config=tiny_config(whole.vision_config.model_type, **vision),
+        tie_word_embeddings=True,
+        **ids,
+    )
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model = kind(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    # Larger ones, which are also the head, would make every token be repeated for sure.
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.03)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return kind
