@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from llmrl._utils.types import Row
-from llmrl.config.entries import NAMED, Section, above, at_least, matching
+from llmrl.config.entries import NAMED, EntryError, Section, above, at_least, matching
 from llmrl.config.sections import ClippedTrainConfig, CollectConfig, ScriptConfig, TrainConfig
 
 
@@ -28,6 +28,20 @@ class SFTConfig(ScriptConfig):
     conversations: ConversationsConfig
     """Training data."""
     algorithm: str = "sft"
+
+    def __post_init__(self) -> None:
+        # A slotted dataclass is a new class, so `super()` without arguments fails.
+        ScriptConfig.__post_init__(self)
+        # Entries that `hardware` sets, as `num_collectors`, describe the machine: they are not refused.
+        unused = ("max_staleness", "max_concurrent_rollouts")
+        for section, names in ((self.collect, unused), (self.train, ("target_reward",))):
+            for name in names:
+                if (value := getattr(section, name)) is not None:
+                    raise EntryError(
+                        f"{section.section}.{name}",
+                        f"is for answers that are sampled and scored, got {value!r}; conversations are only read: "
+                        f"leave {section.section}.{name}=null.",
+                    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -60,7 +60,7 @@ def test_every_script_and_configuration_is_known_here():
         *("grpo", "grpo-sync", "grpo-async", "best_answers"),
         *("expert_iteration", "expert-iteration-sync", "expert-iteration-async", "sft", "distillation"),
     }
-    assert {task for _, task, *_ in DRY_RUNS} | {"addition"} == set(TASKS)
+    assert {task for _, task, *_ in DRY_RUNS} | {"addition", "own"} == set(TASKS)
     assert {hardware for _, _, hardware, *_ in DRY_RUNS} == {one for one in HARDWARE if not one.endswith("ranks")}
 
 
@@ -228,6 +228,8 @@ def test_hardware_reaches_the_engine(monkeypatch):
     start_engine(config("grpo", model, "hardware=gpu1", "engine.tensor_parallel_size=2"))
     assert given["weight_transfer"] == "ipc" and given["gpu_memory_utilization"] == 0.4
     assert given["engine_args"] == {"tensor_parallel_size": 2} and given["starts"] == "AsyncVLLM"
+    start_engine(config("grpo", model, "+engine.engine_args.max_num_batched_tokens=2048"))
+    assert given["engine_args"] == {"tensor_parallel_size": 1, "max_num_batched_tokens": 2048}
     with pytest.raises(ValueError, match=r"needs engine\.use_ray=true"):
         start_engine(config("grpo", model, "collect.num_collectors=2"))
     start_engine(config("grpo", model, "sync.lora=adapter", "model.lora.rank=24", "sync.max_adapters=6"))
@@ -263,7 +265,10 @@ def test_weights_travel_as_the_configuration_says(tmp_path):
             ("hardware=gpu1", "sync.anchor_every=8"),
             r"anchor_every=8 needs sync\.transport=direct or files, got ipc",
         ),
-        ((*alone, "sync.anchor_every=8"), r"sync\.anchor_every=8 is of all weights, and sync\.lora=adapter sends few"),
+        (
+            (*alone, "sync.anchor_every=8"),
+            r"sync\.anchor_every=8 is for full weights, and sync\.lora=adapter sends adapters only",
+        ),
         (("sync.anchor_every=0",), r"sync\.anchor_every must be at least 1, got 0"),
         (("sync.lora=adapters",), r"sync\.lora must be one of merged, adapter; got 'adapters'"),
     ):
@@ -333,6 +338,21 @@ def test_a_dry_run_changes_no_task_and_no_algorithm():
 def test_what_excludes_each_other_is_refused_before_anything_starts_also_dry(overrides, message):
     with pytest.raises(ValueError, match=message):
         config("expert-iteration-async", "dry_run=true", *overrides)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "train.target_reward=0.9",
+        "collect.max_staleness=1",
+        "collect.max_concurrent_rollouts=8",
+        "collect.num_collectors=2",
+        "collect.cpus_per_collector=2",
+    ],
+)
+def test_supervised_training_refuses_what_is_for_sampled_answers(entry):
+    with pytest.raises(ValueError, match=f"{entry.partition('=')[0]} is for answers that are sampled"):
+        config("sft", entry, "engine.use_ray=true")
 
 
 def test_a_dry_run_says_what_was_asked_for():
@@ -587,7 +607,9 @@ def ended(run_script, tiny_model_path, capsys):
         envs = {"make_env": lambda cfg: make(cfg.collect.group_size), "make_eval_envs": lambda cfg: {"a": make(2)}}
         error = None
         try:
-            run_script(config("grpo", *small, f"run.path={path}", *overrides), **envs, **replaced)
+            run_script(
+                config("grpo", *small, f"run.path={path}", "train.target_reward=null", *overrides), **envs, **replaced
+            )
         except NothingLearned as raised:
             error = raised
         assert (path / "model/config.json").exists()
