@@ -178,7 +178,7 @@ class Evaluator:
         if (now := self.policy.engine.policy_version) != version:
             warnings.warn(
                 f"The weights were updated from version {version} to {now} while {name!r} was evaluated: its results "
-                "are of a mixture. Update them after the evaluation.",
+                "mix several versions. Update the weights after the evaluation.",
                 stacklevel=2,
             )
         return EvaluationReport.of(rollouts, policy_version=version, seconds=time.perf_counter() - started)
@@ -282,10 +282,15 @@ class BestEvaluation:
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Add an evaluation, and return whether it is the best so far; a missing metric or NaN is the worst.
 
-        Raises KeyError if no evaluation so far has the metric.
+        Evaluations before the first one that has the metric are not counted, with a warning.
         """
         if self.metric not in metrics and not self.values:
-            raise KeyError(f"the evaluation has no {self.metric!r}; it has {', '.join(sorted(metrics))}.")
+            warnings.warn(
+                f"no evaluation until step {step} has {self.metric!r}, so none of them is the best; this one has "
+                f"{', '.join(sorted(metrics))}.",
+                stacklevel=2,
+            )
+            return False
         value = as_recorded(metrics.get(self.metric, math.nan))
         # A lower loss is better.
         self.values[step] = -math.inf if math.isnan(value) else -value if self.metric.endswith("loss") else value

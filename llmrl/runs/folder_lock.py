@@ -37,7 +37,7 @@ class FolderLock:
                 "twice. Wait for it, end it (in this process: close its Run or RunFolder), or name another folder."
             ) from None
         except OSError as error:
-            warnings.warn(f"{folder} cannot be locked ({error}): see that no other run uses it.", stacklevel=3)
+            warnings.warn(f"{folder} cannot be locked ({error}): make sure that no other run uses it.", stacklevel=3)
             return
         os.ftruncate(descriptor, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")

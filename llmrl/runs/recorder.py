@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from llmrl._utils.types import Row
+from llmrl.collectors.groups import SIGNAL_PATIENCE
 from llmrl.config.sections import ScriptConfig
 from llmrl.data import Rollout
 from llmrl.engines import Engine
@@ -63,7 +64,10 @@ class RunRecorder:
             why = f"the mean reward reached train.target_reward={target_reward:g} at step {step}"
             return why, "train.target_reward"
         if self._best is not None and self._best.is_over and step:
-            return f"{self._best.metric} was best at step {self._best.step}, and eval.patience is over", "eval.patience"
+            return (
+                f"{self._best.metric} was best at step {self._best.step}, and eval.patience has run out",
+                "eval.patience",
+            )
         return (f"all {num_steps} steps are done" if step >= num_steps else ""), None
 
     # A step
@@ -86,8 +90,11 @@ class RunRecorder:
         with self._meter.part(name):
             yield
 
-    def log_dropped(self, step: int, metrics: Mapping[str, float], played: Sequence[Rollout]) -> None:
-        """Record, judge and show rollouts that are not trained on; they are not logged again with the step's batch."""
+    def log_dropped(self, step: int, metrics: Mapping[str, float], played: Sequence[Rollout]) -> bool:
+        """Record, judge and show rollouts that are not trained on; they are not logged again with the step's batch.
+
+        Returns whether the task is learned: many prompts in a row had right answers only.
+        """
         records = rollout_records(played)
         is_first = not self._dropped_ids and all(row.get("is_skipped", 1.0) for row in self._logged.values())
         rows = token_rows(played)  # of all calls in this step, because the tokens of a step are one file
@@ -97,10 +104,13 @@ class RunRecorder:
         self.folder.log_metrics(step, only_finite(metrics))
         self._dropped_ids.update(rollout.rollout_id for rollout in played)
         findings = self._health.judge(step, only_finite(metrics), records)
-        if is_first:
+        is_learned = any(finding.name == "learned" for finding in findings)
+        if is_first and not is_learned:
             self.view.show_dropped(step, findings, spread(records, _NUM_SHOWN))
         else:
             self.view.show_health(step, findings, records)
+        num_prompts = len({rollout.group_id for rollout in played})
+        return is_learned and num_prompts >= SIGNAL_PATIENCE and metrics.get("groups_all_right", 1.0) == 1
 
     def log_step(self, step: int, collected: SavedBatch, learned: Learned, metrics: Mapping[str, float]) -> None:
         """Record, judge and show a step. A step that was logged before a kill is not recorded again."""

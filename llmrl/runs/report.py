@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from llmrl._utils.files import write_atomically
 from llmrl._utils.types import JSON
+from llmrl.config.sections import EnvConfig
+from llmrl.envs import task_environments
 from llmrl.runs.run_folder import RunFolder
 
 
@@ -64,7 +67,7 @@ RunResults: TypeAlias = Mapping[str, Results]
 
 def before_after_table(before: Results, after: Results) -> Table:
     """Return a table of evaluation results before and after training."""
-    table = Table(title="on problems held out of training")
+    table = Table(title="on problems that training does not use")
     for title in ("", "before", "after"):
         table.add_column(title, justify="left" if not title else "right")
     for row in shown_results(before, after):
@@ -106,23 +109,33 @@ def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
         ['run.path=runs/mine', 'resume=true', 'train.num_steps=40']
     """
     changed = [f"{name}={'null' if value is None else value}" for name, value in changes.items()]
-    return shlex.join(["python", sys.argv[0], f"run.path={run_path}", "resume=true", *changed])
+    is_ours = Path(sys.argv[0]).parent == Path(__file__).parent  # started by `llmrl train`
+    program = ["llmrl", "train"] if is_ours else ["python", sys.argv[0]]
+    return shlex.join([*program, f"run.path={run_path}", "resume=true", *changed])
 
 
-def print_next_steps(console: Console, folder: RunFolder, resume_command: str) -> None:
-    """Print the path of each file, with a way to open it or to continue."""
-    tensorboard = folder.path / "tensorboard"
+def print_next_steps(console: Console, folder: RunFolder, resume_command: str, env: EnvConfig | None = None) -> None:
+    """Print where the run is, and the commands that look at it, measure it, ask it, and continue it.
+
+    The model can be measured in `env` if `llmrl eval` can build that; an environment of `train` is its caller's.
+    """
+    path = shlex.quote(str(folder.path))
+    measure = ""
+    if env is not None and (env.name in task_environments() or ".py:" in env.name):
+        options = [f"{name}={value}" for name, value in env.options.items()]
+        measure = shlex.join(["llmrl", "eval", "--model", str(folder.path), "--env", env.name, *options])
     lines = (
-        ("curve", folder.curve_path, "open it in any picture viewer"),
-        ("metrics", folder.metrics_path, f"or: tensorboard --logdir {tensorboard}" if tensorboard.exists() else ""),
-        ("rollouts", folder.rollouts_path, f"llmrl view {folder.path}"),
-        ("model", folder.model_path, f"transformers: AutoModelForCausalLM.from_pretrained('{folder.model_path}')"),
-        ("continue", folder.path, resume_command),
+        ("the run", f"{folder.path}: model/, curve.png, metrics.csv, rollouts.jsonl"),
+        ("look at it", f"llmrl view {path}"),
+        ("measure it", measure),
+        ("talk to it", f"llmrl chat --model {path}"),
+        ("continue", resume_command),
     )
-    for name, path, hint in lines:
-        console.print(f"[bold]{name:9}[/bold]{path}  [dim]{hint}[/dim]", highlight=False, soft_wrap=True)
+    for name, text in lines:
+        if text:
+            console.print(f"[bold]{name:12}[/bold]", escape(text), sep="", highlight=False, soft_wrap=True)
     if (activate := _activation_command()) is not None:
-        console.print(f"These commands want this environment: {activate}", highlight=False, soft_wrap=True)
+        console.print(f"Activate the environment before these commands: {activate}", highlight=False, soft_wrap=True)
 
 
 def _activation_command() -> str | None:

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ from llmrl.collectors import CollectionStalled, NoSignal
 from llmrl.config.ranks import broadcast_from_rank0, join_ranks
 from llmrl.config.resumed import resumed_config, save_config
 from llmrl.config.sections import ScriptConfig
+from llmrl.data import Rollout
 from llmrl.engines import Engine
 from llmrl.runs.batch_source import BatchMaker, BatchSource, SavedBatch, played_by, restore
 from llmrl.runs.evaluation import Evaluator
@@ -42,6 +43,10 @@ Entered = TypeVar("Entered")
 
 class NothingLearned(RuntimeError):
     """A run ended, and none of its steps changed the weights."""
+
+
+class _TaskLearnedError(Exception):
+    """Every answer is right, so that the next batch would never come."""
 
 
 class Run:
@@ -244,7 +249,7 @@ class Run:
                 in_background=in_background,
                 needs_batch=needs_batch,
                 last=collected,
-                on_dropped=lambda metrics, played: recorder.log_dropped(self._step + 1, metrics, played),
+                on_dropped=lambda metrics, played: self._log_dropped(recorder, metrics, played),
             )
             with contextlib.closing(source):
                 while not self._is_over(recorder, target_reward):
@@ -255,6 +260,10 @@ class Run:
                     recorder.view.doing(training)
                     yield collected
 
+    def _log_dropped(self, recorder: RunRecorder, metrics: dict[str, float], played: Sequence[Rollout]) -> None:
+        if recorder.log_dropped(self._step + 1, metrics, played):
+            raise _TaskLearnedError
+
     def _is_over(self, recorder: RunRecorder, target_reward: float | None) -> bool:
         if not self.why_stopped:
             self.why_stopped, self._ended_by = recorder.why_over(self._step, self._num_steps, target_reward)
@@ -264,6 +273,9 @@ class Run:
         step = self._step + 1
         try:
             collected = source.take()
+        except _TaskLearnedError:
+            self.why_stopped = f"the task is learned: at step {step} every answer is right"
+            return None
         except CollectionStalled as error:
             recorder.log_dropped(step, *played_by(source.collector))
             if not isinstance(error, NoSignal):
@@ -304,7 +316,7 @@ class Run:
             state = save_tracked(self._tracked, Path(self.cfg.run.path), self._step)
             if self._recorder is not None and collected is not None:
                 state |= {"step": self._step, "collector": collected["collector"], "random": random_states()}
-                self._writes.start(self._recorder.folder.save_checkpoint, state)
+                self._writes.start(self._recorder.folder.save_checkpoint, state, keep_batches=self.cfg.run.keep_batches)
         if self.is_due(self._step, self.cfg.export.every):
             self._exports.start(self._step, self._tracked["model"], *self._results())
         if self._recorder is not None:
@@ -411,7 +423,7 @@ class Run:
         changes: dict[str, object] = {"train.num_steps": self._num_steps + 20}
         if self._ended_by is not None:  # otherwise a resumed run would end at once
             changes[self._ended_by] = None
-        print_next_steps(self.console, recorder.folder, self._continued_by(self.cfg.run.path, changes))
+        print_next_steps(self.console, recorder.folder, self._continued_by(self.cfg.run.path, changes), self.cfg.env)
 
     def __enter__(self) -> Run:
         if self._recorder is not None and threading.current_thread() is threading.main_thread():
@@ -436,4 +448,4 @@ class Run:
         if not self._is_in_step or self._is_interrupted:
             raise KeyboardInterrupt
         self._is_interrupted = True  # half an update would leave a mixture of old and new weights
-        self.console.print("interrupted: this step is finished first; Ctrl-C again ends it now")
+        self.console.print("interrupted: this step is finished first; press Ctrl-C again to stop now")

@@ -223,6 +223,10 @@ class RunFolder:
         advice = f"Remove it and those of later steps, and resume: step {step} is then collected anew."
         return load_state(path, advice=advice) if path.exists() else None
 
+    def saved_steps(self) -> list[int]:
+        """Return the steps with a saved batch, in ascending order."""
+        return sorted(int(path.stem) for path in self.batches_path.glob("[0-9]*.safetensors"))
+
     def saved_batches(self, first: int, say: Callable[[str], object]) -> Iterator[StateDict]:
         """Yield the saved batches from a step on, and mark the step that is being replayed.
 
@@ -235,7 +239,7 @@ class RunFolder:
             with contextlib.suppress(ValueError, KeyError, TypeError):  # the mark may be incomplete
                 was = json.loads(read_text(mark))
                 if was["boot"] == boot and was["num_kills"] < num_kills and self._batch_path(was["step"]).exists():
-                    say(self._count_failure(was["step"], "The kernel ended the process for want of memory.\n"))
+                    say(self._count_failure(was["step"], "The kernel ended the process because memory ran out.\n"))
             mark.unlink()
         for step in itertools.count(first):
             if (saved := self.load_batch(step)) is None:
@@ -258,7 +262,7 @@ class RunFolder:
 
         Raises ValueError if the checkpoint is missing, or older than the saved batches require.
         """
-        saved = sorted(int(path.stem) for path in self.batches_path.glob("[0-9]*.safetensors"))
+        saved = self.saved_steps()
         last = checkpoint
         while last + 1 in saved:
             last += 1
@@ -319,16 +323,17 @@ class RunFolder:
         advice = f"Remove it, and resume: step {step} is then collected from the prompts that it had."
         return load_state(paths[-1], advice=advice) if paths else None
 
-    def save_checkpoint(self, state: StateDict) -> None:
+    def save_checkpoint(self, state: StateDict, *, keep_batches: bool = False) -> None:
         """Replace the checkpoint; `state["step"]` is the step after which it was taken.
 
-        Raises TypeError if `save_state` does not support a value.
+        The batches of earlier steps are removed, unless `keep_batches`. Raises TypeError if `save_state` does not
+        support a value.
         """
         for path in (self.metrics_path, self.rollouts_path):  # steps before it are not replayed
             if path.exists():
                 flush_to_disk(path)
         write_atomically(self.checkpoint_path, lambda path: save_state(path, dict(state)))
-        for path in self.batches_path.glob("[0-9]*"):
+        for path in () if keep_batches else self.batches_path.glob("[0-9]*"):
             if int(path.stem) < state["step"]:
                 path.unlink()
         for folder in self.path.glob("shards-*"):  # of earlier checkpoints

@@ -105,7 +105,7 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
         "quantization": cfg.engine.quantization,
         "weight_transfer": _WEIGHT_TRANSFER[cfg.sync.transport],
         "enable_sleep": cfg.engine_sleeps,
-        "engine_args": {"tensor_parallel_size": cfg.engine.tensor_parallel_size},
+        "engine_args": {**cfg.engine.engine_args, "tensor_parallel_size": cfg.engine.tensor_parallel_size},
     }
     if cfg.sync.lora == "adapter":
         options["weight_transfer"] = ADAPTER_BACKEND

@@ -74,8 +74,8 @@ def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path
     missing = [name for name in tracked if name not in states]
     if missing:
         raise ValueError(
-            f"{path} has no state of {', '.join(missing)}, but of {', '.join(states)}: the run was begun by another "
-            "loop."
+            f"{path} has no state for {', '.join(missing)}, only for {', '.join(states)}: the run was started by "
+            "another loop."
         )
     layouts = dict(_layouts(tracked))
     if "shards" in checkpoint:
@@ -99,8 +99,8 @@ def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapp
     if found != shards["checksums"]:
         names = sorted(name for name in found | shards["checksums"] if found.get(name) != shards["checksums"].get(name))
         raise DamagedFileError(
-            f"{folder} is damaged: {', '.join(names)} is not what was written, or missing. Put a copy of it in its "
-            "place, or begin another run, from a model that you have, in another folder."
+            f"{folder} is damaged: {', '.join(names)} was changed or is missing. Restore it from "
+            "a copy, or begin another run, from a model that you have, in another folder."
         )
     reader = HuggingFaceStorageReader(str(folder))
     known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -14,6 +14,7 @@ from torchrl.envs import EnvBase
 
 from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.imports import require
+from llmrl._utils.other_libraries import EXPLAINED, SYNONYMS
 from llmrl.config.entries import EntryError, entries_by_name, from_entries
 from llmrl.config.sections import Aggregation, Divergence, GRPOConfig, LossName, Schedule
 from llmrl.engines import Engine
@@ -28,7 +29,8 @@ from llmrl.runs.trainer_device import TrainerDevice
 
 _EXPLAINED = {
     **dict.fromkeys(
-        ("num_generations", "group_size", "rollout_n"), "the answers to a prompt are the environment's, repeats=8"
+        ("group_size", *(name for name, same in SYNONYMS.items() if "repeats" in same)),
+        "the answers to a prompt are the environment's, repeats=8",
     ),
     **dict.fromkeys(
         ("reward_funcs", "reward", "rubric"), "the environment has the reward, env.append_transform(RubricReward(...))"
@@ -73,6 +75,8 @@ class TrainOptions(TypedDict, total=False):
     patience: int | None
     export_every: int | None
     save_total_limit: int | None
+    checkpoint_every: int
+    keep_batches: bool
     push_to_hub: str | None
 
 
@@ -142,7 +146,8 @@ def train(
         FileExistsError, FileNotFoundError: if `path` holds a run, or no run to resume.
     """
     given: dict[str, Any] = dict(options)
-    refuse_unknown("train", given, [name for name in keywords_of(train) or () if name != "env"], _EXPLAINED)
+    known = [name for name in keywords_of(train) or () if name != "env"]
+    refuse_unknown("train", given, known, {name: text for name in given if (text := _explain(name, known))})
     for module in ("omegaconf", "matplotlib"):
         require(module, extra="scripts")
     evaluated = {"eval": eval_envs} if isinstance(eval_envs, EnvBase) else dict(eval_envs or {})
@@ -175,6 +180,18 @@ def _named_as_arguments() -> Iterator[None]:
     except EntryError as error:
         entry, place, rest = error.entry.partition("[")
         raise EntryError(f"{_argument_of(entry)}{place}{rest}", error.problem) from None
+
+
+def _explain(name: str, known: Collection[str]) -> str | None:
+    """Return what to do instead of an unknown argument; None if a similar name of `train` is the answer."""
+    if name in _EXPLAINED:
+        return _EXPLAINED[name]
+    entries = entries_by_name(GRPOConfig)
+    same = (name, *SYNONYMS.get(name, ()))
+    if not any(one in known for one in same):
+        for entry in (entries[one] for one in same if one in entries):
+            return f"the script has it, as {entry}: llmrl train FILE.py:FUNCTION {entry}=..."
+    return EXPLAINED.get(name)
 
 
 def _argument_of(entry: str) -> str:

@@ -29,6 +29,11 @@ class Record(TypedDict):
     reward: float
     messages: list[Message]
     turns: NotRequired[list[Turn]]
+    is_scored: NotRequired[bool]
+    error: NotRequired[str]
+    reward_breakdown: NotRequired[dict[str, float]]
+    columns: NotRequired[dict[str, JSON]]
+    num_turns: NotRequired[int]
 
 
 class Turn(TypedDict):
@@ -116,7 +121,7 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} holds no run; {_where_runs_are(path)}") from None
     config = path / "config.yaml"
-    rollouts = list(_records(folder.rollouts_path))
+    rollouts = list(read_records(folder.rollouts_path))
     if max_rollouts is not None:
         rollouts = rollouts[-max_rollouts:]
     wanted = {key_of(record) for record in rollouts}
@@ -167,8 +172,8 @@ def _where_runs_are(path: Path) -> str:
     return "give the folder that the training script named (run.path in its configuration)."
 
 
-def _records(path: Path) -> Iterator[Record]:
-    """Yield the records; a rollout that was logged twice counts once."""
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a `rollouts.jsonl`; a rollout that was logged twice counts once."""
     if not path.exists():
         return
     seen = set()

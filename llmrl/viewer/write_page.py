@@ -55,7 +55,7 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
     The page of a running run reloads periodically, so it can be rewritten. Raises ValueError if there are no runs.
     """
     if not runs:
-        raise ValueError("runs is empty; give at least one that read_run gave.")
+        raise ValueError("runs is empty; give at least one run from read_run.")
     rollouts = [(number, record) for number, run in enumerate(runs) for record in run.rollouts]
     blocks = [
         [_details(runs[number], record) for number, record in rollouts[start : start + _BLOCK_SIZE]]

@@ -30,9 +30,9 @@ def diagnose(
     Example:
         >>> diagnose([{"cut_share": 0.0, "reward_mean": 0.5}])
         []
-        >>> [finding] = diagnose([{"cut_share": 0.75, "reward_mean": 0.5}])
+        >>> [finding] = diagnose([{"cut_share": 0.75, "reward_mean": 0.5}] * 3)
         >>> str(finding.verdict), finding.says
-        ('broken', '75 % of the answers were cut.')
+        ('broken', '75 % of the answers were cut off before their end.')
     """
     history = MetricHistory(steps, numbers)
     found = []
@@ -113,7 +113,7 @@ def _mismatch(history: MetricHistory) -> Iterator[Finding]:
     causes = (
         "stale weights: an update did not reach the engine, or key-value blocks of old weights are in use",
         "engine and trainer compute in different dtypes",
-        "engines in int8, of which rounding costs more than at first (engine.quantization)",
+        "engines in int8, whose rounding costs more than at the start (engine.quantization)",
         "another temperature than the trainer's, or truncation that it does not replay (replay=False)",
         "the engine was started from another checkpoint, or with other options of the model",
     )
@@ -161,7 +161,7 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
             f"In {len(changes)} steps no update changed the weights by more than {max(changes):.1g} of their size.",
             (
                 "the learning rate is too low: small models want 1e-5, large ones 1e-6",
-                "the optimizer is over other parameters than the model's, or the model is trained in bfloat16",
+                "the optimizer does not hold the model's parameters, or the model is trained in bfloat16",
             ),
         )
     change = history.now("weight_change") or 0.0
@@ -179,7 +179,7 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
             "gradient_explosion",
             _severity(now > 1000 * usual),
             f"The gradient's norm was {usual:.2g} until two steps ago, then {before:.2g}, and is {now:.2g}.",
-            ("the learning rate is too high", "a few tokens that the policy finds all but impossible: see ESS"),
+            ("the learning rate is too high", "a few tokens to which the policy gives almost no probability: see ESS"),
         )
     kl = history.now("kl_to_ref")
     weighted = history.now("loss_kl_to_ref")
@@ -212,7 +212,7 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
             f"The entropy fell from {since} to {now:.2g} nats per token, and the task is not learned.",
             (
                 "the learning rate is too high",
-                "the reward pays for one kind of answer: read the best rollouts",
+                "the reward favours one kind of answer: read the best rollouts",
                 "no exploration is left: raise clip_epsilon_high, or kl_to_ref_coeff",
             ),
             Selection.BEST,
@@ -222,21 +222,27 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
             "entropy_explosion",
             _severity(now > 6 * began),
             f"The entropy rose from {began:.2g} to {now:.2g} nats per token: the model is losing its language.",
-            ("the learning rate is too high", "an entropy bonus that is too large", "a reward that is noise"),
+            ("the learning rate is too high", "an entropy bonus that is too large", "a reward that is mostly noise"),
             Selection.WORST,
         )
 
 
+def _is_constant(history: MetricHistory) -> bool:
+    return history.now("reward_std") == 0
+
+
 def _lengths(history: MetricHistory) -> Iterator[Finding]:
     share = history.share("cut_share", "num_rollouts")
-    if share is not None and (verdict := _graded(share, look=0.2, broken=0.5)) != Verdict.FINE:
+    verdict = _graded(share, look=0.2, broken=0.5)
+    # A model learns to end its answers along with the task, so a run that has just begun, or learns, needs no advice.
+    if share is not None and verdict != Verdict.FINE and (_is_constant(history) or history.has_settled("cut_share")):
         yield Finding(
             "answers_cut",
             verdict,
-            f"{_percent(share[0])} of the answers were cut.",
+            f"{_percent(share[0])} of the answers were cut off before their end.",
             (
-                "max_new_tokens, or max_model_len, is too small for the task",
-                "the model does not end its turns: a base model, or a template that is not its own",
+                "max_new_tokens or max_model_len is too small for the task",
+                "the model does not end its turns: a base model, or a chat template of another model",
                 "nothing costs length: truncation_reward=0.0",
             ),
             Selection.CUT,
@@ -251,7 +257,7 @@ def _lengths(history: MetricHistory) -> Iterator[Finding]:
             _severity(now > 10 * began),
             f"Answers grew from {began:.0f} to {now:.0f} tokens.",
             (
-                "nothing costs length, and the reward pays for it: truncation_reward=0.0",
+                "length costs nothing and the reward favours it: truncation_reward=0.0",
                 "the learning rate is too high, and the model forgets how to end",
             ),
             Selection.LONGEST,
@@ -261,7 +267,7 @@ def _lengths(history: MetricHistory) -> Iterator[Finding]:
             "silence",
             Verdict.LOOK,
             f"Answers shrank from {began:.0f} to {now:.1f} tokens.",
-            ("the reward pays for silence", "a length penalty that is too large"),
+            ("the reward favours short answers", "a length penalty that is too large"),
             Selection.BEST,
         )
 
@@ -275,18 +281,21 @@ def _signal(history: MetricHistory) -> Iterator[Finding]:
         return  # a teacher gives a signal for every token
     right = history.recent("groups_all_right") or 0.0
     wrong = history.recent("groups_all_wrong") or 0.0
-    says = f"{_percent(share[0])} of the prompts have answers of one reward, from which nothing is learned"
+    says = f"{_percent(share[0])} of the prompts have answers of one reward, from which nothing can be learned"
     if history.is_learned():
-        learned = f"{_percent(right)} are all right" if right > 0.5 else "the rewards are the highest that there were"
-        yield Finding("no_signal", Verdict.LOOK, f"{says}: {learned}.", ("the task is learned", "too easy"))
+        highest = "the rewards are the highest so far"
+        learned = f"{_percent(right)} of the prompts are all right" if right > 0.5 else highest
+        yield Finding("learned", Verdict.FINE, f"The task is learned: {learned}.", ())
         return
-    is_constant = history.now("reward_std") == 0
+    is_constant = _is_constant(history)
+    if not is_constant and share[0] < 1 and not history.has_settled("groups_all_equal"):
+        return
     if is_constant:
         says += f": all rewards are {history.now('reward_mean') or 0.0:g}"
     elif wrong > 0.5:
         says += f": {_percent(wrong)} are all wrong"
     causes = [
-        "the reward function reads something else than the answer: score one by hand",
+        "the reward function does not read the answer: score one by hand",
         "the template or the prompt is not what the model was trained with",
         "the task is too hard for this model: easier problems, larger groups, or supervised steps before",
         "too few answers per prompt, or a temperature that is too low",
@@ -308,7 +317,7 @@ def _reward(history: MetricHistory) -> Iterator[Finding]:
             f"The mean reward was {best:.2g} and is {now:.2g}.",
             (
                 "the learning rate is too high",
-                "the policy left what it knew: kl_to_ref_coeff, or go back to an earlier checkpoint",
+                "the policy moved too far from the initial model: set kl_to_ref_coeff, or resume an earlier checkpoint",
                 "the problems became harder, as with a curriculum",
             ),
             Selection.WORST,
@@ -322,7 +331,7 @@ def _reward(history: MetricHistory) -> Iterator[Finding]:
             _severity(share > 0.9),
             f"One answer is given to {_percent(share)} of the prompts; it was {_percent(began)}.",
             (
-                "the reward can be had without reading the prompt",
+                "the reward can be earned without reading the prompt",
                 "the entropy collapsed: the learning rate is too high",
             ),
             Selection.BEST,
@@ -360,7 +369,7 @@ def _fell(history: MetricHistory, name: str) -> Finding | None:
         _severity(is_certain),
         f"{name} fell from {was:.2g} to {now:.2g} while the reward of training rose from {before:.2g} to {after:.2g}.",
         (
-            "the reward can be had without solving the task: read the best rollouts",
+            "the reward can be earned without solving the task: read the best rollouts",
             "the problems of training are learned by heart: more of them, fewer epochs",
             "the two environments differ: prompt, reward, limits, temperature",
         ),
@@ -386,7 +395,10 @@ def _staleness(history: MetricHistory, max_staleness: int | None) -> Iterator[Fi
             "staleness",
             Verdict.BROKEN,
             f"The batch has tokens of {oldest:.0f} versions ago, and max_staleness is {max_staleness or 0}.",
-            ("the weights are updated more often than once per step", "the loop draws batches before it updates"),
+            (
+                "the weights are updated more often than once per step",
+                "the loop draws several batches before it updates the weights",
+            ),
         )
 
 
@@ -442,11 +454,26 @@ def _tools(history: MetricHistory) -> Iterator[Finding]:
     )
 
 
+def _agents(history: MetricHistory) -> Iterator[Finding]:
+    refused = history.now("agent/refused")
+    if refused is not None and refused > 0.5:
+        yield Finding(
+            "refused_agents",
+            _severity(refused > 0.9),
+            f"{_percent(refused)} of the agents' requests were refused.",
+            (
+                "the agent asks for what the endpoint does not do: read last_message under requests in its record",
+                "the agent goes on after a limit of the run: raise max_turns or max_completion_tokens",
+            ),
+            Selection.WORST,
+        )
+
+
 _TOOL_CAUSES = {
     "failed": "the tool raises: read its answers",
     "timeouts": "the tool is too slow, or its timeout too short",
     "invalid": "the model's arguments do not fit: say in the docstring what they are",
-    "unknown": "the model calls tools that there are not",
+    "unknown": "the model calls tools that do not exist",
     "malformed": "the model's calls cannot be read: the template's format is not what it was trained with",
 }
 
@@ -462,4 +489,5 @@ _CHECKS = (
     _held_out,
     _environment,
     _tools,
+    _agents,
 )

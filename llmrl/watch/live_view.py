@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,20 +22,22 @@ _COLUMNS = (
     ("step", "step", "{:.0f}"),
     ("reward", "reward_mean", "{:.3f}"),
     ("length", "completion_tokens_mean", "{:.1f}"),
+    ("seconds", "seconds", "{:.1f}"),
+    ("errors", "num_error", "{:.0f}"),
+    ("cut", "cut_share", "{:.0%}"),
+    ("failed calls", "tool_failure_share", "{:.0%}"),
+    ("trained", "trained_share", "{:.0%}"),
     ("entropy", "entropy", "{:.2f}"),
-    ("tokens/s", "tokens_per_second", "{:.0f}"),
     ("log-prob diff", "log_prob_difference_mean", "{:.4f}"),
     ("ESS", "ESS", "{:.3f}"),
+    ("tokens/s", "tokens_per_second", "{:.0f}"),
     ("generate s", "generate_seconds", "{:.2f}"),
     ("train s", "train_seconds", "{:.2f}"),
     ("sync s", "sync_seconds", "{:.2f}"),
-    ("trained", "trained_share", "{:.0%}"),
-    ("cut", "cut_share", "{:.0%}"),
-    ("errors", "num_error", "{:.0f}"),
-    ("failed calls", "tool_failure_share", "{:.0%}"),
     ("forks", "num_forks", "{:.0f}"),
     ("realigned tokens", "num_realigned_tokens", "{:.0f}"),
 )
+"""Title, metric and format, the most important first: a narrow terminal shows those that fit."""
 # Shown once a step has a different value.
 _RARE = {
     "trained_share": 1.0,
@@ -73,7 +76,7 @@ def conversation_panel(messages: Iterable[Message], title: str) -> Panel:
 
 
 class LiveView:
-    """Step, reward, length, entropy, throughput, log-prob difference, effective sample size and timing of each step.
+    """Reward, length, time, and as much else of each step as fits into one line; `metrics.csv` has everything.
 
     Rare values (cut answers, errors, forks, …) are shown once they occur. It redraws in place on a terminal, and prints
     one line per step elsewhere. A context manager.
@@ -116,8 +119,7 @@ class LiveView:
         if self._live is not None:
             self._live.update(self._render())
         else:
-            parts = (f"{title} {form.format(row[key])}" for title, key, form in self._columns() if key in row)
-            self.console.print("  ".join(parts), highlight=False)
+            self.console.print(self._line(row), highlight=False)
         if metrics.get("is_skipped"):
             text = f"step {step} changed nothing: no row, or a loss that is not finite"
             self.console.print(text, style="bold red")
@@ -169,6 +171,27 @@ class LiveView:
 
         return [column for column in _COLUMNS if is_shown(column[1])]
 
+    def _line(self, row: Mapping[str, float]) -> str:
+        parts = [f"{title} {form.format(row[key])}" for title, key, form in self._columns() if key in row]
+        ends = itertools.accumulate(len(part) + 2 for part in parts)
+        return "  ".join(part for part, end in zip(parts, ends, strict=True) if end <= self.console.width + 2)
+
+    def _table(self) -> Table:
+        """Return the last steps as a table of the columns that fit."""
+        rows = self._rows[-_NUM_ROWS:]
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        columns, room = [], self.console.width
+        for title, key, form in self._columns():
+            cells = [form.format(row[key]) if key in row else "" for row in rows]
+            room -= max(map(len, [title, *cells])) + 2
+            if room < -2:
+                break
+            table.add_column(title, justify="right", no_wrap=True)
+            columns.append(cells)
+        for cells_of_row in zip(*columns, strict=True):
+            table.add_row(*cells_of_row)
+        return table
+
     def _parts_of_reward(self) -> list[Text]:
         """Return mean and spread of each reward function at the last step, if there are several."""
         row = self._rows[-1] if self._rows else {}
@@ -179,15 +202,13 @@ class LiveView:
         return [Text(printable("  ".join(parts)))] if len(names) > 1 else []
 
     def _render(self) -> Group:
-        table = Table()
-        columns = self._columns()
-        for title, _, _ in columns:
-            table.add_column(title, justify="right")
-        for row in self._rows[-_NUM_ROWS:]:
-            table.add_row(*(form.format(row[key]) if key in row else "" for _, key, form in columns))
         rewards = [row["reward_mean"] for row in self._rows if "reward_mean" in row]
         health = [_sentence(finding) for finding in self._findings] or [Text(Verdict.FINE, style=_STYLES[Verdict.FINE])]
-        parts: list[RenderableType] = [table, Text(f"reward {sparkline(rewards[-60:])}"), *self._parts_of_reward()]
+        parts: list[RenderableType] = [
+            self._table(),
+            Text(f"reward {sparkline(rewards[-60:])}"),
+            *self._parts_of_reward(),
+        ]
         parts += [Text.assemble("health ", line) for line in health]
         parts.append(self._progress)
         return Group(*parts, self._sample) if self._sample is not None else Group(*parts)

@@ -124,12 +124,16 @@ class MetricHistory:
         margin = self.margin("reward_mean")
         return began is not None and best is not None and recent > began + margin and recent >= best - margin
 
+    def has_settled(self, name: str) -> bool:
+        """Return whether a metric was measured for a few steps, and the reward does not rise any more."""
+        return len(self._places(name)) >= NUM_SMOOTHED and not self.is_learning()
+
     def is_learned(self) -> bool:
         """Return whether most answers are right, or have the highest reward seen so far."""
         tops = self.values("reward_max")
         # If a step does not know which answers are right, the other steps do not either.
         knows_right = all("groups_all_right" in step for step in self.steps if "num_groups" in step)
-        if knows_right and (self.recent("groups_all_right") or 0.0) > 0.5:
+        if knows_right and (self.now("groups_all_right") == 1 or (self.recent("groups_all_right") or 0.0) > 0.5):
             return True
         mean = self.recent("reward_mean")
         has_differed = any(self.values("reward_std"))

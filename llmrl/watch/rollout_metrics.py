@@ -79,6 +79,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "completion_tokens_max": float(lengths[-1]),
         **dict(_reward_metrics(scored)),
         **_tool_metrics(rollouts),
+        **_agent_metrics(rollouts),
         **_answer_metrics(rollouts),
     }
     return metrics if rights is None else metrics | dict(_right_metrics(scored, rights))
@@ -148,6 +149,30 @@ def _tool_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
         return {}
     shares = {f"tool_calls/{outcome}": float(count) for outcome, count in outcomes.items()}
     return {"num_tool_calls": float(num_calls), **shares, "tool_failure_share": 1 - outcomes["answered"] / num_calls}
+
+
+def _agent_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+    """Return the metrics of agents' requests, from rollouts that recorded them."""
+    num_answered = num_refused = num_failed = num_lost = num_turns = num_rows = 0
+    for rollout in rollouts:
+        requests = rollout.info.get("requests")
+        if not isinstance(requests, Mapping):
+            continue
+        num_answered += requests.get("num_answered", 0)
+        num_refused += sum(requests.get("refused", {}).values())
+        num_failed += requests.get("num_failed", 0)
+        num_lost += requests.get("num_lost", 0)
+        num_turns += rollout.num_turns
+        rows = {turn["row"] for turn in rollout.turns if turn["row"] is not None}
+        num_rows += len(rows) or min(1, rollout.num_turns)
+    metrics = {}
+    if num_requests := num_answered + num_refused + num_failed:
+        metrics["agent/refused"] = num_refused / num_requests
+    if num_turns + num_lost:
+        metrics["agent/lost"] = num_lost / (num_turns + num_lost)
+    if num_turns:
+        metrics["agent/rows_per_turn"] = num_rows / num_turns
+    return metrics
 
 
 def _answer_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:

@@ -116,6 +116,13 @@ class TokenLog:
 
         write_atomically(self._path(step, split), write)
 
+    def copy(self, other: TokenLog, step: int, split: str = "train") -> None:
+        """Copy what another folder has stored of a step."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open_file(other._path(step, split), "rb") as file:
+            data = file.read()
+        write_atomically(self._path(step, split), lambda path: path.write_bytes(data))
+
     def _path(self, step: int, split: str) -> Path:
         return self.path / (f"{step:06d}.npz" if split == "train" else f"{step:06d}-{quote(split, safe='')}.npz")
 

@@ -59,8 +59,12 @@ def grouped_name(name: str) -> str:
     """
     if name.startswith(("eval/", "env/")):
         return name
-    is_performance = name.endswith(_PERFORMANCE) or name.startswith("engine_")
-    return f"{'perf' if is_performance else 'train'}/{name}"
+    return f"{'perf' if is_performance(name) else 'train'}/{name}"
+
+
+def is_performance(name: str) -> bool:
+    """Return whether a metric measures speed or memory, and so differs between equal runs."""
+    return name.endswith(_PERFORMANCE) or name.startswith("engine_")
 
 
 def spread(records: Sequence[Row], count: int) -> list[Row]:

@@ -55,13 +55,26 @@ def test_the_best_model_is_no_worse_one_after_a_kill(renderer, tmp_path, killed)
     assert best_of(tmp_path / "run") == first  # of step 1; that of step 4, a third too, is not better
 
 
+@pytest.mark.filterwarnings("ignore:no evaluation until step")
+def test_a_metric_that_the_first_evaluations_lack_chooses_among_the_others(renderer, tmp_path):
+    evaluation = EvalConfig(every=1, metric="eval/score", patience=2)
+    why = "eval/score was best at step 2, and eval.patience has run out"
+    options = {"evaluation": evaluation, "score": {2: 0.5, 3: 0.1}.get}
+    assert train(tmp_path / "whole", renderer, resume=False, **options) == why
+    assert steps_of(tmp_path / "whole") == [0, 1, 2, 3, 4]
+    with pytest.raises(Killed):
+        train(tmp_path / "killed", renderer, resume=False, on_step=killed_at(2), **options)
+    assert train(tmp_path / "killed", renderer, resume=True, **options) == why
+    assert best_of(tmp_path / "killed") == best_of(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("killed", range(2, 5))
 def test_patience_goes_on_where_it_was(renderer, tmp_path, killed):
     evaluation = EvalConfig(every=1, metric="eval/score", patience=3)
     options = {"evaluation": evaluation, "score": SCORES.__getitem__}
     with pytest.raises(Killed):
         train(tmp_path, renderer, resume=False, on_step=killed_at(killed), **options)
-    why = "eval/score was best at step 1, and eval.patience is over"
+    why = "eval/score was best at step 1, and eval.patience has run out"
     for _ in range(2):  # an ended run stays ended
         assert train(tmp_path, renderer, resume=True, **options) == why
         assert steps_of(tmp_path) == [0, 1, 2, 3, 4]

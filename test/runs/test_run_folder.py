@@ -15,7 +15,7 @@ from rich.console import Console
 from waiting import wait_until
 
 from llmrl._utils.files import write_atomically
-from llmrl.config.sections import RunConfig
+from llmrl.config.sections import EnvConfig, RunConfig
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.runs.report import print_next_steps
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder
@@ -240,10 +240,12 @@ def test_how_to_go_on_names_the_environment_that_is_not_active(tmp_path, monkeyp
     for path in ("/usr/bin", f"{sys.prefix}/bin:/usr/bin"):
         monkeypatch.setenv("PATH", path)
         console = Console(file=io.StringIO(), width=200)
-        print_next_steps(console, RunFolder(tmp_path / path.replace("/", "_"), trackers=[]), "python script.py")
+        print_next_steps(console, RunFolder(tmp_path / path.replace("/", "_"), trackers=[]), "python script.py",
+                         EnvConfig(name="addition", options={"num_digits": 1}))  # fmt: skip
         said.append(console.file.getvalue())
     assert f". {sys.prefix}/bin/activate" in said[0] and "activate" not in said[1]
     assert all("llmrl view" in text and "python script.py" in text for text in said)
+    assert all("--env addition num_digits=1\n" in text for text in said)
 
 
 # Rollouts

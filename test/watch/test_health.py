@@ -41,12 +41,12 @@ BOUNDS = {
     "large_updates": [[{"weight_change": value}] for value in (0.02, 0.1, 0.5)],
     "kl_penalty": [[{"kl_to_ref": 0.01, "loss_kl_to_ref": 0.01 * weight}] for weight in (0.1, 0.9, 50.0)],
     "skipped": [[{"is_skipped": a}, {"is_skipped": b}] for a, b in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))],
-    "no_signal": [[{"groups_all_equal": value, "groups_all_wrong": value}] for value in (0.49, 0.51, 0.91)],
+    "no_signal": [[{"groups_all_equal": value, "groups_all_wrong": value}] * 3 for value in (0.49, 0.51, 0.91)],
     "entropy_collapse": [
         [{"entropy": value} for value in (1.0, 1.0, 1.0, 0.6, 0.4, 0.2, last)] for last in (0.11, 0.09, 0.019)
     ],
     "entropy_explosion": [series({"entropy": 1.0}, {"entropy": value}) for value in (2.9, 3.1, 6.1)],
-    "answers_cut": [[{"cut_share": value}] for value in (0.19, 0.21, 0.51)],
+    "answers_cut": [[{"cut_share": value}] * 3 for value in (0.19, 0.21, 0.51)],
     "length_explosion": [
         series({"completion_tokens_mean": 10.0}, {"completion_tokens_mean": value}) for value in (29.0, 31.0, 101.0)
     ],
@@ -56,6 +56,7 @@ BOUNDS = {
     ],
     "errors": [[{"num_rollouts": 100.0, "num_error": value}] for value in (6.0, 15.0, 51.0)],
     "unscored": [[{"num_rollouts": 100.0, "num_unscored": value}] for value in (6.0, 15.0, 51.0)],
+    "refused_agents": [[{"agent/refused": value}] for value in (0.49, 0.51, 0.91)],
     "broken_tools": [[{"tool_failure_share": value, "tool_calls/failed": 3.0}] for value in (0.49, 0.51, 0.91)],
     "reward_hacking": [
         [
@@ -88,6 +89,7 @@ def test_every_finding_is_documented_and_every_one_documented_is_found():
     found = {finding.name for _, *cases in BOUNDS.values() for steps in cases for finding in diagnose(steps)}
     found |= set(verdicts([{"staleness_max": 1.0}]))
     found |= set(verdicts([{"weight_change": 1e-9, "learning_rate": 1e-12}] * 3))
+    found |= set(verdicts([{"groups_all_equal": 1.0, "groups_all_right": 1.0}]))
     found |= set(verdicts(series({"completion_tokens_mean": 9.0}, {"completion_tokens_mean": 1.0})))
     table = DOCUMENTATION.split("| finding | look | broken |")[1].split("\n\n")[0]
     cells = re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE)
@@ -98,8 +100,26 @@ def test_a_task_that_is_learned_is_no_failure():
     """At the end of a good run all answers are right, alike in their group, short and certain."""
     began = {"reward_mean": 0.1, "groups_all_equal": 0.2, "groups_all_right": 0.0, "entropy": 1.0}
     learned = {"reward_mean": 1.0, "groups_all_equal": 0.95, "groups_all_right": 0.95, "entropy": 0.005}
-    assert verdicts(series(began, learned)) == {"no_signal": "look"}
-    assert "all right" in diagnose(series(began, learned))[0].says
+    (finding,) = diagnose(series(began, learned))
+    assert (finding.name, finding.verdict) == ("learned", "fine") and finding.causes == ()
+    assert finding.says == "The task is learned: 95 % of the prompts are all right."
+
+
+DEMO = [  # the first steps of a healthy run of the demo, in which the model learns to end its answers, too
+    {"reward_mean": reward, "reward_std": 0.3, "cut_share": cut, "num_rollouts": 128.0, "groups_all_equal": equal}
+    for reward, cut, equal in ((0.023, 0.84, 0.81), (0.133, 0.54, 0.44), (0.289, 0.23, 0.19), (0.7, 0.02, 0.1))
+]
+
+
+def test_a_run_that_learns_gets_no_advice_about_answers_that_are_cut_or_wrong_at_first():
+    assert [verdicts(DEMO[:number]) for number in range(1, 5)] == [{}] * 4
+
+
+def test_answers_that_stay_cut_are_found_once_the_reward_does_not_rise():
+    stuck = [{**DEMO[0], "reward_mean": reward} for reward in (0.023, 0.02, 0.022, 0.021)]
+    assert [verdicts(stuck[:number]).get("answers_cut") for number in range(1, 5)] == [None, None, "broken", "broken"]
+    alike = [{**DEMO[0], "reward_mean": 0.0, "reward_std": 0.0, "groups_all_equal": 1.0}]
+    assert verdicts(alike) == {"answers_cut": "broken", "no_signal": "broken"}  # no need to wait
 
 
 def test_equal_rewards_are_no_finding_where_a_teacher_teaches():
@@ -207,7 +227,7 @@ def test_the_rollouts_that_show_it_are_named():
 
 def test_a_judge_keeps_the_rollouts_of_its_step_and_knows_the_steps_before_a_kill(tmp_path):
     log = HealthLog(tmp_path / "health.jsonl")
-    before = {step: {"reward_mean": 0.8} for step in range(1, 7)}
+    before = {step: {"reward_mean": 0.8, "cut_share": 1.0} for step in range(1, 7)}
     judge = HealthJudge(log, {**before, 9: {"reward_mean": 0.8}})  # 9 was logged, and is played again later
     cut = [record("cut", reason="length")]
     assert judge.judge(7, {"reward_mean": 0.8, "cut_share": 1.0}, cut)[0].name == "answers_cut"
@@ -237,6 +257,28 @@ def test_the_live_view_says_it_once_and_shows_the_first_traceback():
     assert text.count("look errors: 1 failed. Likely: it raises.") == 1  # while it stays so
     assert "the first error: a at step 2" in text and "no [/bold]" in text and "another one" not in text
     assert "look errors: 1 failed." in shown(True)
+
+
+STEP = {
+    "reward_mean": 0.128, "completion_tokens_mean": 11.34, "seconds": 104.6, "cut_share": 0.84, "trained_share": 0.19,
+    "entropy": 2.74, "log_prob_difference_mean": 1e-5, "ESS": 1.0, "tokens_per_second": 1234.0,
+    "generate_seconds": 63.82, "train_seconds": 21.38, "sync_seconds": 2.65, "num_error": 3.0, "num_forks": 17.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_step_is_one_line_of_whole_words_in_a_terminal_of_80_columns(is_terminal):
+    console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
+    with LiveView(2, console=console) as view:
+        for step in (1, 2):
+            view.show_step(step, STEP)
+    lines = console.file.getvalue().splitlines()
+    shown = [line for line in lines if "0.128" in line]
+    assert len(shown) >= 2 and all(len(line) <= 80 for line in lines if "\x1b" not in line)
+    for value in ("11.3", "104.6", "3", "84%", "19%"):  # the most important, each whole
+        assert all(value in re.split(r"\s+", line) for line in shown), shown
+    if is_terminal:
+        assert "step  reward  length  seconds  errors  cut  trained" in console.file.getvalue()
 
 
 def test_parts_of_the_reward_and_rare_columns_are_shown_where_there_are_any():

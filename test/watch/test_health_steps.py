@@ -9,13 +9,13 @@ import pytest
 from llmrl.watch.findings import HealthLog
 from llmrl.watch.health import HealthJudge, diagnose
 
-CUT = {"cut_share": 0.75, "num_rollouts": 100.0}
+FAILING = {"tool_failure_share": 0.75, "num_tool_calls": 100.0}
 
 
 @pytest.mark.parametrize(("num_steps", "looked_at"), [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (7, (5, 7))])
 def test_a_share_is_of_the_last_three_steps(num_steps, looked_at):
-    (finding,) = diagnose([CUT] * num_steps)
-    assert (finding.name, finding.steps) == ("answers_cut", looked_at)
+    (finding,) = diagnose([FAILING] * num_steps)
+    assert (finding.name, finding.steps) == ("broken_tools", looked_at)
 
 
 def test_what_is_compared_with_the_beginning_is_over_all_steps():
@@ -25,9 +25,9 @@ def test_what_is_compared_with_the_beginning_is_over_all_steps():
 
 
 def test_two_findings_of_a_step_have_their_own_steps():
-    steps = [{**CUT, "completion_tokens_mean": 100.0}] * 5 + [{**CUT, "completion_tokens_mean": 900.0}] * 3
+    steps = [{**FAILING, "completion_tokens_mean": 100.0}] * 5 + [{**FAILING, "completion_tokens_mean": 900.0}] * 3
     found = {finding.name: finding.steps for finding in diagnose([*steps, {**steps[-1], "staleness_max": 9.0}])}
-    assert found == {"staleness": (9, 9), "answers_cut": (7, 9), "length_explosion": (1, 9)}
+    assert found == {"staleness": (9, 9), "broken_tools": (7, 9), "length_explosion": (1, 9)}
 
 
 def test_an_evaluation_that_fell_is_compared_with_its_best_one():
@@ -41,8 +41,8 @@ def test_an_evaluation_that_fell_is_compared_with_its_best_one():
 
 def test_the_record_of_a_run_has_the_run_s_numbers(tmp_path):
     log = HealthLog(tmp_path / "health.jsonl")
-    judge = HealthJudge(log, dict.fromkeys((4, 6, 9), CUT))  # steps 5, 7 and 8 left no metrics
-    (finding,) = judge.judge(11, CUT)
+    judge = HealthJudge(log, dict.fromkeys((4, 6, 9), FAILING))  # steps 5, 7 and 8 left no metrics
+    (finding,) = judge.judge(11, FAILING)
     assert finding.steps == (6, 11) and finding.over == "steps 6 to 11"
     line = json.loads((tmp_path / "health.jsonl").read_text())
     assert line["findings"][0]["steps"] == [6, 11]

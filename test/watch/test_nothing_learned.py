@@ -34,8 +34,8 @@ def ended(tiny_model_path, tmp_path, monkeypatch):
     """Runs `train` with a reward; gives the run, what was printed, and the error that ended it."""
 
     def run(reward, *, num_steps=2, patience=4, repeats=4, **options):
-        for module in ("base", "scheduler"):
-            monkeypatch.setattr(f"llmrl.collectors.{module}.SIGNAL_PATIENCE", patience)
+        for module in ("collectors.base", "collectors.scheduler", "runs.recorder"):
+            monkeypatch.setattr(f"llmrl.{module}.SIGNAL_PATIENCE", patience)
         env = DatasetChatEnv([{"query": f"{a} + 1 =", "place": a} for a in range(6)], repeats=repeats, name="train")
         env = env.append_transform(RubricReward(reward))
         out = io.StringIO()
@@ -93,6 +93,20 @@ def test_a_later_step_without_signal_is_recorded_too(ended, takes_long):
     last = max(record["step"] for record in run.rollouts)
     assert last > 1 and names(run, last)["no_signal"]["verdict"] == "broken"
     assert "policy_version" not in run.metrics[-1]  # of the step that was not made
+
+
+def test_a_task_that_is_learned_ends_the_run_and_says_so(ended, takes_long):
+    num_asked = []
+
+    def right_from_the_second_step(completion):
+        num_asked.append(completion)
+        return differs(completion) if len(num_asked) <= 12 else 1.0
+
+    run, printed, error = ended(right_from_the_second_step, num_steps=9)
+    assert error is None and "the task is learned: at step 2 every answer is right" in printed
+    assert "nothing" not in printed and "no_signal" not in printed
+    assert names(run, 2)["learned"]["verdict"] == "fine"
+    assert len({record["group_id"] for record in run.rollouts if record["step"] == 2}) == 6  # two batches
 
 
 def test_dropped_rollouts_keep_their_tokens(ended, takes_long):

@@ -142,10 +142,11 @@ def test_rewards_that_are_mostly_equal_carry_no_signal(planted):
     def dull(completion, place):
         return differs(completion) if place == 0 else 0.5
 
-    run = planted(dull, num_steps=3, groups_per_batch=6)  # 15 of 18 prompts, which is more than chance
-    assert run.first("no_signal")[0] == 3 and "no_signal" in run.printed
-    assert run.first("answers_cut") == (1, "broken") and "answers_cut" in run.printed  # a random model does not end
-    assert all(one["rollouts"] for one in run.steps[3]["findings"] if one["name"] in ("no_signal", "answers_cut"))
+    run = planted(dull, num_steps=5, groups_per_batch=6)  # 15 of 18 prompts, which is more than chance
+    assert run.first("no_signal")[0] in (3, 4, 5) and "no_signal" in run.printed
+    step, verdict = run.first("answers_cut")  # a random model does not end
+    assert (step in (3, 4, 5), verdict) == (True, "broken") and "answers_cut" in run.printed
+    assert all(one["rollouts"] for one in run.steps[step]["findings"] if one["name"] in ("no_signal", "answers_cut"))
 
 
 def test_a_learning_rate_that_changes_nothing_is_seen_at_the_third_step(planted, takes_long):
@@ -284,7 +285,7 @@ def test_a_tool_that_always_fails_is_seen_at_the_first_step(judged):
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 def test_success_says_what_is_right_whatever_the_reward_pays(judged, scale):
     said, printed = judged(sums(paid(scale)), lambda step, prompt: f"{sum_in(prompt)}<|im_end|>")
-    assert said == [{"no_signal": "look"}] and "100 % are all right" in printed
+    assert said == [{"learned": "fine"}] and "100 % of the prompts are all right" in printed
     said, printed = judged(sums(paid(scale)), lambda step, prompt: "no<|im_end|>")
     assert said == [{"no_signal": "broken"}], printed
 
