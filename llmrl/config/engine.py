@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmrl.config.entries import NAMED, Section, above, at_least, one_of
+from llmrl.engines.vllm.passed_through import check_passed_through
 
 if TYPE_CHECKING:
     PauseMode = Literal["keep", "wait", "abort"]
@@ -37,10 +38,19 @@ class EngineConfig(Section):
     """`int8` quantises the linear layers of an engine on CPU; `train.importance_cap` corrects for it."""
     sleep_while_training: bool | None = None
     """Whether the engine frees a shared GPU for the trainer (`sync.transport=ipc`); null: if they alternate."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Other arguments of vLLM, by name, as `engine_args` of `AsyncVLLM` takes them."""
     use_ray: bool = False
     """Whether to start engines in Ray actors."""
     ray_options: dict[str, Any] = field(default_factory=dict)
     """Ray options of each engine's actor: `num_cpus`, `num_gpus`, `resources`."""
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        own = {spec.name for spec in fields(self)} & self.engine_args.keys()
+        if own:
+            raise ValueError(f"engine.engine_args may not hold {sorted(own)[0]!r}: set engine.{sorted(own)[0]}.")
+        check_passed_through(self.engine_args)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +82,7 @@ class SyncConfig(Section):
             raise ValueError(f"sync.anchor_every={self.anchor_every} needs sync.transport=direct or files, got ipc.")
         if self.anchor_every > 1 and self.lora == "adapter":
             raise ValueError(
-                f"sync.anchor_every={self.anchor_every} is of all weights, and sync.lora=adapter sends few."
+                f"sync.anchor_every={self.anchor_every} is for full weights, and sync.lora=adapter sends adapters only."
             )
 
 

@@ -80,8 +80,8 @@ def check_fit(cfg: ScriptConfig) -> None:
         elif sum(plan.lasting.values()) > beside:
             raise ValueError(
                 f"what the trainer keeps while the engine generates, {sum(plan.lasting.values()) / GIB:.1f} GiB, does "
-                f"not fit beside it, in {beside / GIB:.1f}: lower engine.gpu_memory_utilization, or train adapters "
-                "(model.lora.rank=16)."
+                f"not fit into the {beside / GIB:.1f} that the engine leaves: lower "
+                "engine.gpu_memory_utilization, or train adapters (model.lora.rank=16)."
             )
     if plan.total <= usable:
         return
@@ -89,7 +89,11 @@ def check_fit(cfg: ScriptConfig) -> None:
     raise ValueError(
         f"the trainer needs {plan.total / GIB:.1f} GiB on each GPU and has {usable / GIB:.1f}: "
         f"{', '.join(lines_of(plan))}. "
-        + (f"What would fit: {'; or '.join(fitting)}." if fitting else "No entry would make it fit.")
+        + (
+            f"What would fit: {'; or '.join(fitting)}."
+            if fitting
+            else "No entry of the configuration would make it fit."
+        )
     )
 
 

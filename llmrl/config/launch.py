@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from llmrl._utils.arguments import SYNONYMS, nearest
+from llmrl._utils.arguments import nearest
 from llmrl._utils.imports import require
+from llmrl._utils.other_libraries import EXPLAINED, SYNONYMS
 from llmrl.config.dry_run import as_dry_run, plan_of
 from llmrl.config.entries import choices_of, entries_by_name
 from llmrl.config.fit import check_fit
@@ -119,7 +121,7 @@ def typed(cfg: DictConfig, config_type: type[AnyConfig]) -> AnyConfig:
 
     try:
         entries = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config_type), entries))
+        config = OmegaConf.to_object(OmegaConf.merge(_schema_of(config_type), entries))  # type: ignore[arg-type]
     except ConfigKeyError as error:
         known = [entry.name for entry in dataclasses.fields(error.object_type)]
         raise ValueError(_no_entry(str(error.full_key), known)) from error
@@ -131,6 +133,14 @@ def typed(cfg: DictConfig, config_type: type[AnyConfig]) -> AnyConfig:
     return config
 
 
+@functools.cache
+def _schema_of(config_type: type[object]) -> DictConfig:
+    """Return the entries of a configuration class; what is merged into them is merged into a copy."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(config_type)
+
+
 def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None = None) -> str:
     """Return a message about an unknown entry; `elsewhere` has the entries of all sections by their last names."""
     group, _, last = name.rpartition(".")
@@ -138,6 +148,8 @@ def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None =
     other = nearest(last, elsewhere or ())
     if last == "reward_funcs":
         hint = "The environment has the reward: env.name=my_env.py:make."
+    elif last in EXPLAINED:
+        hint = f"{EXPLAINED[last][0].upper()}{EXPLAINED[last][1:]}."
     elif elsewhere and other and (near is None or last in SYNONYMS):
         hint = f"Did you mean {elsewhere[other]!r}?"
     else:
@@ -157,7 +169,7 @@ def hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
             known = {entry.name: entry for entry in dataclasses.fields(section)}
             if part not in known:
                 parts = name.split(".")
-                shown = name if parts[-1] in SYNONYMS else ".".join(parts[: place + 1])
+                shown = name if parts[-1] in {**SYNONYMS, **EXPLAINED} else ".".join(parts[: place + 1])
                 found.append(_no_entry(shown, list(known), entries_by_name(config_type)))
                 break
             section = _section_of(known[part], section)

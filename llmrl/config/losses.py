@@ -23,6 +23,8 @@ class LossChoice:
     """Entries of `train` that it accepts, in addition to `COMMON`."""
     normalization: Normalization = "std"
     """Its normalisation of advantages (`group_advantages`)."""
+    has_ratio: bool = True
+    """Whether it has a ratio to the policy before the step, so that a batch may have several updates."""
 
 
 LOSSES: Mapping[str, LossChoice] = {
@@ -31,7 +33,7 @@ LOSSES: Mapping[str, LossChoice] = {
     "dapo": LossChoice(DAPO),
     "cispo": LossChoice(CISPOLoss, (*_CLIP, "aggregation")),
     "gspo": LossChoice(GSPOLoss),
-    "rloo": LossChoice(RLOOLoss, ("aggregation",), normalization="leave_one_out"),
+    "rloo": LossChoice(RLOOLoss, ("aggregation",), normalization="leave_one_out", has_ratio=False),
     "dppo": LossChoice(DPPOLoss, ("max_divergence", "divergence", "aggregation")),
 }
 COMMON = ("importance_cap", "kl_to_ref_coeff")
@@ -56,8 +58,21 @@ def check_loss_entries(loss: str, train: object) -> None:
         hint = f"Did you mean train.{near}?" if near else f"It takes {', '.join(f'train.{one}' for one in taken)}."
         others = ", ".join(name for name, choice in LOSSES.items() if entry in choice.entries)
         raise EntryError(
-            f"train.{entry}", f"is no option of loss={loss}, got {value!r}; losses that take it: {others}. {hint}"
+            f"train.{entry}", f"is not an option of loss={loss}, got {value!r}; losses that take it: {others}. {hint}"
         )
+
+
+def check_num_updates(loss: str, *, num_epochs: int, num_minibatches: int) -> None:
+    """Raise EntryError if a batch has several updates and the loss has no ratio to correct those after the first."""
+    if LOSSES[loss].has_ratio:
+        return
+    for entry, value in (("num_epochs", num_epochs), ("num_minibatches", num_minibatches)):
+        if value > 1:
+            raise EntryError(
+                f"train.{entry}",
+                f"must be 1 with loss={loss}, got {value}: this loss has no ratio, which would correct and bound every "
+                f"update after a batch's first. Leave train.{entry}=1, or use loss=grpo.",
+            )
 
 
 def build_loss(loss: str, train: object, actor: TransformersWrapper, *, budget: int | None = None) -> GRPOLoss:

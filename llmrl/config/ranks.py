@@ -29,7 +29,9 @@ def start_ranks(cfg: ScriptConfig) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout.flush()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    os.execv(sys.executable, [*torchrun, *sys.argv])
+    spec = sys.modules["__main__"].__spec__  # of a script that was started by `python -m`
+    program = [sys.argv[0]] if spec is None else ["-m", spec.name]
+    os.execv(sys.executable, [*torchrun, *program, *sys.argv[1:]])
 
 
 def join_ranks(cfg: ScriptConfig) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from llmrl._utils.files import UnsafeFileError, open_file, write_atomically
+from llmrl._utils.json_values import by_dotted_name
 from llmrl.config.sections import ScriptConfig
 from llmrl.data.state_file import DamagedFileError
 
@@ -43,6 +44,30 @@ def save_config(cfg: ScriptConfig, folder: Path) -> None:
     write_atomically(folder / CONFIG_NAME, lambda path: OmegaConf.save(OmegaConf.create(asdict(cfg)), path))
 
 
+def load_config(folder: Path) -> Entries:
+    """Return the entries of a run's `config.yaml`.
+
+    Raises:
+        UnsafeFileError: if it is a link, a pipe, a socket or a device.
+        DamagedFileError: if it is missing or not a valid configuration.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = folder / CONFIG_NAME
+    try:
+        with open_file(path) as file:
+            saved = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+        if not isinstance(saved, dict):
+            raise ValueError("it holds no sections")
+    except UnsafeFileError:
+        raise
+    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
+        raise DamagedFileError(f"{path} is damaged: {error}. Put a copy of it in its place.") from error
+    return {str(name): value for name, value in saved.items()}
+
+
 def own_config(cfg: DictConfig) -> DictConfig:
     """Return the configuration of a script: `cfg` as hydra composed it, or the saved one if it resumes a run."""
     if not cfg.resume or cfg.dry_run:
@@ -74,32 +99,21 @@ def resumed_config(
         ValueError: if another algorithm, model, task or order of prompts is requested, or an entry is deleted.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
-    path = Path(cfg.run.path) / CONFIG_NAME
-    if not path.exists():
+    folder = Path(cfg.run.path)
+    if not (folder / CONFIG_NAME).exists():
         raise FileNotFoundError(
-            f"{path} is missing, so there is no run to resume: name its folder with run.path, or start one without "
-            "resume=true."
+            f"{folder / CONFIG_NAME} is missing, so there is no run to resume: name its folder with run.path, or start "
+            "one without resume=true."
         )
-    try:
-        with open_file(path) as file:
-            saved = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-        if not isinstance(saved, dict):
-            raise ValueError("it holds no sections")
-    except UnsafeFileError:
-        raise
-    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
-        raise DamagedFileError(f"{path} is damaged: {error}. Put a copy of it in its place.") from error
+    saved = load_config(folder)
     composed = asdict(cfg) if isinstance(cfg, ScriptConfig) else OmegaConf.to_container(cfg, resolve=True)
     parts = [_completed(saved, composed), *_asked(composed, overrides, config_folders)]
     # Entries of this call rather than the run.
     parts.append({"resume": True, "dry_run": composed["dry_run"], "run": {"path": composed["run"]["path"]}})
     resumed = OmegaConf.merge(*map(OmegaConf.create, parts))
-    before = _flat(saved)
-    after = _flat(OmegaConf.to_container(resumed, resolve=True))
-    changes = {name: (before.get(name), value) for name, value in after.items() if before.get(name) != value}
+    before = by_dotted_name(saved)
+    changes = changes_of(saved, OmegaConf.to_container(resumed, resolve=True))
     for name in ("resume", "run.path"):
         changes.pop(name, None)
     for name, (old, new) in changes.items():
@@ -159,6 +173,17 @@ def entries_of(path: Path) -> list[Entries]:
     return [*(part for base in bases for part in entries_of(base)), own]
 
 
+def changes_of(before: Entries, after: Entries) -> dict[str, tuple[object, object]]:
+    """Return the entries of `after` that differ from those of `before`, by dotted names, with both values.
+
+    Example:
+        >>> changes_of({"train": {"num_steps": 5}, "seed": 0}, {"train": {"num_steps": 6}, "seed": 0})
+        {'train.num_steps': (5, 6)}
+    """
+    old = by_dotted_name(before)
+    return {name: (old.get(name), value) for name, value in by_dotted_name(after).items() if old.get(name) != value}
+
+
 def _completed(saved: Entries, composed: Entries) -> Entries:
     """Return `saved` with the missing entries of `composed`; entries are not merged below the second level."""
     completed = dict(composed) | saved
@@ -172,18 +197,3 @@ def _completed(saved: Entries, composed: Entries) -> Entries:
 def _nested(name: str, value: object) -> Entries:
     group, _, rest = name.partition(".")
     return {group: _nested(rest, value) if rest else value}
-
-
-def _flat(value: object, prefix: str = "") -> Entries:
-    """Return leaves by dotted names; an empty dict is a leaf.
-
-    Example:
-        >>> _flat({"a": {"b": 1, "c": []}})
-        {'a.b': 1, 'a.c': []}
-    """
-    if not isinstance(value, Mapping) or not value:
-        return {prefix: value}
-    flat: Entries = {}
-    for key, part in value.items():
-        flat |= _flat(part, f"{prefix}.{key}" if prefix else str(key))
-    return flat

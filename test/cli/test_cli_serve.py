@@ -23,9 +23,9 @@ from llmrl.viewer import read_run
 USER = {"role": "user", "content": "Begin."}
 
 
-def served(renderer, act, *, out=None, api_key="secret"):
+def served(renderer, act, *, out=None, api_key="secret", answers=("15<|im_end|>", "2<|im_end|>"), kind=LoggingEngine):
     """What `act` returns of a served model, and the engine that was asked."""
-    engine = LoggingEngine(["15<|im_end|>", "2<|im_end|>"], encode=renderer.encode, decode=renderer.decode)
+    engine = kind(answers, encode=renderer.encode, decode=renderer.decode)
     policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": 99, "temperature": 0.5})
     settings = ServeSettings(name="small", host="127.0.0.1", port=0, api_key=api_key, out=out)
     console = Console(record=True, width=200, stderr=True)
@@ -107,6 +107,51 @@ def test_clients_say_how_to_sample(renderer):
     _, engine = served(renderer, act)
     used = [(one.temperature, one.seed, one.max_new_tokens, one.top_k) for _, one, _ in engine.requests]
     assert used == [(0.0, 3, 7, 0), (0.5, None, 99, 0), (0.5, None, 9, 4)]
+
+
+class ParticularEngine(LoggingEngine):
+    """Supports what vLLM does on a CPU."""
+
+    def check_sampling(self, sampling):
+        if sampling.seed is not None:
+            raise ValueError("no seeds")
+        if sampling.temperature > 2:
+            raise ValueError("temperature must be at most 2")
+
+
+def test_what_the_engine_does_not_support_is_the_clients_error_and_a_seed_is_overridden(renderer, tmp_path):
+    async def act(url):
+        client = openai.AsyncOpenAI(base_url=url, api_key="secret")
+        await talk(client, 1, seed=3)
+        for wrong in (
+            {"temperature": 3.0},
+            {"seed": 2**64 + 1},
+            {"temperature": 1e300},
+        ):
+            with pytest.raises(openai.BadRequestError):
+                await talk(client, 1, **wrong)
+
+    _, engine = served(renderer, act, out=tmp_path / "out", kind=ParticularEngine)
+    assert [one.seed for _, one, _ in engine.requests] == [None]
+    [record] = read_run(tmp_path / "out").rollouts
+    assert record["info"] == {"requests": {"num_answered": 1, "overridden": {"seed": 1}}}
+
+
+@pytest.mark.parametrize("answers", [["15<|im_end|>", "2<|im_end|>"], ["15<|im_end|>"]], ids=["different", "equal"])
+def test_samples_of_one_prompt_are_conversations_of_their_own(renderer, tmp_path, answers):
+    async def act(url):
+        client = openai.AsyncOpenAI(base_url=url, api_key="secret")
+        talks = [[USER] for _ in range(4)]
+        for number in range(3):
+            for messages in talks:
+                answer = await client.chat.completions.create(model="small", messages=messages)
+                said = {"role": "assistant", "content": answer.choices[0].message.content}
+                messages += [said, {"role": "user", "content": f"And {number}?"}]
+
+    served(renderer, act, out=tmp_path / "out", answers=answers)
+    run = read_run(tmp_path / "out")
+    assert [record["num_turns"] for record in run.rollouts] == [3, 3, 3, 3]
+    assert [record["turns"] for record in run.rollouts] == [[]] * 4, "none has branches"
 
 
 def test_requests_without_the_key_are_refused_and_metrics_count(renderer):

@@ -75,19 +75,21 @@ def test_every_loss_is_built_above():
     [
         (
             ["loss=rloo", "train.clip_epsilon=0.1"],
-            r"train\.clip_epsilon is no option of loss=rloo, got 0\.1; ",
+            r"train\.clip_epsilon is not an option of loss=rloo, got 0\.1; ",
         ),
         (["loss=dppo", "train.clip_epsilon_high=0.3"], r"It takes train\.max_divergence, train\.divergence"),
         (
             ["loss=grpo", "train.fixed_length=64"],
-            r"fixed_length is no option of loss=grpo, .* take it: dr_grpo",
+            r"fixed_length is not an option of loss=grpo, .* take it: dr_grpo",
         ),
-        (["loss=dr_grpo", "train.aggregation=token_mean"], r"aggregation is no option of loss=dr_grpo"),
-        (["train.max_divergence=0.1"], r"max_divergence is no option of loss=grpo.*take it: dppo\."),
-        (["loss=cispo", "train.dual_clip=3"], "dual_clip is no option of loss=cispo"),
+        (["loss=dr_grpo", "train.aggregation=token_mean"], r"aggregation is not an option of loss=dr_grpo"),
+        (["train.max_divergence=0.1"], r"max_divergence is not an option of loss=grpo.*take it: dppo\."),
+        (["loss=cispo", "train.dual_clip=3"], "dual_clip is not an option of loss=cispo"),
         (["loss=dapoo"], r"loss must be one of grpo, .*; got 'dapoo'\. Did you mean 'dapo'\?"),
         (["loss=grpo", "train.dual_clip=1"], r"train\.dual_clip must be above 1"),
         (["loss=dppo", "train.divergence=js"], r"train\.divergence must be one of tv, kl"),
+        (["loss=rloo", "train.num_epochs=2"], r"train\.num_epochs must be 1 with loss=rloo, got 2: .* no ratio"),
+        (["loss=rloo", "train.num_minibatches=4"], r"train\.num_minibatches must be 1 with loss=rloo, got 4"),
         (["loss=gspo", "train.clip_epsilon=1.5"], r"train\.clip_epsilon must be above 0 and at most 1"),
     ],
 )
@@ -107,7 +109,7 @@ def test_every_pair_of_options_is_taken_or_refused_by_name(name):
         train = GRPOTrainConfig(num_steps=1, learning_rate=1e-5, **chosen)
         refused = "|".join(option for option in pair if option not in LOSSES[name].entries)
         if refused:
-            with pytest.raises(ValueError, match=rf"train\.({refused}) is no option of loss={name}"):
+            with pytest.raises(ValueError, match=rf"train\.({refused}) is not an option of loss={name}"):
                 GRPOConfig(**sections, loss=name, train=train)
             continue
         loss = GRPOConfig(**sections, loss=name, train=train).build_loss(near_policy(ragged_batch(1)))

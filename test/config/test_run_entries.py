@@ -116,6 +116,7 @@ ANYTHING = {
     "env.options": "arguments of the task",
     "eval.envs": "sections of their own",
     "engine.ray_options": "Ray's",
+    "engine.engine_args": "vLLM's, some of them refused by name",
     "algorithm": "the script's own",
 }
 

@@ -95,7 +95,9 @@ def test_vllm_finds_the_weight_transfer_plugin():
 
 def test_no_cuda_build_of_torchs_companions_is_installed():
     for name in load_setup().LEFT_OUT:
-        assert importlib.util.find_spec(name) is None, f"{name} breaks vLLM on CPU; run make setup"
+        spec = importlib.util.find_spec(name)
+        # An engine of this process may have put a stand-in, which has no loader, in its place.
+        assert spec is None or spec.loader is None, f"{name} breaks vLLM on CPU; run make setup"
 
 
 def test_a_missing_optional_package_names_its_extra():

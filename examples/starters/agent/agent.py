@@ -1,0 +1,31 @@
+"""An agent: your own program asks the policy at a URL, as it would ask a service, and its work is scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from openai import AsyncOpenAI
+
+from llmrl import AgentEnv
+from llmrl.endpoint.agent import AgentModel
+
+
+async def play(row: Mapping[str, str], model: AgentModel) -> float:
+    """Work on one problem with any framework that speaks OpenAI's or Anthropic's API; return the score."""
+    async with AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+        messages = [{"role": "user", "content": f"Which month has {row['days']} days? Name one."}]
+        draft = await client.chat.completions.create(model=model.name, messages=messages)
+        messages.append(draft.choices[0].message.model_dump(include={"role", "content"}))
+        messages.append({"role": "user", "content": "Now the name of the month only."})
+        final = await client.chat.completions.create(model=model.name, messages=messages)
+    return float((final.choices[0].message.content or "").strip(" .") in row["months"].split())
+
+
+def env(split: str = "train", repeats: int = 8, seed: int = 0) -> AgentEnv:
+    """The environment; the agent works on a problem `repeats` times, and its scores are compared."""
+    rows = [
+        {"days": "28 or 29", "months": "February"},
+        {"days": "30", "months": "April June September November"},
+        {"days": "31", "months": "January March May July August October December"},
+    ]
+    return AgentEnv(play, rows, name=split, repeats=repeats, shuffle=True, seed=seed)

@@ -1,0 +1,63 @@
+"""`llmrl new`: a folder of your own to start from, made of the project's tested examples."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_STARTERS = Path(__file__).parent / "starters"
+KINDS = ("task", "env", "agent", "loop")
+
+
+def make_project(kind: str, name: str, folder: Path) -> list[Path]:
+    """Write a project into a new folder, and return its files, the one to edit first.
+
+    Args:
+        kind: `task` (prompts and a reward), `env` (several turns), `agent` (a program that asks a URL) or `loop` (the
+            training script itself).
+        name: name of the folder and of its module.
+        folder: folder to create it in.
+
+    Raises:
+        ValueError: if the kind is unknown, or if the name is no name of a module, or that of an installed one.
+        FileExistsError: if the folder exists.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"there is no {kind!r} to start from; the kinds are {', '.join(KINDS)}.")
+    target = folder / name
+    if target.exists():
+        raise FileExistsError(f"{target} exists; take another name.")
+    if not name.isidentifier() or importlib.util.find_spec(name) is not None:
+        raise ValueError(f"{name!r} is no name for a new Python module: take letters, digits and _, as in my_{kind}.")
+    target.mkdir(parents=True)
+    files = [_write(source, target / place, kind, name) for place, source in _files_of(kind).items()]
+    return sorted(files, key=lambda path: path.name != f"{name}.py")
+
+
+def _files_of(kind: str) -> dict[str, Path]:
+    """Return the files of a kind, by their places in the folder."""
+    files = {"README.md": _STARTERS / "README.md"}
+    if kind == "loop":
+        files["loop.py"] = _PACKAGE / "runs/grpo.py"
+        for part in ("grpo.yaml", "common.yaml", "task/addition.yaml", "task/gsm8k.yaml", "hardware/cpu.yaml"):
+            files[f"config/{part}"] = _PACKAGE / "config" / part
+        files["config/hardware/gpu1.yaml"] = _PACKAGE / "config/hardware/gpu1.yaml"
+    else:
+        files["conftest.py"] = _STARTERS / "conftest.py"
+    return files | {path.name: path for path in (_STARTERS / kind).iterdir() if path.is_file()}
+
+
+def _write(source: Path, path: Path, kind: str, name: str) -> Path:
+    """Copy a file under the project's name, which stands for the kind's in imports and for NAME in the README."""
+    text = source.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        text = text.replace("NAME", name)
+    text = re.sub(rf"^from {kind} import", f"from {name} import", text, flags=re.MULTILINE)
+    if source.name == "grpo.py":
+        text = text.replace("../config/grpo.yaml", "config/grpo.yaml")
+    path = path.with_name(re.sub(rf"^(test_)?{kind}\.", rf"\g<1>{name}.", path.name))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path

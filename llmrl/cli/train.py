@@ -1,0 +1,70 @@
+"""`llmrl train` and `llmrl demo`: the GRPO script, for an environment of your own or a task of its configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from llmrl._utils.json_values import by_dotted_name
+
+MODULE = "llmrl.runs.grpo"
+
+
+def run_script(entries: Sequence[str]) -> NoReturn:
+    """Replace this process by the script, so that Ctrl-C and signals reach the training itself."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", MODULE, *entries])
+
+
+def entries_of(words: Sequence[str]) -> list[str]:
+    """Return the script's entries for the words of `llmrl train`.
+
+    A first word FILE.py:FUNCTION becomes `env.name`, with the entries of `task/own.yaml`, then those of FILE.yaml if
+    there is one. Entries on the command line come last, so they win.
+
+    Raises:
+        FileNotFoundError: if there is no file FILE.py.
+        ValueError: if FUNCTION is missing, or if FILE.yaml is not a mapping.
+
+    Example:
+        >>> entries_of(["task=gsm8k", "seed=1"])
+        ['task=gsm8k', 'seed=1']
+    """
+    if not words or "=" in words[0] or words[0].startswith("-"):
+        return list(words)
+    file, _, function = words[0].rpartition(":")
+    if not function or not file.endswith(".py"):
+        raise ValueError(
+            f"llmrl train {words[0]}: give an environment of your own, FILE.py:FUNCTION, or a task, task=gsm8k."
+        )
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"there is no file {file!r} to take the environment {words[0]!r} from.")
+    return ["task=own", f"env.name={words[0]}", *_entries_beside(Path(file)), *words[1:]]
+
+
+def _entries_beside(file: Path) -> list[str]:
+    import yaml
+
+    path = file.with_suffix(".yaml")
+    if not path.is_file():
+        return []
+    found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold sections with entries, such as collect: {{group_size: 8}}.")
+    return [f"++{name}={_value(value)}" for name, value in by_dotted_name(found).items() if name]
+
+
+def _value(value: object) -> str:
+    """Return a value as hydra reads it."""
+    if isinstance(value, str):
+        # A backslash is doubled only where a quote follows, the last one included.
+        return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value) + "'"
+    if isinstance(value, list):
+        return f"[{','.join(map(_value, value))}]"
+    return json.dumps(value)

@@ -1,0 +1,63 @@
+"""`llmrl train` and `llmrl demo`: from the words that a person types to the script's configuration."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from llmrl.cli import train as command
+from llmrl.cli.app import app
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Type a command; the entries that the script is started with, or the message."""
+    monkeypatch.chdir(tmp_path)
+
+    def type_in(*words):
+        entries = []
+        monkeypatch.setattr(command, "run_script", entries.extend)
+        result = runner.invoke(app, words)
+        return entries if result.exit_code == 0 else " ".join(result.output.split())
+
+    return type_in
+
+
+def test_an_environment_of_ones_own_is_trained_with_the_entries_beside_it(started, tmp_path):
+    (tmp_path / "sums.py").write_text("def env(split, repeats): ...")
+    assert started("train", "sums.py:env", "seed=1") == ["task=own", "env.name=sums.py:env", "seed=1"]
+    (tmp_path / "sums.yaml").write_text(
+        'collect:\n  group_size: 4\n  max_staleness: null\nenv:\n  options: {prompt: "it\'s 1: a, b", sizes: [1, 2]}\n'
+    )
+    assert started("train", "sums.py:env", "seed=1") == [
+        "task=own",
+        "env.name=sums.py:env",
+        "++collect.group_size=4",
+        "++collect.max_staleness=null",
+        "++env.options.prompt='it\\'s 1: a, b'",
+        "++env.options.sizes=[1,2]",
+        "seed=1",
+    ]
+
+
+def test_a_task_a_resumed_run_and_the_demo_are_the_scripts_entries(started):
+    assert started("train", "task=gsm8k", "hardware=gpu1") == ["task=gsm8k", "hardware=gpu1"]
+    assert started("train", "--help") == ["--help"] and started("demo", "seed=1") == ["seed=1"]
+
+
+def test_a_file_or_function_that_is_missing_is_answered_before_anything_starts(started, tmp_path):
+    (tmp_path / "sums.py").write_text("")
+    assert "there is no file 'no.py'" in started("train", "no.py:env")
+    assert "FILE.py:FUNCTION" in started("train", "sums.py")
+    (tmp_path / "sums.yaml").write_text("- 1")
+    assert "sums.yaml must hold sections" in started("train", "sums.py:env")
+
+
+@pytest.mark.parametrize("text", ["a", "it's", "C:\\temp\\", "a, b=c [d] {e}", "$x", "1", "true", "", " ä "])
+def test_hydra_reads_a_text_as_it_was_written(text):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    (override,) = OverridesParser.create().parse_overrides([f"++env.options.prompt={command._value(text)}"])
+    assert override.value() == text
