@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import ssl
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -59,6 +61,13 @@ def pytest_xdist_make_scheduler(config, log):
             return group_of(nodeid.partition("::")[0])
 
     return GroupScheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates():
+    """Certificates are read once, and not by each of hundreds of HTTP clients."""
+    with mock.patch.object(ssl, "create_default_context", functools.cache(ssl.create_default_context)):
+        yield
 
 
 @pytest.fixture(scope="session")

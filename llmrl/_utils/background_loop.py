@@ -217,6 +217,11 @@ class BackgroundLoop:
             self.stop()
             self._thread.join(timeout=10)
 
+    def abandon(self) -> None:
+        """Close the loop of an owner that was dropped; in its own thread, without waiting."""
+        self.stop()
+        self.close()
+
     def stop(self) -> None:
         """Stop the loop without waiting."""
         self._is_closing = True

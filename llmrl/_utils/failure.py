@@ -41,7 +41,7 @@ def describe(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception:  # raised by a user's class
-        text = "its text cannot be made"
+        text = "its text could not be produced"
     return text if isinstance(error, EscapedError) else f"{type(error).__name__}: {text}"
 
 

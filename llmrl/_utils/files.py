@@ -46,7 +46,7 @@ class UnsafeFileError(ValueError):
         except OSError:
             found = "nothing that can be opened"
         super().__init__(
-            f"{path} must be {expected}, and is {found}: what it leads to may be no part of the folder. Remove it, or "
+            f"{path} must be {expected}, and is {found}, which may lead out of the folder. Remove it, or "
             f"put {expected} in its place."
         )
 
@@ -67,7 +67,7 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
         >>> open_file(path)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        llmrl._utils.files.UnsafeFileError: ... must be a file, and is a link to /etc/hostname: ...
+        llmrl._utils.files.UnsafeFileError: ... must be a file, and is a link to /etc/hostname, ...
     """
     flags = _FLAGS[mode.replace("b", "")]
     try:

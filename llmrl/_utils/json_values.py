@@ -35,3 +35,18 @@ def as_json(value: object, depth: int = _MAX_DEPTH) -> JSON:
         return str(value)
     except Exception:  # a user's class
         return f"<{type(value).__name__}>"
+
+
+def by_dotted_name(value: object, prefix: str = "") -> dict[str, object]:
+    """Return the leaves of nested mappings by dotted names; an empty mapping is a leaf.
+
+    Example:
+        >>> by_dotted_name({"a": {"b": 1, "c": []}})
+        {'a.b': 1, 'a.c': []}
+    """
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    leaves: dict[str, object] = {}
+    for key, part in value.items():
+        leaves |= by_dotted_name(part, f"{prefix}.{key}" if prefix else str(key))
+    return leaves

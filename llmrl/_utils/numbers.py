@@ -49,3 +49,8 @@ def location_of(function: Callable[..., object], error: BaseException | None = N
     frames = [] if error is None else traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
     return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+
+
+def is_same(one: float, other: float) -> bool:
+    """Return whether two numbers are equal, or both NaN."""
+    return one == other or (math.isnan(one) and math.isnan(other))

@@ -48,6 +48,7 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     all_special_tokens: list[str]
     all_special_ids: list[int]
+    special_tokens_map: Mapping[str, str]
     is_fast: bool
     added_tokens_decoder: Mapping[int, AddedToken]
 

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NoReturn, Protocol, Self, TypeVar
@@ -17,7 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.garbage import search_young
-from llmrl._utils.torchrl_names import missing_attribute
+from llmrl._utils.other_libraries import missing_attribute
 from llmrl._utils.types import StateDict
 from llmrl.collectors.buffer import BufferFiller, QueueBuffer, TakesBatches
 from llmrl.collectors.groups import SIGNAL_PATIENCE, CollectionStalled, Dropped, NoSignal, StallDetector
@@ -61,6 +62,9 @@ class CollectorSource(RolloutSource, Protocol):
 class BatchCollector:
     """Base class of `LLMCollector`: makes batches of a scheduler's deliveries."""
 
+    init_random_frames = 0
+    """Number of turns that TorchRL's trainers wait for: none, since a language model starts trained."""
+
     def __init__(
         self,
         source: CollectorSource,
@@ -85,6 +89,9 @@ class BatchCollector:
         self.replay_buffer = replay_buffer
         self.verbose = verbose
         self._background = BackgroundLoop("llmrl-collector")
+        # Without `shutdown`, rollouts end with the collector or with the program.
+        weakref.finalize(self, BackgroundLoop.abandon, self._background)
+        self._post_collect_hook: Callable[[TensorDictBase], object] | None = None
         self._filler = None if replay_buffer is None else BufferFiller(self._next, self._write)
         self._pending_batch: Future[ReadyBatch | None] | None = None
         self._batch_lock = threading.Lock()  # held by a caller of `next` until it has its batch
@@ -155,6 +162,19 @@ class BatchCollector:
         check_group_size(postproc, self._source.dataset_env)
         self.postproc = postproc
 
+    def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
+        """Call a function with each batch from now on, after `postproc`; None calls nothing. Its result is ignored."""
+        self._post_collect_hook = hook
+
+    @property
+    def post_collect_hook(self) -> Callable[[TensorDictBase], object] | None:
+        """The function that `set_post_collect_hook` was given."""
+        return self._post_collect_hook
+
+    def getattr_rb(self, attr: str) -> object:
+        """Return an attribute of the replay buffer, such as `write_count`; AttributeError if there is no buffer."""
+        return getattr(self.replay_buffer, attr)
+
     def _next(self) -> TensorDictBase | None:
         """Return the next batch that has rows; until it is delivered, a saved state lists its groups as unplayed.
 
@@ -189,6 +209,8 @@ class BatchCollector:
             left_out = self._collected.leave_out(self._groups, batch)
             if not is_empty(batch):
                 self._report()
+                if self._post_collect_hook is not None and batch is not None:
+                    self._post_collect_hook(batch)
                 return batch
             self._nothing_trained(left_out)
         if self._collected.rollouts:

@@ -131,7 +131,7 @@ class LLMCollector(KnownArguments, BatchCollector):
     ) -> None:
         if async_envs is False:
             raise ValueError(
-                "async_envs=False is not supported: no conversation waits for another; for one at a time pass "
+                "async_envs=False is not supported: no conversation waits for another; to play one at a time pass "
                 "max_concurrent_rollouts=1."
             )
         if flatten_data is False:
@@ -155,7 +155,10 @@ class LLMCollector(KnownArguments, BatchCollector):
         if num_given is not None and num_given < 1:
             raise ValueError(f"max_concurrent_rollouts must be at least 1, got {num_given}.")
         if num_extra_groups and (max_staleness is not None or shape.kind != "groups"):
-            raise ValueError("num_extra_groups needs groups_per_batch, and no max_staleness: those groups would wait.")
+            raise ValueError(
+                "num_extra_groups needs groups_per_batch and excludes max_staleness, with which the extra "
+                "groups would wait."
+            )
         if reset_at_each_iter and max_staleness is not None:
             raise ValueError("reset_at_each_iter begins each batch afresh and max_staleness runs ahead: choose one.")
         if queue is not None and replay_buffer is not None:

@@ -39,7 +39,7 @@ class Completer:
         if policy.sampling.replay and policy.sampling.repetition_penalty != 1:
             raise ValueError(
                 f"the policy samples with repetition_penalty={policy.sampling.repetition_penalty:g}, and the trainer "
-                "cannot make that distribution again: leave it at 1; or say replay=False, to train with importance "
+                "cannot make that distribution again: leave it at 1; or set replay=False, to train with importance "
                 "ratios that are not 1 on-policy, or where nothing is trained."
             )
         self.policy = policy

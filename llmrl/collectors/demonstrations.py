@@ -192,7 +192,7 @@ def _with_arguments(call: object) -> Message:
         try:
             arguments = json.loads(arguments)
         except ValueError as error:
-            raise ValueError(f"the arguments of a call of {function['name']!r} are no JSON: {error}.") from error
+            raise ValueError(f"the arguments of a call of {function['name']!r} are not JSON: {error}.") from error
     if not isinstance(arguments, Mapping):
         raise ValueError(f"the arguments of a call of {function['name']!r} must be a dict, got {arguments!r:.200}.")
     return {**call, "type": "function", "function": {**function, "arguments": dict(arguments)}}

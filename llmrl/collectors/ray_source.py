@@ -216,7 +216,7 @@ class RaySource:
             if ready:
                 return min(ready, key=lambda slot: slot.load)
             if not self._starting:
-                raise RuntimeError("no collector actor runs, and none could be started; its own log says why.")
+                raise RuntimeError("no collector actor runs, and none could be started; the actors' logs say why.")
             self._changed.clear()
             await self._changed.wait()
 

@@ -26,6 +26,7 @@ from llmrl.endpoint import SessionLimits
 from llmrl.endpoint.agent import AgentTimeout
 from llmrl.engines import Completion
 from llmrl.envs import AgentEnv
+from llmrl.envs.agent import with_answer_rewards
 from llmrl.policies import LLMWrapperBase, answered
 from llmrl.rendering import Conversation
 from llmrl.rewards import RewardInput, Rubric
@@ -33,6 +34,8 @@ from llmrl.rewards.rubric import scores_of
 from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubric, outcomes_of, states_of, write_score
 
 _SOLO_IDS = itertools.count()
+# Without its opening there is nothing to score: neither an answer, nor the state of the tools.
+_UNOPENED = "The time limit of the rollout ended it while its environment opened it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ class RolloutRunner:
                 raise
             except BaseException as error:
                 if isinstance(error, TimeoutError) and limit.expired():
-                    self._end(rollout, StopReason.TIMEOUT)
+                    self._end(rollout, StopReason.TIMEOUT, "" if held else _UNOPENED)
                 else:
                     self._end(rollout, StopReason.ENGINE_ERROR, as_exception(error))
             for element in held:
@@ -200,6 +203,10 @@ class RolloutRunner:
                 if isinstance(error, AgentTimeout):
                     return self._end(rollout, StopReason.TIMEOUT)
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
+        if session.failure is not None:  # the agent made its result without the answer that the engine did not give
+            return self._end(rollout, StopReason.ENGINE_ERROR, session.failure)
+        rewards = session.turn_rewards()
+        score = with_answer_rewards(score, sum(rewards.values()) if rewards else None)
         self._endpoint.write_last(element, session, is_read=self.stepper.are_turns_read)
         agent_env.end_with(element, score)
         rollout.reason = session.reason  # set if the agent continued after a limit refused it answers
@@ -210,6 +217,9 @@ class RolloutRunner:
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         held[:] = [element]
         self._settle(rollout, stepped)
+        for place, reward in rewards.items():  # from the last turn, to which a score belongs
+            rollout.turn_rewards[-1] -= reward
+            rollout.turn_rewards[place] += reward
 
     async def _play(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
         while not rollout.status.is_settled:
@@ -301,7 +311,8 @@ class RolloutRunner:
 
     async def _score_at_end(self, rollout: Rollout) -> None:
         if self.rubric is None:  # the reward is the environment's or the agent's
-            rollout.is_scored = rollout.status.is_success and (self._agent_env is None or rollout.is_scored)
+            is_rewarded = self._agent_env is None or rollout.is_scored
+            rollout.is_scored = rollout.status.is_success and not rollout.error and is_rewarded
             return
         is_scoring_failed = rollout.status.is_success and bool(rollout.error)
         if not (rollout.is_scored or is_scoring_failed or self.rubric.is_group_scored):

@@ -31,7 +31,7 @@ from llmrl.envs.tool_env import ToolEnv
 from llmrl.rewards import IFEvalScoreData
 
 if TYPE_CHECKING:
-    from llmrl.torchrl.envs import GSM8KPrepareQuestion, LLMEnv, LLMHashingEnv
+    from llmrl.torchrl.envs.plain import GSM8KPrepareQuestion, LLMEnv, LLMHashingEnv
 
 __all__ = [
     "AdditionEnv",
@@ -95,4 +95,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.envs")
+    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.envs.plain")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -41,9 +41,12 @@ class ChatEnv(KnownArguments, EnvBase):
         tokenizer: renders a query's messages with its chat template in the modes `text` and `tokens`; without it, the
             query must already be text or token ids.
         template_kwargs: further arguments of the chat template.
+        with_tokenizer: whether to return the environment with an appended `IncrementalTokenizer`, which needs
+            `tokenizer`.
 
     Raises:
-        ValueError: if `input_mode` is unknown, if `system_prompt` has no effect, or if reset gets no query.
+        ValueError: if `input_mode` is unknown, if `with_tokenizer` has no `tokenizer`, if `system_prompt` has no
+            effect, or if reset gets no query.
 
     Example:
         >>> from tensordict import TensorDict
@@ -55,6 +58,17 @@ class ChatEnv(KnownArguments, EnvBase):
     data_key = "query"
     dataset_class: ClassVar[type[ChatEnv]]
     """`DatasetChatEnv`; it is set there to avoid a circular import."""
+
+    def __new__(cls, *args: object, with_tokenizer: bool = False, **kwargs: object) -> Self:
+        """Return the environment, or one around it if `with_tokenizer`."""
+        if not with_tokenizer:
+            return super().__new__(cls, *args, **kwargs)
+        tokenizer = kwargs.get("tokenizer")
+        if tokenizer is None:
+            raise ValueError("with_tokenizer=True appends an IncrementalTokenizer, which needs tokenizer=.")
+        env = cls(*args, **kwargs)  # type: ignore[arg-type]
+        # It is no instance of this class, so Python does not call `__init__` on it.
+        return TransformedEnv(env, IncrementalTokenizer(tokenizer))  # type: ignore[arg-type]
 
     def __init__(
         self,
@@ -68,6 +82,7 @@ class ChatEnv(KnownArguments, EnvBase):
         system_role: str = "system",
         user_role: str = "user",
         device: torch.device | None = None,
+        with_tokenizer: bool = False,
     ) -> None:
         if input_mode not in ("history", "text", "tokens"):
             raise ValueError(f"input_mode must be 'history', 'text' or 'tokens', got {input_mode!r}.")
@@ -92,8 +107,7 @@ class ChatEnv(KnownArguments, EnvBase):
     @classmethod
     def with_tokenizer(cls, tokenizer: Tokenizer, **kwargs: object) -> TransformedEnv:
         """Return an environment of this class with an appended `IncrementalTokenizer`."""
-        env = cls(tokenizer=tokenizer, **kwargs)  # type: ignore[arg-type]
-        return TransformedEnv(env, IncrementalTokenizer(tokenizer))
+        return cls(tokenizer=tokenizer, with_tokenizer=True, **kwargs)  # type: ignore[arg-type]
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], *, repeats: int = 1, **kwargs: object) -> EnvBase:

@@ -185,7 +185,8 @@ class MixedEnv:
             dataset_env = dataset_env_of(env)
             if not name or "/" in name:
                 raise ValueError(
-                    f"the name of an environment begins its ids: it needs a name without '/', got {name!r}."
+                    f"an environment's name is the prefix of its ids, so it must not be empty or contain '/', "
+                    f"got {name!r}."
                 )
             if dataset_env is None:
                 raise ValueError(f"the environment {name!r} has no dataset to draw prompts from: use a DatasetChatEnv.")
@@ -195,7 +196,9 @@ class MixedEnv:
             samplers[name].name = name
         repeats = {name: sampler.num_samples for name, sampler in samplers.items()}
         if len(set(repeats.values())) > 1:
-            raise ValueError(f"groups of a batch have one size: give all environments the same repeats, not {repeats}.")
+            raise ValueError(
+                f"all groups of a batch have the same size: give all environments the same repeats, not {repeats}."
+            )
         self.prompts = MixedPrompts(samplers, weights)
 
     def __getitem__(self, name: str) -> EnvBase:

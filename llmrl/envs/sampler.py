@@ -183,7 +183,9 @@ class PromptSampler:
         if isinstance(self.items, StreamedRows):
             self.items.read(self._position // self.num_samples + 1)
             if self._position and not self.items.has_ended:
-                raise ValueError("the loader has no length, and has not ended: there is no beginning to go back to.")
+                raise ValueError(
+                    "the loader has no length, and has not ended: it cannot be started from the beginning again."
+                )
         size = len(self.items) * self.num_samples
         self._again.clear()
         self._position += -self._position % size
@@ -213,8 +215,9 @@ class PromptSampler:
         ]
         if differing:
             raise ValueError(
-                f"the saved position is of other draws: {'; '.join(differing)} (num_samples are a dataset's repeats). "
-                "Build the environment as it was when the state was saved, or begin anew without the state."
+                f"the saved position is that of another order of draws: {'; '.join(differing)} (num_samples "
+                "are a dataset's repeats). Build the environment as it was when the state was saved, or "
+                "start without the state."
             )
         self._position = state["position"]
         self._first_epoch = state["first_epoch"]
@@ -235,6 +238,6 @@ def with_columns(item: Row, columns: Sequence[str]) -> Row:
     if further:
         raise ValueError(
             f"a row of the dataset has the columns {further}, and its first row only {list(columns)}; give every row "
-            "the same columns, None where there is nothing."
+            "the same columns, with None for a missing value."
         )
     return {name: item.get(name) for name in columns}

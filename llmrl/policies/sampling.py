@@ -10,7 +10,7 @@ from llmrl.engines import SamplingConfig
 
 _SYNONYMS = {"max_tokens": "max_new_tokens", "stop_sequences": "stop"}
 _ONE_SAMPLE = (1, "pass num_samples= to the policy, or repeats= to the environment")
-_NO_BEAMS = (1, "what beams find is not sampled, and cannot be trained on")
+_NO_BEAMS = (1, "beam search does not sample, so its answers cannot be trained on")
 _REDUNDANT: Mapping[str, tuple[object, str]] = {
     "n": _ONE_SAMPLE,
     "num_return_sequences": _ONE_SAMPLE,

@@ -88,7 +88,7 @@ def _find_thoughts(writer: TemplateWriter) -> tuple[str, ThoughtMarks | None]:
         raise RenderingError(
             "The chat template has a variable or a field for reasoning, and what it writes around reasoning is not "
             "found, so that reasoning would be taken for the answer. Use backend='renderers' where that package knows "
-            "the model, or say reasoning_parser='none' where the model does not reason, or 'think' where it writes "
+            "the model, or pass reasoning_parser='none' if the model does not reason, or 'think' if it writes "
             "<think> and </think>."
         )
     return "reasoning_content", None

@@ -90,7 +90,7 @@ def _completion_ids(
         if said is None or is_dropped:
             raise RenderingError(
                 f"the chat template asks for messages[{place}] with a prompt that ends with {lead!r}, and writes it as "
-                f"{text!r:.300}: what was said after that prompt cannot be known."
+                f"{text!r:.300}: what follows that prompt cannot be determined."
             )
         answer = renderer.encode(said)
     end = _end_of_turn(renderer, answer)

@@ -147,7 +147,7 @@ def _read_elements(
 ) -> tuple[list[tuple[str, Json]], int]:
     """Return the elements at a position and their end; `schema` returns the schema of a key's value."""
     if depth > _MAX_DEPTH:
-        raise ValueError(f"at most {_MAX_DEPTH} elements may stand in each other")
+        raise ValueError(f"at most {_MAX_DEPTH} elements may be nested")
     elements: list[tuple[str, Json]] = []
     while begun := _ELEMENT.match(text, position):
         key = begun["key"]

@@ -87,7 +87,7 @@ def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = Non
     try:
         plain = json.loads(json.dumps(dict(arguments), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the arguments are no JSON: {error}") from error
+        raise ValueError(f"the arguments are not JSON: {error}") from error
     call: ToolCall = {"type": "function", "function": {"name": name, "arguments": plain}}
     if call_id is not None:
         call["id"] = call_id

@@ -83,5 +83,5 @@ def _unread(probe: TemplateProbe, tool_parser: str) -> RenderingError:
         f"The chat template of {probe.writer.model_name!r} shows tools and {shown}, which {reader} reads, so that "
         f"calls would be taken for answers. tool_parser is one of {sorted(TOOL_CALL_PARSERS)}; register another "
         "(llmrl.rendering.register_tool_call_parser), take backend='renderers' where that package knows the model, or "
-        "say tool_parser='none' where no tools are used."
+        "pass tool_parser='none' if no tools are used."
     )

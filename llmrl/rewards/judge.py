@@ -141,8 +141,8 @@ class Judge:
         low, high = self.scale
         if not low <= float(number) <= high or (whole and float(whole) != high):
             raise ValueError(
-                f"the last number of the judge's reply is none from {low:g} to {high:g}: {reply[-200:]!r}; say in the "
-                "prompt how to end it, or pass read=."
+                f"the last number of the judge's reply is not between {low:g} and {high:g}: {reply[-200:]!r}; say "
+                "in the prompt how to end it, or pass read=."
             )
         return (float(number) - low) / (high - low)
 

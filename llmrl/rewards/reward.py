@@ -76,6 +76,10 @@ class RewardFn:
     def __init__(
         self, function: Callable[..., float | Awaitable[float]], *, name: str | None = None, weight: float = 1.0
     ) -> None:
+        if not callable(function):
+            raise TypeError(
+                f"a reward function must be callable, got {function!r:.80}; several are Rubric(f, g), without a list."
+            )
         name = name or getattr(function, "__name__", None)
         if not name or name == "<lambda>":
             raise ValueError("name is needed for a reward function that has none of its own.")
@@ -89,7 +93,7 @@ class RewardFn:
         parameters = inspect.signature(function).parameters.values()
         nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if nameless:
-            raise TypeError(f"reward function {name!r} takes {nameless} by place, and inputs are given by name.")
+            raise TypeError(f"reward function {name!r} takes {nameless} by position, and inputs are passed by name.")
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._required = [p.name for p in parameters if p.name in self._names and p.default is p.empty]
@@ -104,7 +108,7 @@ class RewardFn:
         missing = [name for name in self._required if name not in available]
         if missing:
             raise UnknownRewardInput(
-                f"{self.located()} reads {missing}, which is none of {sorted(available)}; "
+                f"{self.located()} reads {missing}, which is not among {sorted(available)}; "
                 f"name parameters after dataset columns, or after {', '.join(ROLLOUT_INPUTS)}."
             )
 

@@ -66,7 +66,8 @@ def test_a_collector_is_such_an_owner_until_it_is_shut_down(policy):
 
 
 def test_cycles_that_training_left_are_gone_with_the_next_batch(policy):
-    with LLMCollector(DatasetChatEnv(["Hi."]), policy=policy, groups_per_batch=1) as collector:
+    one_turn = RolloutLimits(max_turns=1)
+    with LLMCollector(DatasetChatEnv(["Hi."]), policy=policy, groups_per_batch=1, limits=one_turn) as collector:
         for _ in range(3):
             collector.next()
             left = Owner()

@@ -170,6 +170,19 @@ def test_another_temperature_is_the_first_cause_named_where_the_first_step_is_of
     sender.shutdown()
 
 
+def test_arguments_that_no_test_covers_end_training_where_the_first_batch_is_off() -> None:
+    trainer = Trainer()
+    trainer.engine.untested_arguments = ("attention_backend",)  # type: ignore[attr-defined]
+    sender = trainer.connect()
+    with pytest.raises(ValueError, match="attention_backend, which llmrl's tests do not cover"):
+        trainer.step(sampled_batch(trainer.model, version=0, temperature=0.7))
+    assert messages_of(lambda: trainer.step(sampled_batch(trainer.model, version=0))) == []
+    sender.update_weights()
+    # Once they agreed, the cause is another.
+    assert len(messages_of(lambda: trainer.step(sampled_batch(trainer.model, version=1, temperature=0.7)))) == 1
+    sender.shutdown()
+
+
 def test_dtypes_that_do_not_agree_are_the_first_cause_named() -> None:
     trainer = Trainer(torch.bfloat16)
     messages_of(trainer.connect)

@@ -56,7 +56,9 @@ def collect_groups(policy, env=None, **kwargs):
 
 def test_a_parameter_that_names_nothing_is_refused_when_the_reward_is_appended(make_policy):
     typo = Rubric(RewardFn(lambda anwser: 1, name="typo"))
-    where = r"'typo' \(.*test_collector_rewards.py:\d+\) reads \['anwser'\], which is none of \['answer', 'completion'"
+    where = (
+        r"'typo' \(.*test_collector_rewards.py:\d+\) reads \['anwser'\], which is not among \['answer', 'completion'"
+    )
     for compose in (lambda reward: reward, lambda reward: Compose(StepCounter(), reward)):
         with pytest.raises(UnknownRewardInput, match=where):
             DatasetChatEnv(DATASET).append_transform(compose(RubricReward(typo)))

@@ -54,7 +54,9 @@ def exact(completion, answer):
 TRANSFORMS = {
     "turns": lambda renderer: StepCounter(max_steps=2),
     "reward": lambda renderer: RubricReward(exact),
-    "thinking": lambda renderer: AddThinkingPrompt(lambda step: step["reward"].sum() < 1),
+    "thinking": lambda renderer: AddThinkingPrompt(
+        lambda step: "5" not in "".join(step["history"].prompt.content[-1:])
+    ),
     "version": lambda renderer: PolicyVersion(),
     "uuid": lambda renderer: PolicyVersion("uuid"),
     "tokens": lambda renderer: IncrementalTokenizer(renderer=renderer),

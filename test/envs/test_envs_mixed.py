@@ -252,7 +252,7 @@ def test_rollouts_that_are_played_come_group_by_group(renderer, num_rollouts, nu
     ("envs", "weights", "message"),
     [
         (dict, None, "at least one"),
-        (lambda: {"a/b": env("a")}, None, "without '/'"),
+        (lambda: {"a/b": env("a")}, None, "or contain '/'"),
         (lambda: {"a": env("a"), "b": env("b", repeats=3)}, None, "the same repeats"),
         (lambda: {"a": env("a"), "b": env("b")}, {"a": 1}, "must name"),
         (lambda: {"a": env("a"), "b": env("b")}, {"a": 1, "b": -1}, "not be negative"),

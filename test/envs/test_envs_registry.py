@@ -66,6 +66,15 @@ def test_data_is_refused_where_problems_are_generated():
         make_task_env("reasoning-gym", data=[ROWS["addition"]])
 
 
+@pytest.mark.parametrize(
+    ("name", "option"), [("addition", "num_digits"), ("countdown", "num_count"), ("search", "num_people")]
+)
+def test_options_of_generated_problems_are_refused_with_problems_of_ones_own(name, option):
+    assert make_task_env(name, **{option: 3}).reset() is not None
+    with pytest.raises(ValueError, match=f"{option}=3 is for generated problems, .*: leave one out"):
+        make_task_env(name, data=[ROWS[name]], **{option: 3})
+
+
 def test_unknown_names_are_answered_with_the_nearest():
     with pytest.raises(ValueError, match="Did you mean 'gsm8k'"):
         make_task_env("gsm8")

@@ -103,6 +103,21 @@ def test_conversations_that_fail_or_are_cut_are_closed_and_scored_as_far_as_they
     assert GuessingGame.events == {"made": 3, "closed": 3}
 
 
+class NeverBegins(GuessingGame):
+    async def reset(self, secret):
+        await asyncio.sleep(3600 if secret else 0)
+        return await super().reset(secret)
+
+
+@pytest.mark.parametrize("rubric", [None, Rubric(RewardFn(lambda completion: 1.0, name="one"))], ids=["own", "rubric"])
+def test_a_conversation_that_is_cut_while_it_is_opened_has_no_score_and_says_so(renderer, rubric):
+    env = ToolEnv(NeverBegins, rows(1, 0), repeats=1, rubric=rubric)
+    cut, other = play(renderer, env, 2, rollout_timeout_seconds=3.0)
+    assert cut.status is RolloutStatus.TRUNCATED and cut.reason == "timeout" and not cut.is_scored
+    assert cut.error == "The time limit of the rollout ended it while its environment opened it."
+    assert other.is_scored and not other.error
+
+
 def test_messages_a_system_prompt_and_a_factory_with_arguments(renderer):
     few_shots = [{"role": "user", "content": "Guess."}, {"role": "assistant", "content": "7"}]
     data = [

@@ -215,7 +215,7 @@ def test_a_prompt_s_white_space_is_no_empty_reasoning(model_path):
         "<|im_end|>{% endfor %}{{ '<|im_start|>assistant:\n' if add_generation_prompt }}{# </think> #}"
     )
     renderer = written_renderer(model_path, template, "<|im_end|>")
-    with pytest.raises(RenderingError, match="cannot be known"):
+    with pytest.raises(RenderingError, match="cannot be determined"):
         demonstrate(renderer, [user("a"), {"role": "assistant", "content": "four"}])
 
 
@@ -231,7 +231,7 @@ def test_demonstrations_follow_a_prompt_that_ends_with_empty_reasoning(model_pat
         trained = [token for token, is_said in zip(columns.token_ids, columns.loss_mask, strict=True) if is_said]
         assert renderer.decode(trained) == f"four{end}five{end}"
         with pytest.raises(
-            RenderingError, match=r"what was said after that prompt cannot be known|is not what is read"
+            RenderingError, match=r"what was said after that prompt cannot be determined|is not what is read"
         ):
             demonstrate(renderer, [user("a"), {**four, "reasoning_content": "hm"}])
 

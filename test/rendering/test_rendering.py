@@ -253,4 +253,4 @@ def test_the_package_backend_agrees_with_the_template(model_path):
     assert package.parse(template.encode("x<|im_end|>")).message["content"] == "x"
     call = '<tool_call>\n{"name": "f", "arguments": {"a": NaN}}\n</tool_call><|im_end|>'
     parsed = package.parse(template.encode(call))
-    assert "tool_calls" not in parsed.message and "no JSON" in parsed.malformed_tool_calls[0].reason
+    assert "tool_calls" not in parsed.message and "not JSON" in parsed.malformed_tool_calls[0].reason

@@ -79,8 +79,8 @@ def test_ids_of_calls_that_are_names_are_kept():
         ("xml", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>", "'a' is written twice"),
         ("glm", "f<arg_key>a</arg_key><arg_value>1</arg_value>what", "expected at 'what"),
         ("glm", "f<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>a</arg_key><arg_value>2</arg_value>", "twice"),
-        ("hermes", '{"name": "f", "arguments": {"a": NaN}}', "no JSON"),
-        ("hermes", '{"name": "f", "arguments": {"a": 1e999}}', "no JSON"),
+        ("hermes", '{"name": "f", "arguments": {"a": NaN}}', "not JSON"),
+        ("hermes", '{"name": "f", "arguments": {"a": 1e999}}', "not JSON"),
     ],
 )
 def test_what_is_not_all_of_a_call_is_no_call(name, body, reason):
@@ -97,7 +97,7 @@ def test_python_s_values_that_are_no_json_are_no_arguments(written):
 
 
 def test_a_call_with_arguments_that_are_no_json_is_not_made():
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="not JSON"):
         make_tool_call("f", {"a": float("nan")})
 
 

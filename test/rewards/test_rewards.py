@@ -146,7 +146,7 @@ def test_fixed_rewards_weights_and_parameters_without_a_name_are_refused():
             Rubric(one, **{name: float("nan")})
     with pytest.raises(ValueError, match="finite"):
         RewardFn(one, weight=float("inf"))
-    with pytest.raises(TypeError, match=r"\['obj'\] by place"):
+    with pytest.raises(TypeError, match=r"\['obj'\] by position"):
         RewardFn(len)
 
 

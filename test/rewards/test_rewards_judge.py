@@ -172,7 +172,7 @@ def test_replies_are_kept_in_a_file_with_half_a_line_of_another_process(server, 
 def test_the_score_is_the_last_number_of_the_scale(reply, expected):
     judge = Judge("judge", "{completion}", api_key="-")
     if expected is None:
-        with pytest.raises(ValueError, match="from 0 to 10"):
+        with pytest.raises(ValueError, match="between 0 and 10"):
             judge.score_of(reply)
     else:
         assert judge.score_of(reply) == pytest.approx(expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from torchrl.envs import EnvBase
@@ -63,10 +64,13 @@ def make_task_env(
     return make(split, repeats=repeats, **options)
 
 
-def _make_own(path: Path, name: str, given: dict[str, object], options: dict[str, object]) -> EnvBase:
-    """Call a function in a user's file."""
+def load_function(path: Path, name: str) -> Callable[..., object]:
+    """Run a Python file and return its function `name`.
+
+    Raises FileNotFoundError if there is no such file, and ValueError if it has no such function.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r} to take the environment {name!r} from.")
+        raise FileNotFoundError(f"there is no file {str(path)!r} to take the function {name!r} from.")
     module_name = f"llmrl_own_{path.resolve().stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None  # it is a Python file
@@ -76,6 +80,12 @@ def _make_own(path: Path, name: str, given: dict[str, object], options: dict[str
     if not callable(make):
         functions = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module_name]
         raise ValueError(f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}.")
+    return make
+
+
+def _make_own(path: Path, name: str, given: dict[str, object], options: dict[str, object]) -> EnvBase:
+    """Call a function in a user's file."""
+    make = load_function(path, name)
     known = keywords_of(make)
     if known is not None:
         if given["data"] is not None and "data" not in known:

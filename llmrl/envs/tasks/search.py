@@ -10,7 +10,16 @@ from typing import Unpack
 from torchrl.envs import Compose
 
 from llmrl.data import Message
-from llmrl.envs.tasks.task import Dataset, Split, TaskEnv, TaskOptions, check_split, named_task, task_rows
+from llmrl.envs.tasks.task import (
+    Dataset,
+    Split,
+    TaskEnv,
+    TaskOptions,
+    check_split,
+    named_task,
+    refuse_generator_options,
+    task_rows,
+)
 from llmrl.rendering.tool_calls import make_tool_call
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.transforms import RubricReward, SearchIndex, ToolTransform
@@ -19,6 +28,8 @@ _SYSTEM_PROMPT = (
     "Answer questions about people. You know nothing about them: call the search tool first, "
     "then reply with the answer only."
 )
+_NUM_PEOPLE = 60
+"""Number of people in the generated corpus by default."""
 _FIRST = ("Ada", "Bruno", "Carla", "Dario", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas")
 _LAST = ("Adler", "Brandt", "Conti", "Duarte", "Egger", "Ferrari", "Gruber", "Hansen", "Ivanov", "Jensen")
 _FACTS = {
@@ -40,7 +51,7 @@ _FACTS = {
 }  # fmt: skip
 
 
-def search_corpus(*, num_people: int = 60, seed: int = 0) -> tuple[list[str], list[dict[str, str]]]:
+def search_corpus(*, num_people: int = _NUM_PEOPLE, seed: int = 0) -> tuple[list[str], list[dict[str, str]]]:
     """Return documents about `num_people` (2 to 100) fictional people, and questions (`query`, `answer`) about them.
 
     Example:
@@ -109,13 +120,14 @@ class SearchEnv(TaskEnv):
         dataset: questions with the columns `query`, `answer` and `documents` (texts); searches cover the documents of
             all rows. By default `search_corpus`.
         split: `train` has three quarters of the generated questions, `test` the rest; both search the whole corpus.
-        num_people: number of people in the generated corpus, which has three facts about each.
+        num_people: number of people in the generated corpus, which has three facts about each; 60 by default.
         num_results: number of documents that a search returns.
         show_example: whether every conversation begins with an example.
         **options: see `TaskOptions`; by default `train` is shuffled.
 
     Raises:
-        ValueError: if the split is unknown, the dataset empty or a column missing.
+        ValueError: if the split is unknown, the dataset empty or a column missing, or if `num_people` is given with
+            a dataset.
         MissingExtraError: if the `tools` extra is not installed.
 
     Example:
@@ -129,18 +141,19 @@ class SearchEnv(TaskEnv):
         dataset: Dataset | None = None,
         *,
         split: Split = "train",
-        num_people: int = 60,
+        num_people: int | None = None,
         num_results: int = 2,
         show_example: bool = True,
         tool_parser: str = "none",
         **options: Unpack[TaskOptions],
     ) -> None:
         if dataset is None:
-            documents, questions = search_corpus(num_people=num_people, seed=options.get("seed", 0))
+            documents, questions = search_corpus(num_people=num_people or _NUM_PEOPLE, seed=options.get("seed", 0))
             num_test = len(questions) // 4
             questions = questions[:num_test] if check_split(split) == "test" else questions[num_test:]
             rows = task_rows(questions, split=split, query="query")
         else:
+            refuse_generator_options({} if num_people is None else {"num_people": num_people})
             rows = task_rows(dataset, split=split, query="query", columns=("answer", "documents"))
             documents = list(dict.fromkeys(document for row in rows for document in row.pop("documents")))
         opening = example_conversation() if show_example else ()

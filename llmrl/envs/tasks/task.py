@@ -137,6 +137,8 @@ class Task:
     def rows(self, dataset: Dataset | None, split: str, options: dict[str, object]) -> Rows:
         """Return the rows of a dataset, or the task's own; the generator's options are removed from `options`."""
         own = {name: options.pop(name) for name in self.own_options() if name in options}
+        if dataset is not None:
+            refuse_generator_options(own)
         if dataset is None and not isinstance(self.source, str):
             if "seed" in inspect.signature(self.source).parameters:
                 own["seed"] = options.get("seed", 0)
@@ -161,7 +163,7 @@ class DeclaredTaskEnv(TaskEnv):
     Raises:
         FileNotFoundError: if the dataset does not exist.
         TypeError: if an option is unknown.
-        ValueError: if the dataset is empty or lacks a column.
+        ValueError: if the dataset is empty or lacks a column, or is given with an option of the generator.
 
     Example:
         >>> from llmrl.transforms import RubricReward
@@ -240,6 +242,13 @@ def task_rows(
     """Return the rows of a dataset (see `load_rows`), with the column `query` copied from the question's column."""
     rows = load_rows(dataset, split=split, subset=subset, columns=(query, *columns))
     return [{**row, "query": row[query]} for row in rows]
+
+
+def refuse_generator_options(given: Mapping[str, object]) -> None:
+    """Raise ValueError if options of a generator are given together with a dataset, which they do not change."""
+    if given:
+        options = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(f"{options} is for generated problems, and the problems are given as data: leave one out.")
 
 
 def is_in_split(problem: str, split: Split) -> bool:
