@@ -21,6 +21,7 @@ from llmrl._utils.arguments import keywords_of, refuse_unknown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOR_CONTRIBUTORS = [ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -89,20 +90,33 @@ def test_the_site_builds_without_a_warning(tmp_path, own_programs):
     assert 'id="llmrl.collectors.LLMCollector.play"' in index
     pages = [(tmp_path / "site" / page).read_text() for page in ("index.html", "concepts/data-flow/index.html")]
     assert not any("fonts.googleapis" in page for page in pages)
+    listed = (tmp_path / "site/llms.txt").read_text()
+    links = re.findall(r"^- \[.+?\]\((.+?)\)", listed, re.MULTILINE)
+    navigated = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(re.sub(r"/$", ".md", link) for link in links) == sorted(navigated)
+    assert all((tmp_path / "site" / link).exists() for link in links)
+    assert "(how-to/reward.md): A reward is a function that returns a finite number\n" in listed
 
 
 def test_links_to_files_lead_somewhere():
     broken = []
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, *FOR_CONTRIBUTORS]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             if not (page.parent / target).exists():
                 broken.append(f"{page.relative_to(ROOT)} links to {target}")
     assert not broken, "\n".join(broken)
 
 
+def test_every_path_that_a_table_of_checks_names_exists():
+    table = "".join(re.findall(r"^\|.*\n", (ROOT / "AGENTS.md").read_text(), re.MULTILINE))
+    named = set(re.findall(r"\b(?:test|sota-implementations)/[\w./-]*\w", table))
+    assert len(named) > 8
+    assert not [name for name in named if "NAME" not in name and not (ROOT / name).exists()]
+
+
 def test_every_make_target_that_is_named_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, *FOR_CONTRIBUTORS]:
         named = set(re.findall(r"`make ([\w-]+)", page.read_text()))
         named |= set(re.findall(r"^make ([\w-]+)", page.read_text(), re.MULTILINE))
         assert named <= targets, f"{page.name} names {named - targets}"
