@@ -51,6 +51,18 @@ def pytest_collection_modifyitems(items):
         items.sort(key=lambda item: (group_of(item.path) not in SHARED, item.path not in starting))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Fork engines from a process that has imported vLLM, but on GPUs, which a fork cannot use."""
+    fixtures = set(item.fixturenames)
+    if "real_vllm" not in fixtures or "spawned_engines" in fixtures or Path("/dev/nvidiactl").exists():
+        return (yield)
+    from warm_processes import fork_what_is_spawned
+
+    with fork_what_is_spawned():
+        return (yield)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Hand out whole groups of files."""
@@ -83,13 +95,9 @@ def imports_vllm(takes_long):
     pytest.importorskip("vllm")
 
 
-@pytest.fixture(scope="module")
-def forked_engines(real_vllm):
-    """Asked for in place of `real_vllm` where engines may be forked from a process that has imported vLLM."""
-    from warm_processes import fork_what_is_spawned
-
-    with fork_what_is_spawned():
-        yield
+@pytest.fixture
+def spawned_engines(real_vllm):
+    """Asked for in place of `real_vllm` where an engine's process must be an interpreter of its own."""
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ import torch
 from loss_batches import flat, near_policy, ragged_batch
 from omegaconf import OmegaConf
 from script_configs import FOLDER, SCRIPTS, composed, config, script_of
+from warm_processes import run_warm
 
 from llmrl.config import sections
 from llmrl.config.dry_run import as_dry_run, plan_of, with_differing_rewards
@@ -674,7 +675,7 @@ def test_a_dry_run_of_another_loss_on_the_command_line_ends_well_and_leaves_noth
     script = SCRIPTS / "grpo/grpo-async.py"
     another = ("loss=cispo", "train.clip_epsilon_high=3.0", "train.num_minibatches=2")
     command = [sys.executable, str(script), "task=gsm8k", "hardware=gpu1", "dry_run=true", *another]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = run_warm(command, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.endswith("dry run: two steps done\n")
     assert list(tmp_path.iterdir()) == []

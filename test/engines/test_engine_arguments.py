@@ -20,7 +20,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_a_small_cache_and_chunks_change_no_log_prob(forked_engines, imports_vllm, tmp_path):
+def test_a_small_cache_and_chunks_change_no_log_prob(real_vllm, imports_vllm, tmp_path):
     model = sharp_llama(tmp_path)
     options = {"kv_cache_memory": 1 << 26, "cpu_threads": 1, "max_num_seqs": 8, "enable_prefix_caching": False}
     with AsyncVLLM.from_pretrained(tmp_path, max_model_len=256, engine_args=SMALL, **options) as engine:

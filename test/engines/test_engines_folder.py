@@ -57,7 +57,7 @@ def test_the_file_at_which_workers_meet_is_in_the_folder(tmp_path, monkeypatch, 
     assert network_utils.get_file_store_init_method().startswith(f"file://{tmp_path}/vllm_dist_")
 
 
-def test_a_killed_engine_of_several_processes_leaves_neither_files_nor_shared_memory(forked_engines, tmp_path, base):
+def test_a_killed_engine_of_several_processes_leaves_neither_files_nor_shared_memory(real_vllm, tmp_path, base):
     sharp_llama(tmp_path)
     engine = AsyncVLLM.from_pretrained(
         tmp_path, max_model_len=512, kv_cache_memory=1 << 26, cpu_threads=1,

@@ -318,7 +318,7 @@ def engine_processes(engine):
     return [process.pid for process in engine._llm.engine_core.resources.engine_manager.processes]
 
 
-def test_death_fails_what_is_in_flight_and_shutdown_leaves_nothing(tiny_model_path, real_vllm):
+def test_death_fails_what_is_in_flight_and_shutdown_leaves_nothing(tiny_model_path, spawned_engines):
     engine = start_tiny(tiny_model_path)
     [pid] = engine_processes(engine)
     sampling = SamplingConfig(max_new_tokens=2000, ignore_eos=True)

@@ -41,6 +41,13 @@ MODULES = (
     "llmrl",
     "llmrl.engines",
     "llmrl.weight_sync.plugin",
+    # What scripts and ranks import besides.
+    "llmrl.runs.grpo",
+    "hydra",
+    "matplotlib.pyplot",
+    "peft",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
 )
 # Variables that are read before a program runs: those of a warm process are the server's.
 READ_EARLY = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "PYTHONHASHSEED", "PYTHONPATH", "TRANSFORMERS_")
@@ -203,10 +210,16 @@ _lock = threading.Lock()
 
 def server_for(environment):
     """The server of processes with this environment; it is launched when it is first asked for."""
-    key = tuple(sorted((name, text) for name, text in environment.items() if name.startswith(READ_EARLY)))
+    early = {name: text for name, text in environment.items() if name.startswith(READ_EARLY)}
+    if "LD_LIBRARY_PATH" in early:
+        # OpenCV, which vLLM imports, adds a folder of its own: a process that has imported it needs no other server.
+        folders = early["LD_LIBRARY_PATH"].split(":")
+        early["LD_LIBRARY_PATH"] = ":".join(folder for folder in folders if folder and "/cv2/" not in folder)
+    key = tuple(sorted((name, text) for name, text in early.items() if text))
     with _lock:
         if key not in _servers:
-            _servers[key] = WarmServer.launch(environment)
+            # With more threads for numerics the server would have several, and could not be forked.
+            _servers[key] = WarmServer.launch({**environment, "OMP_NUM_THREADS": "1"})
         return _servers[key]
 
 
@@ -244,6 +257,17 @@ class WarmPopen(subprocess.Popen):
         )
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def run_warm(command, *, timeout=None, **options):
+    """`subprocess.run` of a Python program in a warm process; what it prints is text."""
+    with WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def main():

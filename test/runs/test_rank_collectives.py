@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from warm_processes import run_warm
 
 HELPER = Path(__file__).parents[1] / "helpers/lockstep_runs.py"
 STEP = "c10d::broadcast_ in Run._begin"
@@ -19,7 +19,7 @@ COPY = "c10d::broadcast_ in copy_to_host"
 def runs(tmp_path_factory: pytest.TempPathFactory, own_programs: None) -> tuple[Path, dict[str, list[int]], str]:
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("lockstep")
-    result = subprocess.run([sys.executable, str(HELPER), str(folder)], capture_output=True, text=True)
+    result = run_warm([sys.executable, str(HELPER), str(folder)])
     assert result.returncode == 0, result.stderr
     return folder, json.loads(result.stdout.splitlines()[-1]), result.stderr
 

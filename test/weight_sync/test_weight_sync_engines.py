@@ -30,7 +30,7 @@ TOLERANCE, STALE = 0.15, 1.0
 
 
 @pytest.fixture(scope="module")
-def experts(forked_engines, tmp_path_factory):
+def experts(real_vllm, tmp_path_factory):
     """A random mixture of experts with a head of its own, and an engine that computes its logits in float32."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -92,7 +92,7 @@ class TestExpertsAndAFloat32Head:
 
 
 @pytest.fixture(scope="module")
-def two_workers(forked_engines, tmp_path_factory):
+def two_workers(real_vllm, tmp_path_factory):
     """A model, and an engine that splits it between two processes."""
     path = tmp_path_factory.mktemp("tiny")
     model = sharp_llama(path)

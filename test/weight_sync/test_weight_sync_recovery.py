@@ -27,7 +27,7 @@ from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, 
 from llmrl.weight_sync.double_buffer import DoubleBuffer
 from llmrl.weight_sync.member import Member
 
-pytestmark = pytest.mark.usefixtures("forked_engines")
+pytestmark = pytest.mark.usefixtures("real_vllm")
 
 TOLERANCE, STALE = 0.15, 1.0
 """Mean log-prob difference of a bfloat16 engine with these sharp random weights, and of one with other weights."""
