@@ -342,6 +342,9 @@ def replay(
         bool, typer.Option("--what-if", help="Compare with the step under --reward; changed entries imply it.")
     ] = False,
     drop_rollout: Annotated[list[str] | None, typer.Option(help="Rollout to leave out of batch and baseline.")] = None,
+    last_step: Annotated[
+        int | None, typer.Option(help="Last step of a what-if over several steps, each side on its own weights.")
+    ] = None,
     as_json: _AsJSON = False,
 ) -> None:
     """Compute a recorded step again and name the first quantity that differs; or compute it with something changed.
@@ -359,6 +362,7 @@ def replay(
             entries or [],
             drop_rollout or [],
             console,
+            last_step=last_step,
             is_what_if=what_if,
             is_json=as_json,
         )

@@ -16,7 +16,8 @@ from llmrl.replay.bisect import config_changes, first_difference
 from llmrl.replay.fork import fork
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rescore
-from llmrl.replay.step import Compared, Quantity, ReplayedStep, WhatIf, as_json, replay_step, what_if
+from llmrl.replay.step import Compared, Quantity, ReplayedStep, as_json, replay_step
+from llmrl.replay.what_if import WhatIf, what_if
 
 
 def run_replay(
@@ -28,6 +29,7 @@ def run_replay(
     drop_rollouts: Sequence[str],
     console: Console,
     *,
+    last_step: int | None = None,
     is_what_if: bool,
     is_json: bool,
 ) -> bool:
@@ -38,9 +40,17 @@ def run_replay(
         if not is_json:
             console.print(f"[dim]computing step {number}[/dim]", highlight=False)
 
-    if is_what_if or changes or drop_rollouts:
-        changed = what_if(run, step, changes=changes, reward=reward, drop_rollouts=drop_rollouts, on_step=on_step)
-        print_json(as_json(changed)) if is_json else _print_what_if(changed, console)
+    if is_what_if or changes or drop_rollouts or last_step is not None:
+        changed = what_if(
+            run,
+            step,
+            last_step=last_step,
+            changes=changes,
+            reward=reward,
+            drop_rollouts=drop_rollouts,
+            on_step=on_step,
+        )
+        print_json(changed.as_json()) if is_json else _print_what_if(changed, console)
         return True
     replayed = replay_step(run, step, quantities=cast("list[Quantity]", quantities), reward=reward, on_step=on_step)
     print_json(as_json(replayed)) if is_json else _print_replayed(replayed, console)
@@ -76,17 +86,24 @@ def _result(compared: Compared) -> str:
 
 
 def _print_what_if(changed: WhatIf, console: Console) -> None:
-    table = Table("metric", "as it was", "changed", title=f"step {changed.step}", title_justify="left")
-    for name, (before, after) in changed.metrics.items():
-        if before != after:
-            table.add_row(name, *("" if value is None else f"{value:.6g}" for value in (before, after)))
-    console.print(table)
-    console.print(
-        f"{changed.num_turned} of {len(changed.advantages)} rollouts have an advantage of another sign.",
-        highlight=False,
-    )
+    for step in changed.steps:
+        table = Table("metric", "as it was", "changed", title=f"step {step.step}", title_justify="left")
+        for name, (before, after) in step.metrics.items():
+            if before != after:
+                table.add_row(name, *("" if value is None else f"{value:.6g}" for value in (before, after)))
+        console.print(table)
+        console.print(
+            f"{len(step.turned)} of {len(step.advantages)} rollouts have an advantage of another sign.",
+            highlight=False,
+        )
     if changed.gradient_cosine is not None:
         console.print(f"The cosine between the gradients is {changed.gradient_cosine:.4f}.", highlight=False)
+    if changed.update_cosine is not None and changed.update_ratio is not None:
+        console.print(
+            f"The cosine between the changes of the weights is {changed.update_cosine:.4f}; the changed one is "
+            f"{changed.update_ratio:.3g} times as long.",
+            highlight=False,
+        )
 
 
 def run_rescore(path: Path, reward: str, console: Console, *, is_json: bool) -> None:

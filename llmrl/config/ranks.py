@@ -7,6 +7,8 @@ import functools
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -23,7 +25,7 @@ def start_ranks(cfg: ScriptConfig) -> None:
     num_ranks = cfg.train.num_ranks
     if num_ranks == 1 or "RANK" in os.environ:
         return
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    _divide_cores(num_ranks)
     # The terminal sends Ctrl-C to every process. Rank 0's run handles it; torchrun would end all.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -32,6 +34,48 @@ def start_ranks(cfg: ScriptConfig) -> None:
     spec = sys.modules["__main__"].__spec__  # of a script that was started by `python -m`
     program = [sys.argv[0]] if spec is None else ["-m", spec.name]
     os.execv(sys.executable, [*torchrun, *program, *sys.argv[1:]])
+
+
+def call_on_ranks(num_ranks: int, function: Callable[..., T], *args: object) -> T:
+    """Call a function in so many new processes of a process group, and return rank 0's result.
+
+    The function is called in this process if one rank suffices, or if this process is one of several. Function and
+    arguments are pickled, and what the processes print is discarded.
+    """
+    if num_ranks == 1 or dist.is_initialized() or "RANK" in os.environ:
+        return function(*args)
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _divide_cores(num_ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(folder, redirects=Std.OUT),
+        )
+        result, error = elastic_launch(config, _on_rank)(function, args)[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def _on_rank(function: Callable[..., T], args: Sequence[object]) -> tuple[T | None, Exception | None]:
+    """Return the result of a function, or what it refused, which torchrun would report as a crash."""
+    try:
+        return function(*args), None
+    except (ValueError, OSError) as error:
+        return None, error
+    finally:
+        leave_ranks()
+
+
+def _divide_cores(num_ranks: int) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
 
 
 def join_ranks(cfg: ScriptConfig) -> int:

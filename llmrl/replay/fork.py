@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmrl._utils.files import cut_lines, open_file
 from llmrl.config.launch import typed
+from llmrl.config.ranks import call_on_ranks, this_rank
 from llmrl.config.resumed import changes_of, save_config
 from llmrl.config.sections import GRPOConfig
-from llmrl.replay.loop import ReplayLoop
+from llmrl.replay.loop import OnStep, ReplayLoop, pass_over
 from llmrl.replay.recorded import RecordedRun
 from llmrl.runs.run_folder import RunFolder
 from llmrl.runs.tracked import save_tracked
@@ -23,7 +24,7 @@ def fork(
     path: str | Path,
     changes: Sequence[str] = (),
     *,
-    on_step: Callable[[int], object] = lambda step: None,
+    on_step: OnStep = pass_over,
 ) -> dict[str, tuple[object, object]]:
     """Make a new run that has the first steps of an old one, to be resumed with other entries.
 
@@ -49,17 +50,27 @@ def fork(
         raise FileExistsError(f"{path} exists already; give run.path another folder.")
     changed = OmegaConf.merge(run.entries, OmegaConf.from_dotlist([*changes, f"run.path={path}"]))
     cfg = typed(changed, GRPOConfig)
-    computed = ReplayLoop(run, run.config(), step, start=run.start_of(step), on_step=on_step).play()
-    saved = run.batch(step)
-    folder = RunFolder(path, trackers=[])
-    try:
-        state = save_tracked(computed.after, path, step)
-        folder.save_checkpoint(state | {"step": step, "collector": saved["collector"], "random": computed.random})
-        _copy(run, folder, step)
-        save_config(cfg, path)
-    finally:
-        folder.close()
+    num_ranks = run.config().train.num_ranks
+    on_step = on_step if num_ranks == 1 else pass_over  # it cannot follow into other processes
+    call_on_ranks(num_ranks, _write, run.path, step, cfg, on_step)
     return changes_of(run.entries, OmegaConf.to_container(changed))
+
+
+def _write(path: Path, step: int, cfg: GRPOConfig, on_step: OnStep) -> None:
+    """Compute a step, and write the folder of the new run after it."""
+    run = RecordedRun(path)
+    computed = ReplayLoop(run, run.config(), [step], start=run.start_of(step), on_step=on_step).play()
+    folder = RunFolder(cfg.run.path, trackers=[]) if this_rank() == 0 else None
+    try:
+        state = save_tracked(computed.after, Path(cfg.run.path), step)
+        if folder is not None:
+            collector = run.batch(step)["collector"]
+            folder.save_checkpoint(state | {"step": step, "collector": collector, "random": computed.random})
+            _copy(run, folder, step)
+            save_config(cfg, folder.path)
+    finally:
+        if folder is not None:
+            folder.close()
 
 
 def _copy(run: RecordedRun, folder: RunFolder, step: int) -> None:

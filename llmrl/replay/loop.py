@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
+from torch.distributed.tensor import DTensor
 
 from llmrl._utils.types import StateDict, Tokenizer
+from llmrl.config.ranks import join_ranks
 from llmrl.config.sections import GRPOConfig
 from llmrl.engines import Engine
 from llmrl.envs import DatasetChatEnv
@@ -26,6 +28,13 @@ from llmrl.runs.tracked import Stateful, restore_tracked
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.watch.step_metrics import Learned, log_probs_before, metrics_of
 
+OnStep = Callable[[int], object]
+"""Called with the number of a step before it is computed."""
+
+
+def pass_over(step: int) -> None:
+    """Do nothing before a step."""
+
 
 @dataclass(slots=True)
 class ComputedStep:
@@ -36,29 +45,38 @@ class ComputedStep:
     """Metrics of the updates."""
     log_probs: list[torch.Tensor] | None = None
     """Log-probs of the trainer before the step, `[num_tokens]` per row; None if it made several updates."""
+
+
+@dataclass(slots=True)
+class Computed:
+    """What the loop computed in consecutive steps."""
+
+    steps: list[ComputedStep] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
-    """Gradient of the step's first update, after clipping, a tensor per parameter; empty if it was skipped, or if it
-    was not requested."""
+    """Gradient of the first step's first update, after clipping, a tensor per parameter, sharded as the model is; empty
+    if it was skipped, or if it was not requested."""
     before: StateDict | None = None
-    """What a checkpoint before the step would hold, if it was requested."""
+    """What a checkpoint before the first step would hold, if it was requested."""
     after: dict[str, Stateful] = field(default_factory=dict)
-    """The loop's objects after the step: `model`, `optimizer`, `schedule`."""
+    """The loop's objects after the last step: `model`, `optimizer`, `schedule`."""
     random: StateDict = field(default_factory=dict)
-    """States of the random number generators after the step."""
+    """States of the random number generators after the last step."""
 
 
 class ReplayLoop:
-    """Stands in for `Run`: gives the loop recorded batches, and keeps what it computes in the last one.
+    """Stands in for `Run`: gives the loop recorded batches, and keeps what it computes.
+
+    Under `torchrun` every rank runs the same loop, and reads the batches from the folder.
 
     Args:
         run: the recorded run.
         cfg: configuration to compute with.
-        step: last step.
-        start: state to begin with (`RecordedRun.start_of`, or `ComputedStep.before`); None begins with
-            the initial model.
-        edit: called with the batch of the last step; returns the batch to train on instead.
-        keep_before: keep the state before the last step, a copy of model and optimizer.
-        keep_gradients: keep the gradients of the last step.
+        steps: consecutive steps to keep; those between the start and them are computed first.
+        start: state to begin with (`RecordedRun.start_of`, or `Computed.before`); None begins with the initial model.
+        is_own_start: begin with the first of `steps`, whatever the start.
+        edit: called with each of `steps` and its batch; returns the batch to train on instead.
+        keep_before: keep the state before the first of `steps`, a copy of model and optimizer.
+        keep_gradients: keep the gradient of the first of `steps`.
         on_step: called with the number of each step before it is computed.
     """
 
@@ -66,18 +84,22 @@ class ReplayLoop:
         self,
         run: RecordedRun,
         cfg: GRPOConfig,
-        step: int,
+        steps: Sequence[int],
         *,
         start: StateDict | None,
-        edit: Callable[[TensorDictBase], TensorDictBase] = lambda batch: batch,
+        is_own_start: bool = False,
+        edit: Callable[[int, TensorDictBase], TensorDictBase] = lambda step, batch: batch,
         keep_before: bool = False,
         keep_gradients: bool = False,
-        on_step: Callable[[int], object] = lambda step: None,
+        on_step: OnStep = pass_over,
     ) -> None:
         self._run = run
         self._cfg = cfg
+        self._steps = steps
         self._start = start
         self._first = 1 if start is None else start["step"] + 1
+        if is_own_start:
+            self._first = steps[0]
         self._edit = edit
         self._keep_before = keep_before
         self._keep_gradients = keep_gradients
@@ -85,22 +107,23 @@ class ReplayLoop:
         self._exit = contextlib.ExitStack()
         self._tracked: dict[str, Stateful] = {}
         self._batch: TensorDictBase | None = None
-        self.result = ComputedStep(step)
+        self._result = Computed()
 
-    def play(self) -> ComputedStep:
-        """Run the loop up to the step; return what it computed there."""
+    def play(self) -> Computed:
+        """Run the loop up to the last step; return what it computed."""
         from transformers.utils.logging import disable_progress_bar
 
         cfg = self._cfg
         disable_progress_bar()
-        self._run.check_batches(self._first, self.result.step)  # before the model is loaded
+        join_ranks(cfg)
+        self._run.check_batches(self._first, self._steps[-1])  # before the model is loaded
         seed_all(cfg.seed)
         env = DatasetChatEnv([""], repeats=cfg.collect.group_size)  # it is not played
         with self._exit:
             grpo(cfg, cast(Run, self), TrainerDevice(cfg), _Sink(cfg.model.folder), env, {})
-        self.result.after = self._tracked
-        self.result.random = random_states()
-        return self.result
+        self._result.after = self._tracked
+        self._result.random = random_states()
+        return self._result
 
     # What the loop asks of a `Run`
 
@@ -118,27 +141,27 @@ class ReplayLoop:
 
     def steps(self, num_steps: int, **options: object) -> Iterator[tuple[int, TensorDictBase]]:
         """Yield the recorded batches."""
-        for step in range(self._first, self.result.step + 1):
+        for step in range(self._first, self._steps[-1] + 1):
             self._on_step(step)
             saved = self._run.batch(step)
             restore_random_states(saved["random"])
             self._batch = saved["batch"]
-            if step == self.result.step:
-                if self._keep_before:
-                    states = {name: one.state_dict() for name, one in self._tracked.items()}
-                    self.result.before = {"step": step - 1, "tracked": copy.deepcopy(states)}
-                if self._keep_gradients:
-                    self._watch_gradients()
-                self._batch = self._edit(self._batch)
+            if step == self._steps[0] and self._keep_before:
+                states = {name: one.state_dict() for name, one in self._tracked.items()}
+                self._result.before = {"step": step - 1, "tracked": copy.deepcopy(states)}
+            if step == self._steps[0] and self._keep_gradients:
+                self._watch_gradients()
+            if step in self._steps:
+                self._batch = self._edit(step, self._batch)
             yield step, self._batch
 
     def _watch_gradients(self) -> None:
         optimizer = cast(torch.optim.Optimizer, self._tracked["optimizer"])
 
         def keep(*_: object) -> None:
-            if not self.result.gradients:
+            if not self._result.gradients and not self._result.steps:
                 parameters = [one for group in optimizer.param_groups for one in group["params"]]
-                self.result.gradients = [one.grad.detach().clone() for one in parameters if one.grad is not None]
+                self._result.gradients = [one.grad.detach().clone() for one in parameters if one.grad is not None]
 
         self._exit.callback(optimizer.register_step_pre_hook(keep).remove)
 
@@ -151,10 +174,10 @@ class ReplayLoop:
         return update.result()
 
     def log(self, step: int, learned: Learned, *, version: int, **metrics: float) -> dict[str, float]:
-        """Keep what the last step computed."""
-        if step == self.result.step and self._batch is not None:
-            self.result.metrics = metrics_of(learned) | metrics
-            self.result.log_probs = log_probs_before(learned, self._batch)
+        """Keep what the step computed."""
+        if step in self._steps and self._batch is not None:
+            log_probs = log_probs_before(learned, self._batch)
+            self._result.steps.append(ComputedStep(step, metrics_of(learned) | metrics, log_probs))
         return {}
 
     def evaluate(self, step: int, evaluator: object, **measured: float) -> dict[str, float]:
@@ -176,3 +199,8 @@ class _Sink(NullEngine):
         """Return the next version."""
         self.policy_version = self.policy_version + 1 if version is None else version
         return self.policy_version
+
+
+def whole(number: torch.Tensor) -> torch.Tensor:
+    """Return a number that was computed of tensors which may be sharded."""
+    return number.full_tensor() if isinstance(number, DTensor) else number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import cast
@@ -13,7 +14,7 @@ import torch
 from llmrl._utils.types import StateDict
 from llmrl.config.launch import typed
 from llmrl.config.resumed import Entries, load_config
-from llmrl.config.sections import GRPOConfig
+from llmrl.config.sections import GRPOConfig, GRPOTrainConfig
 from llmrl.runs.batch_source import SavedBatch
 from llmrl.runs.run_folder import RunFolder
 from llmrl.viewer.run_data import Record, read_records
@@ -70,7 +71,9 @@ class RecordedRun:
         return self.folder.tokens.read(step) if (step, "train") in self.folder.tokens.steps() else []
 
     def config(self, changes: Sequence[str] = ()) -> GRPOConfig:
-        """Return the run's configuration, changed by entries such as `train.clip_epsilon=0.3`, for one process.
+        """Return the run's configuration, changed by entries such as `train.clip_epsilon=0.3`, for this machine.
+
+        The number of ranks is the run's, since it decides the order of sums; it is 1 if this machine lacks the GPUs.
 
         Raises ValueError if the run is not one of GRPO, or if an entry is unknown or out of range.
         """
@@ -81,14 +84,13 @@ class RecordedRun:
                 f"{self.path} has algorithm={self.entries.get('algorithm')!r}; steps of algorithm='grpo' can be "
                 "computed again, and rewards and advantages of others (quantities=['rewards', 'advantages'])."
             )
-        alone: Entries = {"collect": {"num_collectors": None, "max_concurrent_rollouts": None}}
-        alone |= {"resume": False, "dry_run": False, "train": {"num_ranks": 1}}
-        if not torch.cuda.is_available():
-            alone["train"] = {"num_ranks": 1, "device": "cpu"}
-        return typed(
-            OmegaConf.merge(self.entries, OmegaConf.from_dotlist(list(changes)), alone),
-            GRPOConfig,
-        )
+        here: Entries = {"collect": {"num_collectors": None, "max_concurrent_rollouts": None}}
+        here |= {"resume": False, "dry_run": False}
+        cfg = typed(OmegaConf.merge(self.entries, OmegaConf.from_dotlist(list(changes)), here), GRPOConfig)
+        if cfg.train.device != "cpu":
+            cfg.engine = replace(cfg.engine, use_ray=False)  # no GPU is reserved for the trainer
+            cfg.train = _on_this_machine(cfg.train)
+        return cfg
 
     def check_batches(self, first: int, last: int) -> None:
         """Raise ValueError if the batch of one of these steps was not kept."""
@@ -109,14 +111,17 @@ class RecordedRun:
         checkpoint = self.folder.load_checkpoint()
         if checkpoint is None or checkpoint["step"] >= step:
             return None
-        if "shards" in checkpoint:
-            raise ValueError(
-                f"the checkpoint of {self.path} is sharded over several ranks, and step {step} would begin with it. "
-                "A step before it begins with the initial model, if run.keep_batches=true kept the batches."
-            )
         return checkpoint
 
     def checkpoint_of(self, step: int) -> StateDict | None:
-        """Return the checkpoint that was taken after a step, if it is there and not sharded."""
+        """Return the checkpoint that was taken after a step, if it is there."""
         checkpoint = self.folder.load_checkpoint()
-        return checkpoint if checkpoint and checkpoint["step"] == step and "shards" not in checkpoint else None
+        return checkpoint if checkpoint and checkpoint["step"] == step else None
+
+
+def _on_this_machine(train: GRPOTrainConfig) -> GRPOTrainConfig:
+    """Return the entries of a trainer on GPUs for those that are here, or for the CPU."""
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        return replace(train, device="cpu", num_ranks=1, head_kernel="torch")
+    return replace(train, device="cuda", num_ranks=train.num_ranks if train.num_ranks <= num_gpus else 1)

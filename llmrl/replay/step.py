@@ -1,22 +1,22 @@
-"""`replay_step`: computes a recorded step again and compares every quantity; `what_if`: with one thing changed."""
+"""`replay_step`: computes a recorded step again and compares every quantity."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from tensordict import TensorDictBase
 
 from llmrl._utils.numbers import is_same
-from llmrl.data.tensordicts import plain
-from llmrl.objectives.advantages.grouping import stack_rows
+from llmrl.config.ranks import call_on_ranks
 from llmrl.objectives.advantages.normalization import Normalization
-from llmrl.replay.loop import ComputedStep, ReplayLoop
+from llmrl.replay.loop import Computed, OnStep, ReplayLoop, pass_over, whole
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import advantages_of, own_rubric, rubric_of, score_again
+from llmrl.runs.tracked import states_of
 from llmrl.watch.tracking import as_recorded, is_performance
 
 Quantity = Literal["rewards", "advantages", "log_probs", "metrics", "weights"]
@@ -97,7 +97,7 @@ def replay_step(
     *,
     quantities: Sequence[Quantity] = get_args(Quantity),
     reward: str | None = None,
-    on_step: Callable[[int], object] = lambda step: None,
+    on_step: OnStep = pass_over,
 ) -> ReplayedStep:
     """Compute a recorded step again, and compare it with the record.
 
@@ -122,14 +122,21 @@ def replay_step(
         replayed.compared.append(_compare_advantages(run, step))
     of_model = [name for name in ("log_probs", "metrics", "weights") if name in quantities]
     if of_model:
-        computed = ReplayLoop(run, run.config(), step, start=run.start_of(step), on_step=on_step).play()
-        compare: dict[str, Callable[[RecordedRun, ComputedStep], Compared]] = {
-            "log_probs": _compare_log_probs,
-            "metrics": _compare_metrics,
-            "weights": _compare_weights,
-        }
-        replayed.compared += [compare[name](run, computed) for name in of_model]
+        num_ranks = run.config().train.num_ranks
+        on_step = on_step if num_ranks == 1 else pass_over  # it cannot follow into other processes
+        replayed.compared += call_on_ranks(num_ranks, _compare_by_model, run.path, step, of_model, on_step)
     return replayed
+
+
+def _compare_by_model(path: Path, step: int, quantities: Sequence[Quantity], on_step: OnStep) -> list[Compared]:
+    run = RecordedRun(path)
+    computed = ReplayLoop(run, run.config(), [step], start=run.start_of(step), on_step=on_step).play()
+    compare: dict[Quantity, Callable[[RecordedRun, Computed], Compared]] = {
+        "log_probs": _compare_log_probs,
+        "metrics": _compare_metrics,
+        "weights": _compare_weights,
+    }
+    return [compare[name](run, computed) for name in quantities]
 
 
 def _compare_rewards(run: RecordedRun, step: int, reward: str | None) -> Compared:
@@ -176,13 +183,14 @@ def normalization_of(run: RecordedRun) -> Normalization:
     return run.config().normalization if run.entries.get("algorithm") == "grpo" else "std"
 
 
-def _compare_log_probs(run: RecordedRun, computed: ComputedStep) -> Compared:
+def _compare_log_probs(run: RecordedRun, computed: Computed) -> Compared:
     compared = Compared("log_probs")
-    rows = run.rows(computed.step)
-    if computed.log_probs is None or not rows:
+    step = computed.steps[-1]
+    rows = run.rows(step.step)
+    if step.log_probs is None or not rows:
         compared.note = "the trainer's log-probs were not stored: the step made several updates, or trained on nothing"
         return compared
-    for index, values in enumerate(computed.log_probs):
+    for index, values in enumerate(step.log_probs):
         row = rows[index]
         for place, (recorded, value) in enumerate(zip(row.trainer_log_probs, values.tolist(), strict=True)):
             if not (math.isnan(recorded) and math.isnan(value)):
@@ -190,129 +198,38 @@ def _compare_log_probs(run: RecordedRun, computed: ComputedStep) -> Compared:
     return compared
 
 
-def _compare_metrics(run: RecordedRun, computed: ComputedStep) -> Compared:
+def _compare_metrics(run: RecordedRun, computed: Computed) -> Compared:
     compared = Compared("metrics")
-    recorded = run.metrics(computed.step)
-    for name, value in computed.metrics.items():
+    step = computed.steps[-1]
+    recorded = run.metrics(step.step)
+    for name, value in step.metrics.items():
         if name in recorded and not name.startswith(_OF_THE_ENGINE) and not is_performance(name):
             compared.add(name, recorded[name], as_recorded(value))
     return compared
 
 
-def _compare_weights(run: RecordedRun, computed: ComputedStep) -> Compared:
+def _compare_weights(run: RecordedRun, computed: Computed) -> Compared:
     compared = Compared("weights")
-    checkpoint = run.checkpoint_of(computed.step)
+    checkpoint = run.checkpoint_of(computed.steps[-1].step)
     if checkpoint is None:
         compared.note = "there is no checkpoint after this step"
         return compared
+    states = states_of(checkpoint, run.folder.checkpoint_path, {"model": computed.after["model"]})
     weights = computed.after["model"].state_dict()
-    for name, tensor in checkpoint["tracked"]["model"].items():
-        ours = weights[name]
-        difference = float((ours.float() - tensor.float()).abs().max()) if tensor.numel() else 0.0
-        compared.add(name, 0.0, 0.0 if torch.equal(ours, tensor) else difference or math.inf)
+    for name, tensor in states["model"].items():
+        difference = (weights[name].double() - tensor.double()).abs()
+        compared.add(name, 0.0, float(whole(difference.max())) if tensor.numel() else 0.0)
     return compared
 
 
-@dataclass(slots=True)
-class WhatIf:
-    """A recorded step beside the same step with something changed."""
-
-    step: int
-    metrics: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
-    """Metrics of the updates, as recorded and as changed."""
-    advantages: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Advantage of each trained rollout, before and after; 0 for one that is left out."""
-    gradient_cosine: float | None = None
-    """Cosine between the two gradients of the first update; None if one of them was skipped."""
-
-    @property
-    def num_turned(self) -> int:
-        """Number of rollouts with an advantage of another sign."""
-        return sum(
-            (before > 0) != (after > 0) or (before < 0) != (after < 0) for before, after in self.advantages.values()
-        )
-
-
-def what_if(
-    run: RecordedRun,
-    step: int,
-    *,
-    changes: Sequence[str] = (),
-    reward: str | None = None,
-    drop_rollouts: Sequence[str] = (),
-    on_step: Callable[[int], object] = lambda step: None,
-) -> WhatIf:
-    """Compute a recorded step as it was and with something changed, from the same weights.
-
-    Args:
-        changes: entries of the configuration, such as `loss=dapo` or `train.clip_epsilon=0.3`.
-        reward: `FILE.py:FUNCTION`, scores the recorded answers in place of the recorded rewards.
-        drop_rollouts: ids of rollouts to leave out of batch and baseline.
-
-    Raises:
-        ValueError: if the step was not logged or its batch not kept, if an entry or a rollout is unknown, or if nothing
-            is changed.
-    """
-    if not changes and reward is None and not drop_rollouts:
-        raise ValueError("nothing is changed: give changes, reward or drop_rollouts.")
-    run.check_step(step)
-    cfg = run.config(changes)
-    records = run.records(step)
-    if unknown := sorted(set(drop_rollouts) - {record["rollout_id"] for record in records}):
-        raise ValueError(f"drop_rollouts must be ids of step {step}'s rollouts, got {', '.join(unknown)}.")
-    left = [record for record in records if record["rollout_id"] not in drop_rollouts]
-    rewards: dict[str, float] | None = None
-    if reward is not None:
-        scores = score_again(own_rubric(reward), left)
-        pairs = zip(left, scores, strict=True)
-        rewards = {record["rollout_id"]: score.reward for record, score in pairs if score.is_scored}
-    changed_advantages = advantages_of(left, cfg.normalization, rewards)
-    advantages: dict[str, tuple[float, float]] = {}
-
-    def edit(batch: TensorDictBase) -> TensorDictBase:
-        rows = []
-        for row in batch.unbind(0):
-            rollout_id = plain(row["rollout", "rollout_id"])
-            given = row["advantage"]
-            value = changed_advantages.get(rollout_id, 0.0)
-            advantages[rollout_id] = (float(given.mean()), value)
-            row["advantage"] = torch.full_like(given, value)
-            if rollout_id in changed_advantages:
-                rows.append(row)
-        return stack_rows(rows)
-
-    start = run.start_of(step)
-    before = ReplayLoop(
-        run, run.config(), step, start=start, keep_before=True, keep_gradients=True, on_step=on_step
-    ).play()
-    before.after = {}  # the model would be held twice
-    after = ReplayLoop(run, cfg, step, start=before.before, edit=edit, keep_gradients=True, on_step=on_step).play()
-    names = [*before.metrics, *(name for name in after.metrics if name not in before.metrics)]
-    return WhatIf(
-        step,
-        {name: (before.metrics.get(name), after.metrics.get(name)) for name in names if not is_performance(name)},
-        advantages,
-        _cosine(before.gradients, after.gradients),
-    )
-
-
-def _cosine(ours: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float | None:
-    """Return the cosine between two gradients, given as tensors in the same order; None if one is empty or zero."""
-    if len(ours) != len(others) or not ours:
-        return None
-    pairs = list(zip(ours, others, strict=True))
-    dot = math.fsum(float((a.double() * b.double()).sum()) for a, b in pairs)
-    norms = [math.sqrt(math.fsum(float(one.double().square().sum()) for one in side)) for side in (ours, others)]
-    return dot / (norms[0] * norms[1]) if all(norms) else None
-
-
-def as_json(one: ReplayedStep | WhatIf) -> dict[str, object]:
+def as_json(one: ReplayedStep) -> dict[str, object]:
     """Return a result as JSON."""
-    if isinstance(one, WhatIf):
-        return {**asdict(one), "num_turned": one.num_turned}
     first = one.first_difference
     return {
         "step": one.step,
         "first_difference": None if first is None else first.quantity,
-        "quantities": [{**asdict(compared), "is_equal": compared.is_equal} for compared in one.compared],
+        "quantities": [
+            {**asdict(compared), "is_equal": compared.is_equal if compared.num_values else None}
+            for compared in one.compared
+        ],
     }

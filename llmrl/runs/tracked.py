@@ -70,13 +70,22 @@ def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path
 
     Raises ValueError if the checkpoint lacks an object, and DamagedFileError if the shards are damaged.
     """
-    states = checkpoint["tracked"]
-    missing = [name for name in tracked if name not in states]
+    for name, state in states_of(checkpoint, path, tracked).items():
+        tracked[name].load_state_dict(state)
+
+
+def states_of(checkpoint: StateDict, path: Path, tracked: Mapping[str, Stateful]) -> dict[str, StateDict]:
+    """Return the states of these objects in the checkpoint at `path`, sharded as the objects are.
+
+    Raises as `restore_tracked` does. All ranks call this if a state or an object is sharded.
+    """
+    missing = [name for name in tracked if name not in checkpoint["tracked"]]
     if missing:
         raise ValueError(
-            f"{path} has no state for {', '.join(missing)}, only for {', '.join(states)}: the run was started by "
-            "another loop."
+            f"{path} has no state for {', '.join(missing)}, only for {', '.join(checkpoint['tracked'])}: the run was "
+            "started by another loop."
         )
+    states: dict[str, StateDict] = {name: checkpoint["tracked"][name] for name in tracked}
     layouts = dict(_layouts(tracked))
     if "shards" in checkpoint:
         _read_shards(states, checkpoint["shards"], path, layouts)
@@ -86,8 +95,7 @@ def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path
             if like is not None and like.shape == tensor.shape:
                 part = distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
                 _put(states, place, part)
-    for name, one in tracked.items():
-        one.load_state_dict(states[name])
+    return states
 
 
 def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapping[Place, DTensor]) -> None:
@@ -106,6 +114,8 @@ def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapp
     known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     targets: dict[str, torch.Tensor] = {}
     for place, name in shards["names"]:
+        if place[0] not in states:
+            continue
         entry = known[name]
         like = layouts.get(place, layouts.get(place[:-1]))
         target = torch.empty(entry.size, dtype=entry.properties.dtype) if like is None else torch.empty_like(like)

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from llmrl import DatasetChatEnv, RubricReward
 from llmrl.config.model import LoRAEntries, ModelConfig
+from llmrl.config.ranks import this_rank
 from llmrl.config.sections import (
     CollectConfig,
     EnvConfig,
@@ -35,6 +36,10 @@ from llmrl.config.sections import (
     RunConfig,
 )
 from llmrl.objectives import GRPOLoss, GSPOLoss, SFTLoss
+from llmrl.replay.fork import fork
+from llmrl.replay.recorded import RecordedRun
+from llmrl.replay.step import as_json, replay_step
+from llmrl.replay.what_if import what_if
 from llmrl.runs import grpo as script
 from llmrl.runs.run import Run
 from llmrl.runs.trainer_device import TrainerDevice
@@ -82,11 +87,11 @@ def make_env(name, repeats):
     return env.append_transform(RubricReward(length))
 
 
-def train(path, model, *, resume=False, lora=None, **entries):
+def train(path, model, *, resume=False, lora=None, keep_batches=False, **entries):
     """A run as `llmrl.train` makes it, in small micro-batches."""
     settings = {"token_budget": 24, "bin_length": 24, "learning_rate": 1e-4, "schedule": "linear"} | entries
     cfg = GRPOConfig(
-        run=RunConfig(path=str(path), trackers=[], checkpoint_every=2),
+        run=RunConfig(path=str(path), trackers=[], checkpoint_every=2, keep_batches=keep_batches),
         model=ModelConfig(path=model, lora=LoRAEntries(rank=lora)),
         env=EnvConfig(name="train"),
         collect=CollectConfig(groups_per_batch=2, group_size=4, max_new_tokens=8),
@@ -115,6 +120,19 @@ def kill_in_step(step):
             yield part
 
     script.minibatches = call
+
+
+def replay(path):
+    """Compute all steps again on the ranks of the run, and a step with another loss; rank 0 writes what differs."""
+    run = RecordedRun(path)
+    found = {
+        step: as_json(replay_step(run, step, quantities=["advantages", "log_probs", "metrics", "weights"]))
+        for step in run.steps
+    }
+    found["what if"] = what_if(run, 3, last_step=4, changes=["train.learning_rate=5e-5"]).as_json()
+    fork(run, 3, path.with_name("forked"))
+    if this_rank() == 0:
+        path.with_suffix(".json").write_text(json.dumps(found))
 
 
 def ranks(num_ranks, work):
@@ -258,6 +276,8 @@ def main():
     killed("lora-resumed", 1, 3, **ADAPTERS)
     killed("lora-resumed", 2, 5, resume=True, **ADAPTERS)
     run("lora-resumed", 1, resume=True, **ADAPTERS)
+    run("replayed", 2, keep_batches=True, **REFERENCE)
+    codes["replay"] = ranks(2, lambda rank: replay(folder / "replayed"))
     for num_ranks in (1, 2, 4):
         codes[f"memory {num_ranks}"] = memory(folder, "weights", num_ranks)
     for name in ("activations", "checkpointing", "head"):

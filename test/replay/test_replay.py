@@ -7,18 +7,21 @@ import json
 import math
 import shutil
 
+import httpx
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
+from llmrl import AgentEnv, DatasetChatEnv, RubricReward, TransformersEngine, train
 from llmrl.cli.app import app
 from llmrl.data.state_file import load_state, save_state
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rank_correlation
-from llmrl.replay.step import replay_step, what_if
+from llmrl.replay.step import replay_step
+from llmrl.replay.what_if import what_if
 from llmrl.runs.run_folder import RunFolder
+from llmrl.watch.tracking import as_recorded
 
 NUM_STEPS = 4
 REWARDS = """
@@ -47,7 +50,26 @@ def make_env():
     return env.append_transform(RubricReward(length))
 
 
-def train_run(model, path, **options):
+def ask_twice(row, model):
+    """An agent that asks on in its conversation, then in a new one; the rollout has two training rows."""
+    client = httpx.Client(base_url=model.base_url, headers={"Authorization": f"Bearer {model.api_key}"}, timeout=600)
+
+    def answer(messages):
+        asked = client.post("/chat/completions", json={"model": model.name, "messages": messages}).raise_for_status()
+        return asked.json()["choices"][0]["message"]
+
+    with client:
+        messages = [{"role": "user", "content": row["query"]}]
+        messages += [answer(messages), {"role": "user", "content": "And then?"}]
+        said = [answer(messages)["content"], answer([{"role": "user", "content": "Well?"}])["content"]]
+    return length("".join(said))
+
+
+def make_agent():
+    return AgentEnv(ask_twice, [{"query": f"{a} + 1 ="} for a in range(6)], repeats=4, name="train")
+
+
+def train_run(model, path, make_env=make_env, **options):
     """Train a tiny random model for some steps, and keep all batches."""
     engine = TransformersEngine(model)
     settings = {"num_steps": NUM_STEPS, "groups_per_batch": 2, "max_new_tokens": 6, "learning_rate": 1e-2}
@@ -102,15 +124,24 @@ def test_every_step_is_computed_again_bit_by_bit(recorded, rewards):
         {"lora_rank": 4},
         {"kl_to_ref_coeff": 0.1, "loss": "dapo"},
         {"num_epochs": 2, "num_minibatches": 2, "schedule": "linear"},
-        {"max_staleness": 1},
+        {"make_env": make_agent, "max_turns": 3, "max_new_tokens": 4},
     ],
-    ids=["adapters", "reference", "several updates", "ahead"],
+    ids=["adapters", "reference", "several updates", "agent"],
 )
 def test_steps_of_other_runs_are_computed_again_bit_by_bit(tiny_model_path, tmp_path, takes_long, options):
     run = RecordedRun(train_run(tiny_model_path, tmp_path / "run", **options))
     for step in (1, 4):
         replayed = replay_step(run, step, quantities=["advantages", "log_probs", "metrics", "weights"])
         assert all(results_of(replayed).values()) and len(results_of(replayed)) >= 2, replayed
+
+
+def test_steps_on_answers_of_older_weights_are_computed_again_bit_by_bit(tiny_model_path, tmp_path, takes_long):
+    run = RecordedRun(train_run(tiny_model_path, tmp_path / "run", max_staleness=2, num_steps=5))
+    ages = {step: {step - 1 - one for row in run.rows(step) for one in row.versions if one >= 0} for step in run.steps}
+    assert max(ages[4] | ages[5]) > 0, ages  # trained on what an older version had sampled
+    for step in (4, 5):
+        replayed = replay_step(run, step, quantities=["advantages", "log_probs", "metrics"])
+        assert all(results_of(replayed).values()) and len(results_of(replayed)) == 3, replayed
 
 
 def edit_jsonl(path, edit):
@@ -176,10 +207,10 @@ def test_a_step_without_its_batch_says_what_would_have_kept_it(run_path):
 
 def test_the_reward_with_the_other_sign_turns_every_advantage_and_the_gradient(recorded, rewards):
     changed = what_if(RecordedRun(recorded), 2, reward=f"{rewards}:negative")
-    assert changed.num_turned == sum(before != 0 for before, _ in changed.advantages.values()) > 0
+    assert len(changed.steps[0].turned) == sum(before != 0 for before, _ in changed.steps[0].advantages.values()) > 0
     assert changed.gradient_cosine == pytest.approx(-1.0, abs=1e-4)
     same = what_if(RecordedRun(recorded), 2, reward=f"{rewards}:length")
-    assert same.num_turned == 0 and same.gradient_cosine == pytest.approx(1.0, abs=1e-6)
+    assert same.steps[0].turned == [] and same.gradient_cosine == pytest.approx(1.0, abs=1e-6)
 
 
 def fork_with_batches(run, path, *changes):
@@ -192,16 +223,31 @@ def fork_with_batches(run, path, *changes):
 
 
 def test_what_would_have_been_is_what_a_run_from_there_does(tiny_model_path, run_path, tmp_path):
-    """The changed step of what_if is the next step of a fork with the change, on the same batch."""
-    changed = what_if(RecordedRun(run_path), 3, changes=["train.importance_cap=0.5"])
+    """The changed steps of what_if are the next steps of a fork with the change, on the same batches."""
+    changed = what_if(RecordedRun(run_path), 3, last_step=4, changes=["train.importance_cap=0.5"])
     forked = fork_with_batches(run_path, tmp_path / "forked", "train.importance_cap=0.5")
-    train_run(tiny_model_path, forked, resume=True, importance_cap=0.5, num_steps=3)
-    assert changed.metrics["grad_norm"][1] == pytest.approx(changed.metrics["grad_norm"][0] / 2, rel=1e-4)
-    logged = RunFolder(tmp_path / "forked", read_only=True).read_metrics()
-    last = next(row for row in logged if row["step"] == 3)
-    for name, (_, after) in changed.metrics.items():
-        if name in last and not name.startswith("on_policy"):
-            assert last[name] == pytest.approx(after, rel=1e-4, abs=1e-6), name
+    train_run(tiny_model_path, forked, resume=True, importance_cap=0.5)
+    before, after = changed.steps[0].metrics["grad_norm"]
+    assert after == pytest.approx(before / 2, rel=1e-4)
+    assert changed.gradient_cosine == pytest.approx(1.0, abs=1e-6) and changed.update_cosine < 1
+    logged = {row["step"]: row for row in RunFolder(forked, read_only=True).read_metrics()}
+    for step in changed.steps:
+        compared = {name: after for name, (_, after) in step.metrics.items() if not name.startswith("on_policy")}
+        assert len(compared) > 10
+        for name, after in compared.items():
+            assert logged[step.step][name] == as_recorded(after), name
+
+
+def test_another_model_begins_the_changed_side_only(recorded, tiny_model_path, tmp_path):
+    """The checkpoint's model is not put over it: with the initial model, step 4 computes what it computes as step 1."""
+    other = shutil.copytree(tiny_model_path, tmp_path / "other")
+    changed = what_if(RecordedRun(recorded), 4, changes=[f"model.path={other}"])
+    before, after = changed.steps[0].metrics["entropy"]
+    assert before == pytest.approx(RecordedRun(recorded).metrics(4)["entropy"], rel=1e-5) and after != before
+    first = RecordedRun(recorded).metrics(1)["entropy"]
+    assert abs(after - first) < abs(before - first)
+    called = call("replay", recorded, "--step", 4, "--last-step", 3, "loss=dapo")
+    assert called.exit_code == 2 and "last_step" in called.output
 
 
 def test_a_fork_without_changes_goes_on_as_the_run_did(tiny_model_path, recorded, tmp_path):

@@ -77,6 +77,19 @@ def test_a_run_that_is_killed_and_resumed_on_another_number_of_ranks_ends_with_t
     assert [row.get("num_rows") for row in resumed] == [row.get("num_rows") for row in logged]
 
 
+def test_steps_of_two_ranks_are_computed_again_bit_by_bit_on_two_ranks(folder: Path) -> None:
+    """Also those that begin with a sharded checkpoint; and with half the learning rate the weights go half as far."""
+    found = json.loads((folder / "replayed.json").read_text())
+    for step in "12345":
+        results = {one["quantity"]: one for one in found[step]["quantities"]}
+        assert found[step]["first_difference"] is None, results
+        assert results["metrics"]["num_values"] > 5 and bool(results["weights"]["num_values"]) == (step == "4")
+    changed = found["what if"]
+    assert changed["gradient_cosine"] == pytest.approx(1.0, abs=1e-6)
+    assert changed["update_ratio"] == pytest.approx(0.5, abs=0.05)
+    assert [path.name for path in (folder / "forked").glob("shards-*")] == ["shards-000003"]
+
+
 def weights_in(path: Path) -> dict[str, torch.Tensor]:
     shards = sorted(path.glob("*.safetensors"))
     assert len(shards) > 1  # as large as the run was told
