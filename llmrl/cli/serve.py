@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from llmrl.endpoint import EndpointServer, Session, SessionLimits, TurnTree
 from llmrl.endpoint.open_sessions import OpenSessions
 from llmrl.endpoint.server import LOOPBACK
 from llmrl.engines import Completion, SamplingConfig
-from llmrl.engines.base import ChecksSampling
+from llmrl.engines.base import check_supported
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder, holds_run
 
@@ -102,7 +103,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
             return await completer.complete(prompt_ids, sampling, name=f"{next(numbers)}", routing_key=name)
 
         tree = TurnTree(policy.renderer, mode=policy.conversation_mode)
-        check = engine.check_sampling if isinstance(engine, ChecksSampling) else lambda sampling: None
+        check = partial(check_supported, engine)
         return Session(name, tree, complete, policy.sampling, limits, does_client_sample=True, check_sampling=check)
 
     recorder = None if settings.out is None else Recorder(settings.out)

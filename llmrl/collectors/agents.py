@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import secrets
 from collections.abc import AsyncIterator
+from functools import partial
 
 from tensordict import TensorDictBase
 
@@ -18,6 +19,7 @@ from llmrl.data.tensordicts import container_of
 from llmrl.endpoint import EndpointServer, ModelReply, ModelRequest, RefusedRequest, Session, SessionLimits, TurnTree
 from llmrl.endpoint.agent import AgentModel
 from llmrl.engines import Completion, SamplingConfig
+from llmrl.engines.base import check_supported
 from llmrl.policies import LLMWrapperBase
 
 
@@ -100,7 +102,8 @@ class AgentEndpoint:
             )
 
         tree = TurnTree(self._policy.renderer, mode=self._policy.conversation_mode)
-        session = Session(rollout.rollout_id, tree, complete, self._policy.sampling, self._limits)
+        check = partial(check_supported, self._policy.engine)
+        session = Session(rollout.rollout_id, tree, complete, self._policy.sampling, self._limits, check_sampling=check)
         key = self._sessions.add(session)
         url = f"{self._server.url}/v1"
         try:

@@ -22,7 +22,8 @@ class Completer:
 
     If the policy has a seed, each request derives its own from it and the request's name, so the answers of a group
     differ. A failed request is repeated under a new id. A request that a weight update aborted continues after its
-    last token (partial rollout), and each token keeps the version that sampled it. An abort before the first token
+    last token (partial rollout), and each token keeps the version that sampled it; one with a grammar is sampled anew.
+    An abort before the first token
     counts as a failure unless the weights were updated since the last attempt. Requests wait while `is_open` is
     cleared.
 
@@ -88,6 +89,11 @@ class Completer:
             if self._is_open is not None:
                 await self._is_open.wait()
             sampled = [token for part in parts for token in part.token_ids]
+            if sampled and sampling.grammar is not None:  # which begins at an answer's first token
+                sampled.clear()
+                parts.clear()
+                num_sampled = 0
+                sampling = sampling.with_changes(max_new_tokens=budget, seed=_derived_seed(seed, attempt))
             try:
                 if sampled:
                     num_wanted = stop_strings.num_wanted(budget - num_sampled)

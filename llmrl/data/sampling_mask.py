@@ -1,4 +1,4 @@
-"""Sampling masks of rows: the ids that truncation kept when each token was sampled."""
+"""Sampling masks of rows: the ids that truncation or a grammar kept when each token was sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ SAMPLING_MASK_KEY = "sampling_mask"
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """The ids that top-k, top-p and min-p kept for each of several tokens, concatenated.
+    """The ids that top-k, top-p, min-p or a grammar kept for each of several tokens, concatenated.
+
+    A token's ids are those that were kept; or, where these are the most, all that were removed, each as `~id`.
 
     The log-probs of a truncated distribution are recomputed by normalising over these ids ("Keep Sampling Mask" of
     DeepSeek-V3.2, arXiv:2512.02556, section 3.1). ValueError: if the counts do not add up to the number of ids.
@@ -29,9 +31,9 @@ class SamplingMask:
     """
 
     token_ids: torch.Tensor
-    """[num_kept] int32: kept ids of all tokens."""
+    """[num_listed] int32: kept ids of all tokens, or `~id` of removed ones."""
     counts: torch.Tensor
-    """[num_tokens] int32: number of kept ids of each token; 0 if nothing was cut."""
+    """[num_tokens] int32: number of listed ids of each token; 0 if nothing was cut."""
 
     def __post_init__(self) -> None:
         if int(self.counts.sum()) != len(self.token_ids):
@@ -67,6 +69,13 @@ class SamplingMask:
         first = counts.cumsum(0) - counts
         places = torch.arange(int(counts.sum()), device=counts.device) + (starts - first).repeat_interleave(counts)
         return SamplingMask(self.token_ids[places], self.counts[index])
+
+    def lists_removed(self) -> torch.Tensor:
+        """Return for which tokens the removed ids are listed, `[num_tokens]` bool."""
+        ends = self.counts.long().cumsum(0)
+        is_listed = self.counts > 0
+        is_listed[is_listed.clone()] = self.token_ids[ends[is_listed] - 1] < 0
+        return is_listed
 
     def to(self, device: torch.device | str | None) -> SamplingMask:
         """Return the mask on a device."""

@@ -23,6 +23,20 @@ class RefusedRequest(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """Form of an answer that a client asks for: JSON of a schema, or a call."""
+
+    option: str
+    """Name of the client's option."""
+    schema: Mapping[str, Json] | None
+    """JSON schema of the answer; None for a call."""
+    function: str = ""
+    """Name of the function to call; empty for any."""
+    is_required: bool = False
+    """Whether a request is refused if the engine does not support the form; otherwise the option is ignored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
     """A request for one answer or several."""
 
@@ -36,6 +50,8 @@ class ModelRequest:
     is_streamed: bool = False
     may_call: bool = True
     """False if tool calls are read as text (`tool_choice` none)."""
+    form: AnswerForm | None = None
+    """Form of the answers; None samples them freely."""
     wants_log_probs: bool = False
     is_usage_streamed: bool = False
     previous_id: str | None = None

@@ -14,7 +14,7 @@ from llmrl._utils.failure import as_exception, describe
 from llmrl._utils.numbers import finite_number
 from llmrl.data import Message, StopReason, text_of
 from llmrl.endpoint.prompt_length import num_characters, sample_of, texts_of
-from llmrl.endpoint.requests import FinishReason, ModelAnswer, ModelReply, ModelRequest, RefusedRequest
+from llmrl.endpoint.requests import AnswerForm, FinishReason, ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.endpoint.tree import ChainKey, RecordedTurn, TurnTree
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.rendering import Conversation, RenderingError
@@ -332,10 +332,30 @@ class Session:
             self.overridden["seed"] += 1
         return sampling
 
+    async def _formed(self, request: ModelRequest, form: AnswerForm, sampling: SamplingConfig) -> SamplingConfig:
+        """Return sampling parameters with the grammar of a form; without it if an optional form is not supported."""
+
+        def with_grammar() -> SamplingConfig:
+            formed = sampling.with_changes(grammar=self.tree.grammar(form, request.tools, may_call=request.may_call))
+            self._check_sampling(formed)
+            return formed
+
+        try:
+            return await asyncio.to_thread(with_grammar)  # a large schema takes time to compile
+        except ValueError as error:
+            if form.is_required:
+                if not self._is_aside(request):
+                    self._num_begun -= request.num_answers
+                raise RefusedRequest(f"{form.option} of type json_schema is not supported here: {error}") from error
+            self.overridden[form.option] += 1
+            return sampling
+
     async def _sample(
         self, request: ModelRequest, prompt: tuple[Conversation, ChainKey] | None, sampling: SamplingConfig
     ) -> _Sampled:
         prompted, prompt_key = await self._measured_prompt(request) if prompt is None else prompt
+        if request.form is not None:
+            sampling = await self._formed(request, request.form, sampling)
         asked = [
             asyncio.ensure_future(self._complete(prompted.prompt_ids, sampling)) for _ in range(request.num_answers)
         ]

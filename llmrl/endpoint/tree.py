@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llmrl.data import Message, ToolSchema, text_of
+from llmrl.endpoint.forms import grammar_of
+from llmrl.endpoint.requests import AnswerForm
 from llmrl.engines import Completion
 from llmrl.policies.base import answered
 from llmrl.rendering import Conversation, Reconciliation, Renderer, reconcile
@@ -83,6 +85,11 @@ class TurnTree:
         assert self._root.renderer is not None
         messages = [self._own(message) for message in messages]
         return len(self._root.renderer.render(messages, tools=tools, add_generation_prompt=True))
+
+    def grammar(self, form: AnswerForm, tools: Sequence[ToolSchema], *, may_call: bool) -> str:
+        """Return the grammar of answers of a form; thread-safe. Raises ValueError if the template has none."""
+        assert self._root.renderer is not None
+        return grammar_of(form, self._root.renderer, tools, may_call=may_call)
 
     def _compared(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Conversation:
         prompted = self._root.with_prompt(messages, tools=tools)

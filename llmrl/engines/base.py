@@ -44,10 +44,13 @@ class SamplingConfig:
     stop_token_ids: tuple[int, ...] = ()
     """End-of-turn tokens in addition to the model's own; a sampled one stays in the completion."""
     ignore_eos: bool = False
+    grammar: str | None = None
+    """Grammar of the answer: a structural tag of xgrammar, as JSON; see `TakesGrammars`."""
     replay: bool = True
-    """Whether the trainer must be able to recompute the distribution. If true, the ids that top-k, top-p and min-p keep
-    are returned with each token (`Completion.sampling_mask`), and collectors refuse a repetition penalty. If false, the
-    trainer uses the distribution before truncation and penalty, so importance ratios are not 1 on-policy."""
+    """Whether the trainer must be able to recompute the distribution. If true, the ids that top-k, top-p, min-p and
+    a grammar keep are returned with each token (`Completion.sampling_mask`), and collectors refuse a repetition
+    penalty. If false, the trainer uses the distribution before all of these, so importance ratios are not 1 on-policy.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -75,6 +78,7 @@ class SamplingConfig:
                 all(isinstance(one, numbers.Integral) and one >= 0 for one in self.stop_token_ids),
                 "ids of tokens",
             ),
+            ("grammar", not (self.grammar is not None and self.ignore_eos), "None with ignore_eos"),
         )
         for name, is_valid, expected in checks:
             if not is_valid:
@@ -87,8 +91,9 @@ class SamplingConfig:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether top-p, top-k or min-p may exclude tokens."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        """Whether top-p, top-k, min-p or a grammar may exclude tokens."""
+        is_cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.grammar is not None
+        return self.temperature > 0 and is_cut
 
     @property
     def needs_sampling_mask(self) -> bool:
@@ -115,8 +120,8 @@ class Completion:
     stop_string: str | None = None
     """The stop string that ended the completion, if one did."""
     sampling_mask: list[array[int]] | None = None
-    """[num_tokens] of `array("i")`: the ids that truncation kept at each position, including the sampled one; None if
-    there is no truncation or `replay` is false."""
+    """[num_tokens] of `array("i")`: the ids that truncation and a grammar kept at each position, including the sampled
+    one, or `~id` of all removed ones; None if there is no truncation or `replay` is false."""
     routed_experts: np.ndarray | None = field(default=None, compare=False)
     """[num_prompt_tokens + num_tokens - 1, num_layers, top_k] int16: experts that processed each token of prompt and
     completion but the last; None if not reported."""
@@ -199,6 +204,14 @@ class ChecksSampling(Protocol):
 
 
 @runtime_checkable
+class TakesGrammars(Protocol):
+    """An engine that follows `SamplingConfig.grammar` and returns the ids that it kept."""
+
+    takes_grammars: bool
+    """Whether it does; of several engines, whether all do."""
+
+
+@runtime_checkable
 class HasTokenizer(Protocol):
     """An engine that has its model's tokenizer."""
 
@@ -254,6 +267,18 @@ class UpdatableEngine(Engine, ReportsProgress, Protocol):
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
         """Activate the received weights and return their version, by default the next one."""
         ...
+
+
+def check_supported(engine: object, sampling: SamplingConfig) -> None:
+    """Raise ValueError if the engine does not support these parameters; suggests an alternative."""
+    takes_grammars = isinstance(engine, TakesGrammars) and engine.takes_grammars
+    if sampling.grammar is not None and not takes_grammars:
+        raise ValueError(
+            f"answers of a given form need an engine that tells which tokens its grammar kept, which "
+            f"{type(engine).__name__} does not: sample from AsyncVLLM, or describe the form in a message."
+        )
+    if isinstance(engine, ChecksSampling):
+        engine.check_sampling(sampling)
 
 
 def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Container[str]) -> None:

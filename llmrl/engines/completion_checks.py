@@ -89,18 +89,25 @@ def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None
     mask = completion.sampling_mask
     if mask is None:
         raise EngineError(
-            "The engine did not say which tokens top_k, top_p and min_p kept, so the trainer cannot make the "
+            "The engine did not say which tokens top_k, top_p, min_p or a grammar kept, so the trainer cannot make the "
             "distribution again: sample at a temperature alone, or set replay=False, and train with importance "
             "ratios that are not 1 on-policy."
         )
     _check_column("sampling_mask", mask, array, len(completion.token_ids))
     last = _LARGEST_ID if vocab_size is None else vocab_size - 1
     for index, (token_id, kept) in enumerate(zip(completion.token_ids, mask, strict=True)):
-        ids = set(kept)
-        if kept.typecode != "i" or token_id not in ids or len(ids) < len(kept) or min(ids) < 0 or max(ids) > last:
+        is_listed = len(kept) > 0 and kept[0] < 0  # the removed ids, each as ~id
+        ids = {~one for one in kept} if is_listed else set(kept)
+        if (
+            kept.typecode != "i"
+            or (token_id in ids) == is_listed
+            or len(ids) < len(kept)
+            or min(ids) < 0
+            or max(ids) > last
+        ):
             raise EngineError(
                 f"The engine returned sampling_mask[{index}] = {kept!r:.100}; an array('i') of different ids of 0 to "
-                f"{last} is expected, the sampled {token_id} among them."
+                f"{last} is expected, the sampled {token_id} among them; or of ~id of the removed ones."
             )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Unpack, overload
 
-from llmrl.engines.base import ChecksSampling, Engine, HasTokenizer, SamplingConfig, UpdatableEngine
+from llmrl.engines.base import Engine, HasTokenizer, SamplingConfig, TakesGrammars, UpdatableEngine, check_supported
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetector
 from llmrl.engines.launch import start_engines
 from llmrl.engines.pending import PendingRequest, Waiters
@@ -106,9 +106,12 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise ValueError for sampling parameters that the engines do not support."""
-        engine = self._engines[0]
-        if isinstance(engine, ChecksSampling):
-            engine.check_sampling(sampling)
+        check_supported(self._engines[0], sampling)
+
+    @property
+    def takes_grammars(self) -> bool:
+        """Whether all engines follow grammars."""
+        return all(isinstance(one, TakesGrammars) and one.takes_grammars for one in self._engines)
 
     @classmethod
     def from_pretrained(

@@ -22,7 +22,7 @@ from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, sampling_mask_entry
 from llmrl.data.templated_text import template_named
 from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, plain, restacked, tensordict_of
 from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
-from llmrl.engines.base import ChecksSampling
+from llmrl.engines.base import check_supported
 from llmrl.engines.completion_checks import check_completion, check_routed_experts
 from llmrl.policies.sampling import sampling_from_kwargs
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
@@ -131,8 +131,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         if not generate:
             return
         self.engine: Engine = model  # type: ignore[assignment]
-        if isinstance(model, ChecksSampling):
-            model.check_sampling(self.sampling)
+        check_supported(model, self.sampling)
         self.model: Any = model
         if renderer is None and tokenizer is not None:
             if chat_template is None:

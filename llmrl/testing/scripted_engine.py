@@ -50,6 +50,9 @@ class ScriptedEngine:
         [1, 2]
     """
 
+    takes_grammars = True
+    """Whether requests may have a grammar; the script answers them as it does others."""
+
     def __init__(
         self,
         script: Script,

@@ -148,6 +148,10 @@ def test_what_a_server_kept_are_its_top_logprobs_that_are_not_cut():
         [array("i", [7]), array("i", [8, 8])],
         [array("i", [7]), array("i", [8, 50])],
         [array("i", [7]), array("i", [8, -1])],
+        [array("i", [7]), array("i", [~8])],
+        [array("i", [7]), array("i", [~9, ~9])],
+        [array("i", [7]), array("i", [~9, 8])],
+        [array("i", [7]), array("i", [~50])],
         [array("i", [7]), array("l", [8])],
         [array("i", [7]), [8]],
         (array("i", [7]), array("i", [8])),
@@ -159,6 +163,7 @@ def test_masks_that_could_not_be_replayed_are_refused_at_the_border(mask):
         check_completion(completion, budget=8, vocab_size=50, needs_sampling_mask=True)
 
     check([array("i", [7, 3]), array("i", [8])])
+    check([array("i", [~3, ~8]), array("i", [~7])])
     with pytest.raises(EngineError, match=r"sampling_mask|did not say"):
         check(mask)
 

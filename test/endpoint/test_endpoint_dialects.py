@@ -110,18 +110,38 @@ def test_tools_of_another_kind_are_refused_by_name_or_counted(dialect):
             dialect.read({**BODIES[dialect], "tools": tools})
 
 
-def test_answers_of_a_given_form_are_refused_or_counted():
-    with pytest.raises(RefusedRequest, match="response_format of type 'json_schema' is not supported"):
-        chat.read({**BODIES[chat], "response_format": {"type": "json_schema"}})
-    with pytest.raises(RefusedRequest, match=r"text\.format of type 'json_schema' is not supported"):
-        responses.read({**BODIES[responses], "text": {"format": {"type": "json_schema"}}})
-    assert chat.read({**BODIES[chat], "response_format": {"type": "json_object"}}).overridden[0] == "response_format"
+def test_answers_of_a_given_form_are_read_in_each_dialect():
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    named = {"type": "json_schema", "name": "one", "schema": schema}
+    asked = {
+        chat: ("response_format", {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}),
+        responses: ("text", {"format": named}),
+        anthropic: ("output_config", {"format": named}),
+    }
+    for dialect, (option, wanted) in asked.items():
+        body = {**BODIES[dialect], option: wanted, "tool_choice": None}
+        form = dialect.read(body).form
+        assert form.schema == schema and form.is_required and option in form.option
+    free = {**BODIES[chat], "tool_choice": None}
+    form = chat.read({**free, "response_format": {"type": "json_object"}}).form
+    assert form.schema == {"type": "object"} and not form.is_required
+    assert chat.read({**free, "response_format": {"type": "text"}}).form is None
+    for wrong in ({"type": "json_schema"}, {"type": "regex"}):
+        with pytest.raises(RefusedRequest, match=r"response_format"):
+            chat.read({**free, "response_format": wrong})
+    name = FUNCTION["name"]
+    for dialect, choice in (
+        (chat, {"type": "function", "function": {"name": name}}),
+        (responses, {"type": "function", "name": name}),
+        (anthropic, {"type": "tool", "name": name}),
+    ):
+        form = dialect.read({**BODIES[dialect], "tool_choice": choice}).form
+        assert (form.schema, form.function, form.option) == (None, name, "tool_choice")
 
 
 @pytest.mark.parametrize("dialect", BODIES, ids=lambda dialect: dialect.__name__.rpartition(".")[2])
 def test_whatever_is_ignored_is_named(dialect):
     asked = {
-        "output_config": {"format": {"type": "json_schema"}},
         "thinking": {"type": "enabled", "budget_tokens": 1024},
         "structured_outputs": {"json": {}},
         "guided_json": {"type": "object"},
@@ -143,7 +163,7 @@ def test_whatever_is_ignored_is_named(dialect):
 
 
 def test_what_cannot_be_had_is_named():
-    asked = {"parallel_tool_calls": False, "tool_choice": "required"}
+    asked = {"parallel_tool_calls": False, "tool_choice": {"type": "allowed_tools"}}
     assert chat.read({**BODIES[chat], **asked}).overridden == (
         "reasoning_effort", "tool_choice", "parallel_tool_calls"
     )  # fmt: skip
@@ -151,6 +171,5 @@ def test_what_cannot_be_had_is_named():
         "reasoning", "tool_choice", "parallel_tool_calls"
     )  # fmt: skip
     choice = {"type": "any", "disable_parallel_tool_use": True}
-    assert anthropic.read({**BODIES[anthropic], "tool_choice": choice}).overridden == (
-        "tool_choice", "disable_parallel_tool_use"
-    )  # fmt: skip
+    body = {**BODIES[anthropic], "tool_choice": choice, "output_config": {"effort": "low"}}
+    assert anthropic.read(body).overridden == ("output_config.effort", "disable_parallel_tool_use")

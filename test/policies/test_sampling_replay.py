@@ -19,7 +19,7 @@ from llmrl.objectives.scoring import log_probs_of
 from llmrl.policies import vLLMWrapper
 from llmrl.trainer import TransformersWrapper, train_step
 from llmrl.trainer.head.log_probs import LogitTransform
-from llmrl.trainer.head.truncated import truncated_log_probs
+from llmrl.trainer.head.truncated import kept_logits, truncated_log_probs
 from llmrl.trainer.scoring import write_log_probs
 
 
@@ -81,6 +81,11 @@ def by_equations(hidden, weight, bias, targets, positions, masks, temperature):
     return torch.stack(log_probs), torch.stack(entropies)
 
 
+def removed_of(kept):
+    """The same mask as a list of the removed ids."""
+    return kept and array("i", [~one for one in range(VOCAB) if one not in kept] or kept)
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_truncated_log_probs_and_entropies_have_the_values_and_gradients_of_the_equations(data):
@@ -100,7 +105,7 @@ def test_truncated_log_probs_and_entropies_have_the_values_and_gradients_of_the_
         hidden,
         weight,
         torch.tensor(targets),
-        sampling_mask=SamplingMask.of(masks),
+        sampling_mask=SamplingMask.of([one if data.draw(st.booleans()) else removed_of(one) for one in masks]),
         positions=torch.tensor(positions),
         bias=bias,
         transform=LogitTransform(temperature=0.7),
@@ -117,8 +122,15 @@ def test_truncated_log_probs_and_entropies_have_the_values_and_gradients_of_the_
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_a_mask_without_the_token_that_was_sampled_is_refused():
-    mask = SamplingMask.of([array("i", [1, 2])])
+def test_a_mask_of_removed_ids_leaves_all_others():
+    mask = SamplingMask.of([array("i", [~0, ~2]), None, array("i", [1])])
+    is_kept = kept_logits(torch.zeros(3, 4), mask) == 0
+    assert is_kept.int().tolist() == [[0, 1, 0, 1], [1, 1, 1, 1], [0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [~0, ~1]])
+def test_a_mask_without_the_token_that_was_sampled_is_refused(ids):
+    mask = SamplingMask.of([array("i", ids)])
     with pytest.raises(ValueError, match="keep each sampled token once"):
         truncated_log_probs(
             torch.zeros(1, 3), torch.eye(3), torch.tensor([0]), sampling_mask=mask, positions=torch.tensor([0])

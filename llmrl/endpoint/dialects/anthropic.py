@@ -12,6 +12,7 @@ from llmrl.endpoint.dialects.reading import (
     call_of,
     checked,
     entry_of,
+    form_of,
     function_of,
     object_of,
     overridden,
@@ -34,7 +35,10 @@ _ERRORS = {
 }
 
 
-_READ = ("max_tokens", "messages", "model", "stop_sequences", "stream", "system", "tools", "train")
+_READ = (
+    "max_tokens", "messages", "model", "output_config", "output_format", "stop_sequences", "stream", "system", "tools",
+    "train",
+)  # fmt: skip
 
 
 def read(body: Body) -> ModelRequest:
@@ -52,19 +56,24 @@ def read(body: Body) -> ModelRequest:
         messages += _messages(message, f"messages[{place}]")
     choice = entry_of(body, "tool_choice", dict, default={})
     refuse_other_tools(body, "custom")
-    tools = tools_of(body, "custom")
+    described = tools_of(body, "custom")
+    tools = tuple(function_of(tool, "input_schema", where="tools[].") for tool in described)
+    output = entry_of(body, "output_config", dict, default={})
+    wanted = entry_of(output, "format", dict, where="output_config.", default=entry_of(body, "output_format", dict))
     return ModelRequest(
         messages=checked(messages),
         model=entry_of(body, "model", str, default=""),
-        tools=tuple(function_of(tool, "input_schema", where="tools[].") for tool in tools),
+        tools=tools,
         max_tokens=positive(entry_of(body, "max_tokens", int), "max_tokens"),
         stop=stops_of(body.get("stop_sequences"), "stop_sequences"),
         is_streamed=entry_of(body, "stream", bool, default=False),
         may_call=choice.get("type") != "none",
+        form=form_of(body, wanted or {}, "output_config.format", tools),
         is_trained=entry_of(body, "train", bool, default=True),
         sampling=sampling_of(body),
         overridden=(
-            *overridden(body, *_READ, tools=tools),
+            *(f"output_config.{name:.80}" for name in output if name != "format"),
+            *overridden(body, *_READ, tools=described),
             *(("disable_parallel_tool_use",) if choice.get("disable_parallel_tool_use") else ()),
         ),
     )

@@ -12,7 +12,7 @@ from llmrl.endpoint.dialects.reading import (
     call_of,
     checked,
     entry_of,
-    format_of,
+    form_of,
     function_of,
     object_of,
     overridden,
@@ -43,8 +43,9 @@ def read(body: Body) -> ModelRequest:
     """
     messages = entry_of(body, "messages", list, default=[])
     refuse_other_tools(body, "function")
-    tools = [object_of(tool.get("function"), where="tools[].function") for tool in tools_of(body, "function")]
-    freely = format_of(entry_of(body, "response_format", dict, default={}), "response_format")
+    described = [object_of(tool.get("function"), where="tools[].function") for tool in tools_of(body, "function")]
+    tools = tuple(function_of(tool, "parameters", where="tools[].function.") for tool in described)
+    wanted = entry_of(body, "response_format", dict, default={})
     num_answers = positive(entry_of(body, "n", int, default=1), "n")
     if num_answers is None or num_answers > _MAX_ANSWERS:
         raise RefusedRequest(f"n must be at most {_MAX_ANSWERS}, got {num_answers}.")
@@ -53,17 +54,18 @@ def read(body: Body) -> ModelRequest:
     return ModelRequest(
         messages=checked(_message(message, f"messages[{place}]") for place, message in enumerate(messages)),
         model=entry_of(body, "model", str, default=""),
-        tools=tuple(function_of(tool, "parameters", where="tools[].function.") for tool in tools),
+        tools=tools,
         max_tokens=positive(longest, "max_tokens"),
         stop=stops_of(body.get("stop"), "stop"),
         num_answers=num_answers,
         is_streamed=entry_of(body, "stream", bool, default=False),
         may_call=body.get("tool_choice") != "none",
+        form=form_of(body, wanted, "response_format", tools),
         wants_log_probs=entry_of(body, "logprobs", bool, default=False),
         is_usage_streamed=bool(stream_options.get("include_usage")),
         is_trained=entry_of(body, "train", bool, default=True),
         sampling=sampling_of(body),
-        overridden=(*freely, *overridden(body, *_READ, tools=tools)),
+        overridden=overridden(body, *_READ, tools=described),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from llmrl.data import Message, ToolSchema, check_messages
 from llmrl.data.message import encodable
-from llmrl.endpoint.requests import RefusedRequest
+from llmrl.endpoint.requests import AnswerForm, RefusedRequest
 from llmrl.rendering.tool_calls import Json, ToolCall
 
 Body = Mapping[str, Json]
@@ -197,9 +197,7 @@ def overridden(body: Body, *known: str, tools: Iterable[Body] = ()) -> tuple[str
     asked = [f"{name:.80}" for name, value in body.items() if name not in read and value not in _UNSET]
     if any(tool.get("strict") for tool in tools):
         asked.append("tools.strict")
-    choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in (None, "auto", "none"):
+    if _choice_of(body.get("tool_choice"))[0] not in (None, "auto", "none", *_FORCED):
         asked.append("tool_choice")
     if body.get("parallel_tool_calls") is False:
         asked.append("parallel_tool_calls")
@@ -209,11 +207,42 @@ def overridden(body: Body, *known: str, tools: Iterable[Body] = ()) -> tuple[str
 _UNSET: tuple[Json, ...] = (None, False, 0, "", [], {})
 
 
-def format_of(wanted: Body, name: str) -> tuple[str, ...]:
-    """Return the name of the requested format if it is ignored. Raises RefusedRequest for a schema."""
+_FORCED = ("required", "any", "function", "tool")
+"""Values of `tool_choice` that demand a call, of all dialects."""
+
+
+def _choice_of(choice: Json) -> tuple[Json, Json]:
+    """Return the kind of a `tool_choice`, and the name of its function."""
+    if not isinstance(choice, dict):
+        return choice, None
+    named = choice.get("function")
+    return choice.get("type"), (named if isinstance(named, dict) else choice).get("name")
+
+
+def form_of(body: Body, wanted: Body, option: str, tools: Sequence[ToolSchema]) -> AnswerForm | None:
+    """Return the form that a request demands, by its `tool_choice` or else by the format `wanted` in `option`.
+
+    Raises RefusedRequest for an unknown format, a schema that is none, or a function that is not among the tools.
+
+    Example:
+        >>> form_of({}, {"type": "json_object"}, "response_format", ()).schema
+        {'type': 'object'}
+    """
+    kind, name = _choice_of(body.get("tool_choice"))
+    if kind in _FORCED:
+        names = [tool["function"]["name"] for tool in tools]
+        if kind in ("function", "tool") and name not in names:
+            raise RefusedRequest(f"tool_choice must name one of the tools {names}, got {name!r:.80}.")
+        return AnswerForm(option="tool_choice", schema=None, function=name or "")
     kind = wanted.get("type", "text")
-    if kind not in ("text", "json_object"):
-        raise RefusedRequest(
-            f"{name} of type {kind!r:.80} is not supported: answers are sampled freely. Describe it in a message."
-        )
-    return (name,) if kind == "json_object" else ()
+    if kind == "json_object":
+        return AnswerForm(option=option, schema={"type": "object"})
+    if kind == "json_schema":
+        described = entry_of(wanted, "json_schema", dict, where=f"{option}.", default=wanted)
+        schema = entry_of(described, "schema", dict, where=f"{option}.")
+        if schema is None:
+            raise RefusedRequest(f"{option}.schema is missing.")
+        return AnswerForm(option=option, schema=schema, is_required=True)
+    if kind != "text":
+        raise RefusedRequest(f"{option} must be of type text, json_object or json_schema, got {kind!r:.80}.")
+    return None

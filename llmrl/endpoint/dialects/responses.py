@@ -13,7 +13,7 @@ from llmrl.endpoint.dialects.reading import (
     call_of,
     checked,
     entry_of,
-    format_of,
+    form_of,
     function_of,
     object_of,
     other_tools,
@@ -42,8 +42,10 @@ def read(body: Body) -> ModelRequest:
         1
     """
     text = entry_of(body, "text", dict, default={})
-    freely = format_of(entry_of(text, "format", dict, default={}), "text.format")
-    tools = tools_of(body, "function")  # clients send tools of OpenAI's servers with every request, and can do without
+    wanted = entry_of(text, "format", dict, default={})
+    # Clients send tools of OpenAI's servers with every request, and can do without.
+    described = tools_of(body, "function")
+    tools = tuple(function_of(tool, "parameters", where="tools[].") for tool in described)
     if body.get("background") or body.get("conversation") is not None:
         raise RefusedRequest("background and conversation are not supported; send the input, or previous_response_id.")
     instructions = entry_of(body, "instructions", str, default="")
@@ -52,19 +54,19 @@ def read(body: Body) -> ModelRequest:
     return ModelRequest(
         messages=checked([*opening, *_messages(body.get("input"))]),
         model=entry_of(body, "model", str, default=""),
-        tools=tuple(function_of(tool, "parameters", where="tools[].") for tool in tools),
+        tools=tools,
         max_tokens=positive(entry_of(body, "max_output_tokens", int), "max_output_tokens"),
         is_streamed=entry_of(body, "stream", bool, default=False),
         may_call=body.get("tool_choice") != "none",
+        form=form_of(body, wanted, "text.format", tools),
         previous_id=None if previous is None else previous.removeprefix(_ID),
         num_instructions=len(opening),
         is_trained=entry_of(body, "train", bool, default=True),
         sampling=sampling_of(body),
         overridden=(
-            *freely,
             *(f"text.{name:.80}" for name in text if name != "format"),
             *(f"tools.{kind}" for kind in other_tools(body, "function")),
-            *overridden(body, *_READ, tools=tools),
+            *overridden(body, *_READ, tools=described),
         ),
     )
 

@@ -225,6 +225,7 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
         model=folder,
         # Log-probs of the sampled distribution, so that on-policy importance ratios are 1.
         logprobs_mode="processed_logprobs",
+        structured_outputs_config={"backend": "xgrammar"},  # `Grammars` computes its masks again
         disable_log_stats=True,
         enable_log_requests=False,
         max_logprobs=-1,  # sampling masks are read from them

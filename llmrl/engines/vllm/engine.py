@@ -10,6 +10,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Never, Self, TypeVar, Unpack
 
 from llmrl._utils.arguments import KnownArguments, keywords_of, refuse_unknown
@@ -26,10 +27,17 @@ from llmrl.engines.base import (
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, NCCL_BACKEND, EngineOptions, translate_torchrl_options
+from llmrl.engines.vllm.grammars import Grammars
 from llmrl.engines.vllm.passed_through import untested
 from llmrl.engines.vllm.private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm.quantized import quantization_of
-from llmrl.engines.vllm.requests import generate_one, num_reported, sampling_params, unless_it_dies
+from llmrl.engines.vllm.requests import (
+    generate_one,
+    is_cut_by_grammar_alone,
+    num_reported,
+    sampling_params,
+    unless_it_dies,
+)
 from llmrl.engines.vllm.scores import VLLMScores
 from llmrl.engines.vllm.start import start_vllm
 from llmrl.engines.vllm.updates import AdapterUpdates, WholeWeights
@@ -50,6 +58,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
     trainer-side weight-transfer engines can use this class as their client.
     """
 
+    takes_grammars = True
     start_several: ClassVar[Callable[..., Any]]
     """`EngineReplicas.from_pretrained`, set in its module, which imports this one."""
 
@@ -82,6 +91,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self.host = socket.gethostname()
         """Name of the engine's machine."""
         self._updates = AdapterUpdates(llm) if weight_transfer == ADAPTER_BACKEND else WholeWeights(llm)
+        self._grammars = Grammars(llm)
         self._id_prefix = uuid.uuid4().hex[:8]
         self._id_counter = itertools.count()
         self._in_flight: set[str] = set()
@@ -183,6 +193,9 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         params = sampling_params(sampling, budget, num_log_probs=num_log_probs)
         request = generate_one(self._llm, list(prompt_ids), params, request_id, self._updates)
         completion = await self._serve(request_id, request)
+        if sampling.grammar is not None and is_cut_by_grammar_alone(sampling):
+            masks = asyncio.to_thread(self._grammars.masks, sampling.grammar, completion.token_ids, params)
+            completion = replace(completion, sampling_mask=await masks)
         self._num_tokens += len(completion.token_ids)
         return completion
 
@@ -190,6 +203,8 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         """Raise ValueError for values that vLLM does not support, and for kept ids that it cannot report."""
         num_reported(sampling, self._llm.vllm_config.model_config)
         sampling_params(sampling, 1)
+        if sampling.grammar is not None:
+            self._grammars.check(sampling.grammar)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Completion]:
         """Sample one completion for each prompt concurrently; blocks, so do not call it in an event loop."""

@@ -20,6 +20,7 @@ _DISTRIBUTION = "it changes the distribution that tokens are sampled from, and t
 _TEXT = "llmrl trains and serves text alone"
 _SAMPLING = "sampling is what SamplingConfig says; defaults of vLLM would replace it unseen"
 _ROUNDED = "it rounds what the engine keeps of earlier tokens, so that its log-probs are not the trainer's"
+_GRAMMAR = "llmrl computes again which tokens a grammar kept, with xgrammar and from the first token on"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATION),
     **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _DISTRIBUTION),
@@ -31,6 +32,7 @@ REFUSED: dict[str, str] = {
         ),
         _TEXT,
     ),
+    **dict.fromkeys(("reasoning_parser", "structured_outputs_config"), _GRAMMAR),
     **dict.fromkeys(("convert", "pooler_config", "runner"), "llmrl's engines generate"),
     **dict.fromkeys(("enable_mamba_cache_stochastic_rounding", "kv_cache_dtype"), _ROUNDED),
 }  # fmt: skip

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     import torch
+    from vllm import SamplingParams
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.request import LoRARequest as LoRARequest
@@ -81,10 +82,12 @@ _NAMES = {
     "model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
     "model_executor.models.registry": ("ModelRegistry",),
     "platforms": ("current_platform",),
-    "sampling_params": ("RequestOutputKind",),
+    "sampling_params": ("RequestOutputKind", "StructuredOutputsParams"),
     "utils.network_utils": ("get_ip",),
     "v1.engine.async_llm": ("AsyncLLM",),
     "v1.engine.exceptions": ("EngineDeadError", "EngineGenerateError"),
+    "v1.structured_output.backend_types": ("StructuredOutputOptions",),
+    "v1.structured_output.backend_xgrammar": ("XgrammarBackend", "has_xgrammar_unsupported_json_features"),
     "v1.executor.multiproc_executor": ("MultiprocExecutor",),
 }
 _MODULES = {name: f"vllm.{module}" for module, names in _NAMES.items() for name in names}
@@ -114,6 +117,14 @@ def num_unfinished_tokens(llm: AsyncLLM) -> int:
     """Return the number of tokens so far of requests in flight."""
     states = list(llm.output_processor.request_states.values())
     return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+
+def all_stop_token_ids(llm: AsyncLLM, params: SamplingParams) -> set[int]:
+    """Return the tokens that end an answer to a request with these parameters."""
+    resolved = params.clone()
+    processor = llm.input_processor
+    resolved.update_from_generation_config(processor.generation_config_fields, processor.renderer.get_eos_token_id())
+    return resolved.all_stop_token_ids
 
 
 async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM:

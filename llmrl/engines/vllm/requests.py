@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
     """Return the number of likeliest ids to request from vLLM, from which the kept ids are derived.
 
-    It is 0 if vLLM reports them itself (`return_sampling_mask`). Top-k keeps all ids that tie with the last, which are
-    many in bfloat16. Raises ValueError for top-p or min-p without top-k, which keep any number of ids.
+    It is 0 if vLLM reports them itself (`return_sampling_mask`), or `Grammars` derives them. Top-k keeps all ids that
+    tie with the last, which are many in bfloat16. Raises ValueError for top-p or min-p without top-k, which
+    keep any number of ids.
     """
-    if not sampling.needs_sampling_mask or config.return_sampling_mask:
+    if not sampling.needs_sampling_mask or config.return_sampling_mask or is_cut_by_grammar_alone(sampling):
         return 0
     if not sampling.top_k:
         raise ValueError(
@@ -36,6 +37,11 @@ def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
     return min(config.get_vocab_size(), sampling.top_k + sampling.top_k // 8 + 16)
 
 
+def is_cut_by_grammar_alone(sampling: SamplingConfig) -> bool:
+    """Return whether a grammar excludes tokens, and nothing else does."""
+    return sampling.needs_sampling_mask and not sampling.with_changes(grammar=None).is_truncated
+
+
 def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0) -> SamplingParams:
     """Return vLLM's parameters for one completion of `budget` tokens, with `num_log_probs` likeliest ids per token.
 
@@ -43,7 +49,7 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
     """
     from vllm import SamplingParams
 
-    from llmrl.engines.vllm.private import RequestOutputKind, VLLMClientError, current_platform
+    from llmrl.engines.vllm.private import RequestOutputKind, StructuredOutputsParams, VLLMClientError, current_platform
 
     if sampling.seed is not None and sampling.temperature > 0 and current_platform.is_cpu():
         # vLLM rewinds the generator if a prompt is computed in parts, which fails on CPU.
@@ -51,6 +57,7 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
             f"seed={sampling.seed}: vLLM's engine on CPU ends at a request with its own seed if the prompt is not "
             "computed in one step; give the engine a seed, AsyncVLLM.from_pretrained(seed=...)."
         )
+    grammar = None if sampling.grammar is None else StructuredOutputsParams(structural_tag=sampling.grammar)
     try:
         return SamplingParams(
             max_tokens=budget,
@@ -68,6 +75,7 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
             # Text is needed only for stop strings.
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=grammar,
         )
     except VLLMClientError as error:
         raise ValueError(f"vLLM refused the request: {error}") from error

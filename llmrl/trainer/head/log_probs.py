@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -103,6 +103,15 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return logits if bias is None else logits.add_(bias)
 
 
+class Removed(NamedTuple):
+    """Ids that are taken out of the distributions of some positions."""
+
+    positions: torch.Tensor
+    """`[num_removed]` ascending indices of positions."""
+    token_ids: torch.Tensor
+    """`[num_removed]` an id that is taken out there."""
+
+
 class _ChunkedLogProbs(torch.autograd.Function):
     """Autograd function that saves its inputs and one number per position, and recomputes each chunk's logits."""
 
@@ -117,6 +126,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         transform: LogitTransform,
         chunk_size: int,
         return_entropy: bool,
+        removed: Removed | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = compute_dtype_of(hidden, weight)
         hidden_c = rounded_operand(hidden, dtype)
@@ -129,6 +139,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         bounds = _chunk_bounds(positions, hidden.shape[0], chunk_size)
         for (start, first), (end, last) in pairwise(bounds):
             logits, _ = transform.apply(head_logits(hidden_c[start:end], weight_c, bias_c))
+            _remove(logits, removed, start, end)
             normalizer = logits.logsumexp(-1)
             normalizers[start:end] = normalizer
             local = positions[first:last] - start
@@ -140,6 +151,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, positions, normalizers, entropies)
         ctx.transform = transform
+        ctx.removed = removed
         ctx.bounds = bounds
         ctx.dtype = dtype
         return log_probs, None if entropies is None else entropies[positions]
@@ -168,6 +180,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_bias = torch.zeros_like(bias, dtype=sum_dtype)
         for (start, first), (end, last) in pairwise(ctx.bounds):
             logits, derivative = ctx.transform.apply(head_logits(hidden_c[start:end], weight_c, bias_c))
+            _remove(logits, ctx.removed, start, end)
             log_p = logits.sub_(normalizers[start:end, None])
             if entropy_per_position is None:
                 grad = log_p.exp_().mul_(-per_position[start:end, None])
@@ -190,7 +203,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _remove(logits: torch.Tensor, removed: Removed | None, start: int, end: int) -> None:
+    """Take ids out of the distributions of positions `start` to `end`, in place; their gradients become 0."""
+    if removed is not None:
+        first, last = torch.searchsorted(removed.positions, torch.tensor([start, end], device=logits.device)).tolist()
+        logits[removed.positions[first:last] - start, removed.token_ids[first:last]] = -torch.inf
 
 
 def _chunk_bounds(positions: torch.Tensor, num_positions: int, chunk_size: int) -> list[tuple[int, int]]:
@@ -210,6 +230,7 @@ def chunked_log_probs(
     transform: LogitTransform | None = None,
     chunk_size: int | None = None,
     return_entropy: bool = False,
+    removed: Removed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-prob of each target, and the entropy of its distribution if asked; both differentiable.
 
@@ -221,6 +242,7 @@ def chunked_log_probs(
         bias: `[vocab_size]` of the output head.
         transform: scale, soft cap and temperature; none by default.
         chunk_size: number of positions with logits in memory at once; `default_chunk_size` by default.
+        removed: ids without probability; none by default.
 
     Returns:
         `[num_scored]` log-probs and `[num_scored]` entropies or None, float32 (float64 for float64 inputs).
@@ -244,5 +266,5 @@ def chunked_log_probs(
     if chunk_size is None:
         chunk_size = default_chunk_size(weight.shape[0], is_gpu=hidden.is_cuda)
     return _ChunkedLogProbs.apply(
-        hidden, weight, bias, targets, positions, transform or LogitTransform(), chunk_size, return_entropy
+        hidden, weight, bias, targets, positions, transform or LogitTransform(), chunk_size, return_entropy, removed
     )

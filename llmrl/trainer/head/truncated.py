@@ -1,7 +1,8 @@
-"""Log-probs under a truncated distribution, normalised over the ids kept by top-k, top-p or min-p.
+"""Log-probs under a truncated distribution, normalised over the ids that a sampling mask keeps.
 
 With `l` the log-probs over all ids, the log-prob of token `t` among the kept ids `K` is
-`l_t - logsumexp_{j in K} l_j`, so `chunked_log_probs` scores all kept ids of a position as targets.
+`l_t - logsumexp_{j in K} l_j`, so `chunked_log_probs` scores all kept ids of a position as targets. Where most ids are
+kept (inside a string of JSON), the mask lists the others, and these are taken out of the logits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import TypedDict, Unpack
 import torch
 
 from llmrl.data.sampling_mask import SamplingMask
-from llmrl.trainer.head.log_probs import MIN_LOG_PROB, LogitTransform, chunked_log_probs
+from llmrl.trainer.head.log_probs import MIN_LOG_PROB, LogitTransform, Removed, chunked_log_probs
+
+_NOT_THEIRS = "A sampling mask must keep each sampled token once: it is not that of these tokens."
 
 
 class HeadOptions(TypedDict, total=False):
@@ -49,6 +52,57 @@ def truncated_log_probs(
         >>> truncated_log_probs(hidden, weight, target, sampling_mask=mask, positions=torch.tensor([0]))[0].exp()
         tensor([0.5000])
     """
+    is_listed = sampling_mask.lists_removed()
+    if not is_listed.any():
+        return _among_kept(
+            hidden, weight, targets, sampling_mask, positions=positions, return_entropy=return_entropy, **options
+        )
+    # Tokens that share a position may have different masks, so each token without some ids gets its own position.
+    of_listed = is_listed.nonzero()[:, 0]
+    of_others = (~is_listed).nonzero()[:, 0]
+    listed = sampling_mask.chosen(of_listed)
+    owner = torch.arange(len(of_listed), device=targets.device).repeat_interleave(listed.counts.long())
+    removed = Removed(owner, ~listed.token_ids.long())
+    if bool((removed.token_ids == targets[of_listed][owner]).any()):
+        raise ValueError(_NOT_THEIRS)
+    scored = [
+        chunked_log_probs(
+            hidden[positions[of_listed]],
+            weight,
+            targets[of_listed],
+            return_entropy=return_entropy,
+            removed=removed,
+            **options,
+        )
+    ]
+    if len(of_others):
+        others = sampling_mask.chosen(of_others)
+        scored.append(
+            _among_kept(
+                hidden,
+                weight,
+                targets[of_others],
+                others,
+                positions=positions[of_others],
+                return_entropy=return_entropy,
+                **options,
+            )
+        )
+    order = torch.cat([of_listed, of_others]).argsort()
+    log_probs, entropies = zip(*scored, strict=True)
+    return torch.cat(log_probs)[order], torch.cat(entropies)[order] if return_entropy else None
+
+
+def _among_kept(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    sampling_mask: SamplingMask,
+    *,
+    positions: torch.Tensor,
+    return_entropy: bool,
+    **options: Unpack[HeadOptions],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     is_cut = sampling_mask.counts > 0
     counts = sampling_mask.counts.long().clamp(min=1)  # without truncation, the target alone
     owner = torch.arange(len(targets), device=targets.device).repeat_interleave(counts)
@@ -57,7 +111,7 @@ def truncated_log_probs(
     kept_ids[is_of_cut] = sampling_mask.token_ids.long()
     is_target = ~is_of_cut | (kept_ids == targets[owner])
     if int(is_target.sum()) != len(targets):
-        raise ValueError("A sampling mask must keep each sampled token once: it is not that of these tokens.")
+        raise ValueError(_NOT_THEIRS)
     kept, entropy = chunked_log_probs(
         hidden, weight, kept_ids, positions=positions[owner], return_entropy=return_entropy, **options
     )
@@ -75,6 +129,8 @@ def truncated_log_probs(
 def kept_logits(logits: torch.Tensor, sampling_mask: SamplingMask) -> torch.Tensor:
     """Return logits `[num_scored, vocab_size]` with no probability for ids that truncation removed."""
     owner = torch.arange(len(logits), device=logits.device).repeat_interleave(sampling_mask.counts.long())
-    is_kept = (sampling_mask.counts == 0)[:, None].expand_as(logits).clone()
-    is_kept[owner, sampling_mask.token_ids.long()] = True
+    is_listed = sampling_mask.lists_removed()
+    is_kept = ((sampling_mask.counts == 0) | is_listed)[:, None].expand_as(logits).clone()
+    ids = sampling_mask.token_ids.long()
+    is_kept[owner, torch.where(ids < 0, ~ids, ids)] = ids >= 0
     return logits.masked_fill(~is_kept, MIN_LOG_PROB)

@@ -1,0 +1,70 @@
+"""Grammars of answers of a given form, in the format of a chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from llmrl.data import Message, ToolSchema
+from llmrl.endpoint.requests import AnswerForm
+from llmrl.rendering import Renderer, RenderingError
+from llmrl.rendering.tool_calls import Json, make_tool_call
+
+_ASKED: Message = {"role": "user", "content": "Begin."}
+_VALUE = {"llmrl_value": 7}
+_WRITTEN = re.compile(r'\{\s*"llmrl_value"\s*:\s*7\s*\}')
+
+
+def grammar_of(form: AnswerForm, renderer: Renderer, tools: Sequence[ToolSchema], *, may_call: bool = True) -> str:
+    """Return the structural tag of an answer: JSON of the form's schema, or one call.
+
+    Where there are tools, an answer of a schema may be a call instead. Reasoning stays free. Raises ValueError if the
+    template does not write answers or calls as JSON after its prompt.
+    """
+    called = [tool["function"] for tool in tools if form.function in ("", tool["function"]["name"])]
+    ways = [_call(renderer, function, tools) for function in called if may_call or form.schema is None]
+    if form.schema is not None:
+        answer: Message = {"role": "assistant", "content": json.dumps(_VALUE)}
+        ways.append(_with_value(renderer, answer, form.schema, tools))
+    if not ways:
+        raise ValueError("there are no tools to call.")
+    return json.dumps({"type": "structural_tag", "format": {"type": "or", "elements": ways}})
+
+
+def _call(renderer: Renderer, function: Mapping[str, Json], tools: Sequence[ToolSchema]) -> Json:
+    message: Message = {"role": "assistant", "content": "", "tool_calls": [make_tool_call(function["name"], _VALUE)]}
+    return _with_value(renderer, message, function["parameters"], tools)
+
+
+def _with_value(renderer: Renderer, message: Message, schema: Mapping[str, Json], tools: Sequence[ToolSchema]) -> Json:
+    """Return the format of a message as the template writes it, with JSON of the schema for its value."""
+    before, after = _around_value(renderer, message, tools)
+    marks = renderer.thought_marks
+    elements: list[Json] = []
+    if marks is not None and marks.closing in before:
+        opening, _, before = before.partition(marks.closing)
+        begin = marks.opening * (marks.opening in opening)  # else the prompt has it
+        elements.append({"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": marks.closing})
+    if before:
+        elements.append({"type": "const_string", "value": before})
+    elements.append({"type": "json_schema", "json_schema": schema})
+    if after:
+        elements.append({"type": "const_string", "value": after})
+    return {"type": "sequence", "elements": elements}
+
+
+def _around_value(renderer: Renderer, message: Message, tools: Sequence[ToolSchema]) -> tuple[str, str]:
+    """Return the sampled text before and after the value in a message."""
+    try:
+        prompt_ids = renderer.render([_ASKED], tools=tools, add_generation_prompt=True)
+        ids = renderer.render([_ASKED, message], tools=tools)
+    except RenderingError as error:
+        raise ValueError(str(error)) from error
+    sampled = ids[len(prompt_ids) :]
+    ends = [place for place, token_id in enumerate(sampled) if token_id in renderer.stop_token_ids]
+    text = renderer.decode(sampled[: ends[0]] if ends else sampled)
+    found = _WRITTEN.search(text)
+    if ids[: len(prompt_ids)] != prompt_ids or found is None:
+        raise ValueError("the model's chat template does not write it as JSON after the prompt; describe it instead.")
+    return text[: found.start()], text[found.end() :]
