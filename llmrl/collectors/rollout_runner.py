@@ -220,6 +220,9 @@ class RolloutRunner:
         for place, reward in rewards.items():  # from the last turn, to which a score belongs
             rollout.turn_rewards[-1] -= reward
             rollout.turn_rewards[place] += reward
+        parents = session.tree.parents()
+        if rewards and parents != list(range(-1, len(parents) - 1)):
+            rollout.turn_parents = parents
 
     async def _play(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
         while not rollout.status.is_settled:

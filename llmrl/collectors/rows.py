@@ -92,6 +92,8 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
         }
         starts = [row.turn_starts.get(place, -1) for place in range(len(rollout.turn_rewards))]
         turns = {"reward": torch.tensor(rollout.turn_rewards), "start": torch.tensor(starts, dtype=torch.int64)}
+        if rollout.turn_parents:
+            turns["parent"] = torch.tensor(rollout.turn_parents, dtype=torch.int64)
         if rollout.token_rewards:
             turns["token_reward"] = _token_rewards(rollout, row.turn_starts, len(token_ids))
         breakdown = {name: torch.tensor([value]) for name, value in rollout.breakdown.items()}

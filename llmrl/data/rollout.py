@@ -50,6 +50,8 @@ class Rollout:
     reward: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
     """Reward of each turn; a score at the end counts for the last turn."""
+    turn_parents: list[int] = field(default_factory=list)
+    """Index of the turn before each turn in its conversation, -1 for the first; empty if the turns form one."""
     token_rewards: dict[int, list[float]] = field(default_factory=dict)
     """Rewards of the answer's tokens by turn index, for turns with a dense reward."""
     breakdown: dict[str, float] = field(default_factory=dict)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmrl._utils.types import Row
-from llmrl.endpoint.requests import RefusedRequest
+from llmrl.endpoint.requests import ASIDE, RefusedRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,16 @@ class AgentModel:
     give_reward: Callable[[str, float, int], None] | None = field(default=None, repr=False)
     """Function behind `reward`."""
 
+    @property
+    def aside(self) -> AgentModel:
+        """The same model for a branch or a sub-agent that is not trained, such as a judge: nothing is recorded."""
+        return replace(self, name=self.name.removesuffix(ASIDE) + ASIDE)
+
     def reward(self, reply_id: str, value: float, *, answer: int = 0) -> None:
         """Add a reward to an answer, in addition to the rollout's score.
+
+        With `MCAdvantage(gamma=...)` it is credited to that answer and to those that led to it, so that the reward of
+        a branch's last answer is that of the branch, and a sub-agent's that of the sub-agent.
 
         Args:
             reply_id: id of the reply, as the API gives it (`chatcmpl-…`, `resp_…`, `msg_…`).
@@ -58,7 +66,7 @@ class AgentModel:
             "ANTHROPIC_API_KEY": self.api_key,
             "ANTHROPIC_AUTH_TOKEN": self.api_key,
             "ANTHROPIC_MODEL": self.name,
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": f"{self.name}:aside",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": self.aside.name,
         }
 
 

@@ -73,8 +73,8 @@ class OpenSessions:
         return self._sessions.get(f"named/{session_id}")
 
     def _name(self, request: ModelRequest) -> str:
-        if request.previous_id is not None:
-            answered = (name for name, session in self._sessions.items() if session.has_answered(request.previous_id))
+        if request.known_id is not None:
+            answered = (name for name, session in self._sessions.items() if session.has_answered(request.known_id))
             return next(answered, "unnamed/none")  # a session without answers, which refuses the id
         for key in reversed(_answer_keys(request.messages, request.tools)):
             if names := self._by_answer.get(key):

@@ -9,6 +9,10 @@ from typing import Literal
 from llmrl.data import Message, ToolSchema
 from llmrl.rendering.tool_calls import Json, ToolCall
 
+ASIDE = ":aside"
+"""Suffix of the model's name in requests that are not recorded, such as titles or summaries."""
+REFERENCES = "references"
+"""Entry of a message that stands for an earlier answer: ids of its items."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -64,6 +68,12 @@ class ModelRequest:
     """Requested fields of `SamplingConfig`; ignored in training."""
     overridden: tuple[str, ...] = ()
     """Names of the requested options that are not supported and are ignored."""
+
+    @property
+    def known_id(self) -> str | None:
+        """Id of an earlier reply, or of an item of one, that the request names; None if it names none."""
+        named = (name for message in self.messages for name in message.get(REFERENCES, ()))
+        return next(named, None) if self.previous_id is None else self.previous_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

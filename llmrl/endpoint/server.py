@@ -17,8 +17,9 @@ from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl.endpoint.dialects import anthropic, chat, responses
 from llmrl.endpoint.dialects.reading import Body, entry_of, parse_body
-from llmrl.endpoint.requests import ModelReply, ModelRequest, RefusedRequest
-from llmrl.endpoint.session import ASIDE, Exchange, Session
+from llmrl.endpoint.exchange import Exchange
+from llmrl.endpoint.requests import ASIDE, ModelReply, ModelRequest, RefusedRequest
+from llmrl.endpoint.session import Session
 from llmrl.rendering.tool_calls import Json
 
 if TYPE_CHECKING:

@@ -13,8 +13,18 @@ from dataclasses import dataclass, replace
 from llmrl._utils.failure import as_exception, describe
 from llmrl._utils.numbers import finite_number
 from llmrl.data import Message, StopReason, text_of
+from llmrl.endpoint.exchange import Exchange, Sampled
 from llmrl.endpoint.prompt_length import num_characters, sample_of, texts_of
-from llmrl.endpoint.requests import AnswerForm, FinishReason, ModelAnswer, ModelReply, ModelRequest, RefusedRequest
+from llmrl.endpoint.requests import (
+    ASIDE,
+    REFERENCES,
+    AnswerForm,
+    FinishReason,
+    ModelAnswer,
+    ModelReply,
+    ModelRequest,
+    RefusedRequest,
+)
 from llmrl.endpoint.tree import ChainKey, RecordedTurn, TurnTree
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.rendering import Conversation, RenderingError
@@ -23,16 +33,12 @@ from llmrl.rendering.tool_calls import Json, ToolCall
 Complete = Callable[[list[int], SamplingConfig], Awaitable[Completion]]
 """Function that samples one completion of prompt ids, `[num_prompt_tokens]`."""
 
-RETRY_SECONDS = 10.0
-"""Time for which sampling continues after the client disconnects; clients retry within 8 s."""
 _TOKEN_CHARACTERS = 512
 """Upper bound on the characters per token; longer prompts are refused without rendering."""
 _USUAL_CHARACTERS = 16
 """Usual upper bound on the characters per token; of longer prompts, a sample is tokenized first."""
 _THREAD_CHARACTERS = 1 << 14
 """Number of new characters from which a prompt is tokenized in a thread, so that other sessions are not delayed."""
-ASIDE = ":aside"
-"""Suffix of the model's name in requests that are not recorded, such as titles or summaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,49 +50,6 @@ class SessionLimits:
     """Maximum number of answers."""
     max_completion_tokens: int | None = None
     """Maximum number of sampled tokens of all answers; each concurrent request may use the remainder."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    prompted: Conversation
-    prompt_key: ChainKey
-    completions: list[Completion]
-
-
-@dataclass(slots=True, eq=False)
-class Exchange:
-    """A request and its answers; repeated requests share them."""
-
-    request: ModelRequest
-    task: asyncio.Task[_Sampled]
-    """Task that samples; raises RefusedRequest if the request cannot be answered."""
-    num_clients: int = 1
-    """Number of waiting clients."""
-    reply: ModelReply | None = None
-    """The delivered reply, or None."""
-    num_troubles: int = 0
-    """Number of failures and refusals in the session before this request."""
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether all clients disconnected before the reply."""
-        return self.reply is None and not self.num_clients
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the task failed or was cancelled."""
-        return self.task.done() and (self.task.cancelled() or self.has_failed)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the task failed."""
-        return self.task.done() and not self.task.cancelled() and self.task.exception() is not None
-
-    def leave(self) -> None:
-        """Record that a client disconnected; sampling ends unless the client repeats the request in time."""
-        self.num_clients -= 1
-        if self.is_abandoned and not self.task.done():
-            asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self.is_abandoned and self.task.cancel())
 
 
 class Session:
@@ -145,6 +108,7 @@ class Session:
         self._exchanges: dict[bytes, list[Exchange]] = {}
         # By reply id, for requests that continue or reward a reply: its turns, first answer and number of instructions.
         self._said: dict[str, tuple[list[RecordedTurn], Message, int]] = {}
+        self._called: dict[str, str] = {}  # reply ids by the ids of calls
         self._rewards: list[tuple[RecordedTurn, float]] = []
 
     # Requests
@@ -191,9 +155,9 @@ class Session:
         """Whether a client waits for an answer."""
         return any(one.num_clients for same in self._exchanges.values() for one in same)
 
-    def has_answered(self, reply_id: str | None) -> bool:
-        """Return whether the session has a reply with this id."""
-        return reply_id in self._said
+    def has_answered(self, name: str) -> bool:
+        """Return whether the session has a reply with this id, or with an item or a call of this id."""
+        return _id_of(name) in self._said or _id_of(name) in self._called
 
     def check_open(self) -> None:
         """Raise RefusedRequest if the session has ended."""
@@ -290,14 +254,27 @@ class Session:
             raise RefusedRequest(str(error)) from error
 
     def _with_earlier(self, request: ModelRequest) -> tuple[Message, ...]:
+        messages = tuple(self._named(message) for message in request.messages)
         if request.previous_id is None:
-            return request.messages
-        if not self.has_answered(request.previous_id):
-            raise RefusedRequest(f"there is no earlier answer {request.previous_id!r:.80} here.", status=404)
+            return messages
+        (turn, *_), answer, num_instructions = self._earlier(request.previous_id)
         count = request.num_instructions
-        (turn, *_), answer, num_instructions = self._said[request.previous_id]
         earlier = (*turn.conversation.messages[num_instructions:-1], answer)
-        return (*request.messages[:count], *earlier, *request.messages[count:])
+        return (*messages[:count], *earlier, *messages[count:])
+
+    def _named(self, message: Message) -> Message:
+        """Return the answer that a message stands for, or the message itself."""
+        if REFERENCES not in message:
+            return message
+        first, *others = [self._earlier(name)[1] for name in message[REFERENCES]]
+        if any(other is not first for other in others):
+            raise RefusedRequest("items of several answers follow each other, without a result or a message between.")
+        return first
+
+    def _earlier(self, name: str) -> tuple[list[RecordedTurn], Message, int]:
+        if not self.has_answered(name):
+            raise RefusedRequest(f"there is no earlier answer {name!r:.80} here.", status=404)
+        return self._said[self._called.get(_id_of(name), _id_of(name))]
 
     @staticmethod
     def _is_aside(request: ModelRequest) -> bool:
@@ -352,7 +329,7 @@ class Session:
 
     async def _sample(
         self, request: ModelRequest, prompt: tuple[Conversation, ChainKey] | None, sampling: SamplingConfig
-    ) -> _Sampled:
+    ) -> Sampled:
         prompted, prompt_key = await self._measured_prompt(request) if prompt is None else prompt
         if request.form is not None:
             sampling = await self._formed(request, request.form, sampling)
@@ -376,7 +353,7 @@ class Session:
             self.reason = StopReason.ABORTED
             self._num_troubles += 1
             raise RefusedRequest("the answer was aborted.", status=500, code="aborted")
-        return _Sampled(prompted, prompt_key, completions)
+        return Sampled(prompted, prompt_key, completions)
 
     # Answers
 
@@ -412,6 +389,7 @@ class Session:
                 self.tree.add(turn, answer.message())
             self.num_completion_tokens += reply.num_completion_tokens
             self._said[reply.reply_id] = (turns, answers[0].message(), request.num_instructions)
+            self._called.update((_id_of(call["id"]), reply.reply_id) for call in answers[0].tool_calls)
         return reply
 
     def _forgive(self) -> None:
@@ -451,7 +429,7 @@ class Session:
         Raises:
             RefusedRequest: if there is no such answer, or the value is no finite number.
         """
-        turns, *_ = self._said.get(re.split("[-_]", reply_id)[-1], ([],))
+        turns, *_ = self._said.get(_id_of(reply_id), ([],))
         if not 0 <= answer < len(turns):
             raise RefusedRequest(
                 f"there is no recorded answer {answer} of a reply {reply_id!r:.80} to reward.", status=404
@@ -496,3 +474,8 @@ class Session:
                 self.counts["num_lost"] += exchange.request.num_answers
                 exchange.task.cancel()
         self._exchanges.clear()
+
+
+def _id_of(name: str) -> str:
+    """Return the id in the name of a reply, an item or a call: the last part of `chatcmpl-ID`, `fc_call_ID`."""
+    return re.split("[-_]", name)[-1]

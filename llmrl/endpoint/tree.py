@@ -175,8 +175,16 @@ class TurnTree:
 
     def places(self) -> dict[int, int]:
         """Return the place of each turn, by the `id` of its node, in the order of `Row.turn_starts`."""
+        return {id(node): place for place, node in enumerate(self._nodes())}
+
+    def parents(self) -> list[int]:
+        """Return for each place that of the answer before it in its conversation, -1 for the first of one."""
+        places = self.places()
+        return [places.get(id(node.parent), -1) for node in self._nodes()]
+
+    def _nodes(self) -> list[TurnNode]:
         nodes = (node for leaf in self.leaves for turns in turns_by_row(leaf) for node, _ in turns)
-        return {node: place for place, node in enumerate(dict.fromkeys(map(id, nodes)))}
+        return list({id(node): node for node in nodes}.values())
 
     def to_records(self) -> list[dict[str, object]]:
         """Return the turns in the order of their answers, for display; empty if they form one conversation.

@@ -461,6 +461,41 @@ def test_an_answers_reward_is_credited_to_it(renderer, way):
         assert not credited[starts[1] :].any() and not credited[~trained].any()
 
 
+def test_the_reward_of_a_branch_is_credited_to_what_led_to_it_and_the_score_to_all(renderer):
+    rewards = iter([(8.0, 4.0, 2.0, 1.0), (0.0, 0.0, 0.0, 0.0)])
+
+    async def play(row, model):
+        async def ask(*messages):
+            asked = [{"role": role, "content": text} for role, text in messages]
+            answer = await client_of(model).chat.completions.create(model=model.name, messages=asked)
+            return answer.id, (*messages, ("assistant", answer.choices[0].message.content))
+
+        left, right, sub_agent, score = next(rewards)
+        _, stem = await ask(("user", "a"))
+        left_id, _ = await ask(*stem, ("user", "left"))
+        right_id, _ = await ask(*stem, ("user", "right"))
+        own_id, _ = await ask(("user", "a sub-agent's"))
+        model.reward(left_id, left)
+        model.reward(right_id, right)
+        model.reward(own_id, sub_agent)
+        return score
+
+    answers = iter([f"{number}<|im_end|>" for number in (1, 2, 3, 4)] * 2)
+    advantage = MCAdvantage(grpo_size=2, normalization="none", gamma=1.0)
+    with make_collector(
+        play, renderer, lambda prompt: next(answers), postproc=advantage, max_concurrent_rollouts=1
+    ) as collector:
+        batch = next(iter(collector))
+    credited = {}
+    for row in batch.unbind(0):
+        if row["rollout", "sample_index"] == 0:
+            ids, trained = row["tokens", "full"], row["masks", "all_assistant_mask"]
+            for token, value in zip(ids[trained].tolist(), row["advantage"].flatten()[trained].tolist(), strict=True):
+                credited.setdefault(renderer.decode([token]), set()).add(value)
+    # The score is 1, and that of the last answer in the order of rows goes to all, as the score does.
+    assert {text: credited[text] for text in "1234"} == {"1": {15.0}, "2": {11.0}, "3": {7.0}, "4": {3.0}}
+
+
 def test_rewards_reach_the_answers_of_branches_and_of_one_reply(renderer):
     async def play(row, model):
         create = client_of(model).chat.completions.create
@@ -503,11 +538,13 @@ def test_an_answer_that_is_not_to_be_trained_is_not_recorded(renderer):
         with pytest.raises(ValueError, match="no recorded answer"):
             model.reward(answer.id, 1.0)
         await client.responses.create(model=model.name, input="A title.", extra_body={"train": False})
+        assert model.aside.aside.name == "policy:aside" and model.aside.api_key == model.api_key
+        await client.responses.create(model=model.aside.name, input="A judge.")
         return 1.0
 
     rollouts, engine = play_group(play, renderer)
-    assert [one.num_turns for one in rollouts] == [1, 1] and len(engine.log) == 6
-    assert rollouts[0].info["requests"] == {"num_answered": 3, "num_aside": 2}
+    assert [one.num_turns for one in rollouts] == [1, 1] and len(engine.log) == 8
+    assert rollouts[0].info["requests"] == {"num_answered": 4, "num_aside": 3}
 
 
 def test_groups_that_fail_are_replaced(renderer):

@@ -19,6 +19,7 @@ from rendering_families import TOOLS, family_renderer
 
 from llmrl.collectors.agents import KeyedSessions
 from llmrl.endpoint import EndpointServer
+from llmrl.endpoint import exchange as exchange_module
 from llmrl.endpoint import server as server_module
 from llmrl.endpoint import session as session_module
 from llmrl.endpoint.dialects.reading import parse_body
@@ -136,7 +137,7 @@ def test_anthropics_messages(thinking, is_streamed):
     assert serve(thinking, act, answers=ANSWERS) == 2
 
 
-@pytest.mark.parametrize("names_earlier", [False, True])
+@pytest.mark.parametrize("names_earlier", ["", "response", "items"])
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_openais_responses(thinking, is_streamed, names_earlier):
     tools = [{"type": "function", **FUNCTION}]
@@ -156,8 +157,11 @@ def test_openais_responses(thinking, is_streamed, names_earlier):
             calls = [item for item in answer.output if item.type == "function_call"]
             assert all(json.loads(call.arguments) == {"a": 1} for call in calls)
             results = [{"type": "function_call_output", "call_id": call.call_id, "output": "2"} for call in calls]
-            if names_earlier:
+            if names_earlier == "response":
                 items, previous = results, answer.id
+            elif names_earlier == "items":
+                named = [{"type": "item_reference", "id": item.id} for item in answer.output]
+                items = [*items, *named, *results]
             else:
                 items = [*items, *(item.to_dict() for item in answer.output), *results]
         assert answer.output_text.strip() == "It is 2." and answer.status == "completed"
@@ -165,6 +169,16 @@ def test_openais_responses(thinking, is_streamed, names_earlier):
         return one_row(served.session)
 
     assert serve(thinking, act, answers=ANSWERS) == 2
+
+
+def test_an_item_that_is_not_there_is_named(thinking):
+    async def act(served):
+        with pytest.raises(openai.NotFoundError, match="no earlier answer 'rs_7'"):
+            await served.openai().responses.create(
+                model="policy", input=[{"type": "item_reference", "id": "rs_7"}, USER]
+            )
+
+    serve(thinking, act)
 
 
 def test_models_are_listed(renderer):
@@ -204,7 +218,7 @@ def test_a_client_with_a_short_timeout_asks_again_and_nothing_is_sampled_twice(r
 
 
 def test_a_client_that_vanishes_ends_its_sampling(renderer, monkeypatch):
-    monkeypatch.setattr(session_module, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(exchange_module, "RETRY_SECONDS", 0.1)
 
     async def act(served):
         served.engine.hang_next()

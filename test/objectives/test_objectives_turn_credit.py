@@ -16,6 +16,7 @@ from llmrl.collectors.rows import batch_rows
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.envs import MessageChatEnv, MessageEnv, MessageStep
 from llmrl.objectives import KLPenalty, MCAdvantage
+from llmrl.objectives.advantages.turn_credit import returns_to_go
 from llmrl.policies import LLMWrapperBase
 from llmrl.rendering import Conversation
 from llmrl.testing import ScriptedEngine
@@ -70,6 +71,22 @@ def played(rng, group, name, num_turns):
     )  # fmt: skip
     rollout.turn_rewards, rollout.reward = rewards, sum(rewards)
     return rollout
+
+
+def test_in_a_tree_a_reward_is_credited_to_the_turns_that_lead_to_it():
+    rng = random.Random(7)
+    for _ in range(50):
+        num_turns = rng.randint(1, 7)
+        parents = [rng.randint(-1, turn - 1) for turn in range(num_turns)]
+        rewards = [rng.choice((0.0, 0.25, 1.0, -0.5)) for _ in parents]
+        expected_returns = [0.7 ** (num_turns - 1 - turn) * rewards[-1] for turn in range(num_turns)]
+        for later, reward in enumerate(rewards[:-1]):
+            turn, share = later, reward
+            while turn >= 0:
+                expected_returns[turn] += share
+                turn, share = parents[turn], 0.7 * share
+        assert returns_to_go(rewards, 0.7, parents) == pytest.approx(expected_returns)
+        assert returns_to_go(rewards, 0.7, range(-1, num_turns - 1)) == pytest.approx(returns_to_go(rewards, 0.7))
 
 
 @pytest.mark.parametrize("normalization", ["std", "mean", "leave_one_out", "none"])

@@ -23,7 +23,7 @@ from llmrl.endpoint.dialects.reading import (
     text_parts,
     tools_of,
 )
-from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
+from llmrl.endpoint.requests import REFERENCES, ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json
 
 _READ = (
@@ -105,6 +105,8 @@ def _messages(items: Json) -> list[Message]:
             output = text_parts(item.get("output"), where=f"{where}.output", kinds=_TEXTS)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             is_answer_open = False
+        elif kind == "item_reference":
+            answer().setdefault(REFERENCES, []).append(entry_of(item, "id", str, where=f"{where}.", default=""))
         elif kind == "message":
             role = entry_of(item, "role", str, where=f"{where}.", default="")
             content = text_parts(item.get("content"), where=f"{where}.content", kinds=_TEXTS)

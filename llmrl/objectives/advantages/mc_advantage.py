@@ -23,7 +23,7 @@ from llmrl.objectives.advantages.turn_credit import (
     on_tokens,
     returns_to_go,
     turn_advantages,
-    turn_rewards,
+    turn_returns,
     turn_scales,
     turns_of,
 )
@@ -303,9 +303,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         """Compare each turn's return with those of the same turn in the group's other rollouts."""
         if self.keys.are_turns(rows):
             raise ValueError("gamma applies to training rows; for turns use trajectory_return.")
-        returns = {
-            self.keys.rollout_id(row): returns_to_go(turn_rewards(row), gamma) for row in rows if self.keys.scored(row)
-        }
+        returns = {self.keys.rollout_id(row): turn_returns(row, gamma) for row in rows if self.keys.scored(row)}
         self._count(unscored_trajectories=len({self.keys.rollout_id(row) for row in rows} - returns.keys()))
         is_dropped = self._is_dropped(turns_of(list(returns.values())))
         advantages = turn_advantages(returns, self.baseline.normalization)
@@ -348,7 +346,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
             return False
         columns = [[scored[index].reward for index in chosen]]
         if self.gamma is not None:
-            columns = turns_of([returns_to_go(one.turn_rewards, self.gamma) for one in scored])
+            columns = turns_of([returns_to_go(one.turn_rewards, self.gamma, one.turn_parents) for one in scored])
         if self.components is not None:
             columns = [[scored[index].breakdown[name] for index in chosen] for name in self.components]
         return not (self.drop_constant_groups and self._is_constant(columns))

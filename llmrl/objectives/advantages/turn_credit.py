@@ -15,16 +15,27 @@ from llmrl.objectives.advantages.normalization import Normalization, group_advan
 
 REWARD_KEY: NestedKey = ("turns", "reward")
 START_KEY: NestedKey = ("turns", "start")
+PARENT_KEY: NestedKey = ("turns", "parent")
 TOKEN_REWARD_KEY: NestedKey = ("turns", "token_reward")
 
 
-def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
+def returns_to_go(rewards: Sequence[float], gamma: float, parents: Sequence[int] = ()) -> list[float]:
     """Return the sum of the rewards of each turn and all later ones, discounted by `gamma` per turn.
 
+    With `parents`, the index of the turn before each or -1, the turns are a tree: a reward counts for its turn and for
+    those that lead to it, and the last reward, which scores the rollout, for all turns.
+
     Example:
-        >>> returns_to_go([1.0, 0.0, 4.0], 0.5)
-        [2.0, 2.0, 4.0]
+        >>> returns_to_go([1.0, 0.0, 4.0], 0.5), returns_to_go([0.0, 2.0, 4.0], 0.5, [-1, 0, -1])
+        ([2.0, 2.0, 4.0], [2.0, 4.0, 4.0])
     """
+    if parents:
+        along = [*rewards[:-1], 0.0]
+        for place in range(len(parents) - 1, -1, -1):  # turns come after those that lead to them
+            if parents[place] >= 0:
+                along[parents[place]] += gamma * along[place]
+        score = returns_to_go([0.0] * (len(rewards) - 1) + [rewards[-1]], gamma)
+        return [one + other for one, other in zip(along, score, strict=True)]
     returns: list[float] = []
     following = 0.0
     for reward in reversed(rewards):
@@ -78,6 +89,12 @@ def turn_rewards(row: TensorDictBase) -> list[float]:
     check_entry(row, REWARD_KEY, owner="A row")
     rewards: list[float] = row.get(REWARD_KEY).double().tolist()
     return rewards
+
+
+def turn_returns(row: TensorDictBase, gamma: float) -> list[float]:
+    """Return the returns-to-go of the turns of a row's rollout, `[num_turns]`; raises KeyError without rewards."""
+    parents: list[int] = row.get(PARENT_KEY).tolist() if has_entry(row, PARENT_KEY) else []
+    return returns_to_go(turn_rewards(row), gamma, parents)
 
 
 def on_tokens(
