@@ -373,16 +373,37 @@ def replay(
 
 @app.command()
 def rescore(
-    run: _Run,
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, or a JSON lines file of conversations (OpenAI).")
+    ],
     reward: Annotated[str, typer.Option(help="Reward function: FILE.py:FUNCTION.")],
     as_json: _AsJSON = False,
 ) -> None:
-    """Score all recorded rollouts of a run by another reward function, and compare the rewards."""
+    """Score the rollouts of a run, or the conversations of a file, by a reward function, and compare the rewards."""
     from llmrl.cli.replay import run_rescore
 
     try:
         run_rescore(run, reward, console, is_json=as_json)
     except (ValueError, TypeError, OSError) as error:
+        raise _fail(error) from None
+
+
+@app.command()
+def conversations(
+    run: _Run,
+    file: Annotated[Path | None, typer.Argument(help="New JSON lines file.")] = None,
+    form: Annotated[
+        str, typer.Option("--as", help="messages, sft, preferences, or spans (OpenTelemetry, to its OTLP endpoint).")
+    ] = "messages",
+    split: Annotated[str, typer.Option(help="train, or the name of an evaluation: eval/sums.")] = "train",
+    as_json: _AsJSON = False,
+) -> None:
+    """Write the conversations of a run in OpenAI's format, as a data set, or send them as spans."""
+    from llmrl.cli.replay import run_conversations
+
+    try:
+        run_conversations(run, file, form, split, is_json=as_json)
+    except (ValueError, OSError) as error:
         raise _fail(error) from None
 
 

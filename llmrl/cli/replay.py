@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from statistics import fmean
+from typing import cast, get_args
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from llmrl._utils.spans import trace_spans
 from llmrl.cli.json_output import print_json
 from llmrl.replay.bisect import config_changes, first_difference
+from llmrl.replay.conversations import Form, send_conversations, write_conversations
 from llmrl.replay.fork import fork
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rescore
@@ -107,10 +110,13 @@ def _print_what_if(changed: WhatIf, console: Console) -> None:
 
 
 def run_rescore(path: Path, reward: str, console: Console, *, is_json: bool) -> None:
-    """Score a run's rollouts by another function."""
-    result = rescore(RecordedRun(path), reward)
+    """Score the rollouts of a run, or the conversations of a file, by another function."""
+    result = rescore(path if path.is_file() else RecordedRun(path), reward)
     if is_json:
         return print_json(dataclasses.asdict(result))
+    if result.rewards:
+        mean = fmean(result.rewards.values())
+        console.print(f"The mean of the {len(result.rewards)} new rewards is {mean:.4g}.", highlight=False)
     correlation = "undefined" if result.correlation is None else f"{result.correlation:.3f}"
     before, after = result.signal_share
     for line in (
@@ -176,3 +182,18 @@ def run_fork(path: Path, step: int, entries: Sequence[str], console: Console) ->
         highlight=False,
         soft_wrap=True,
     )
+
+
+def run_conversations(path: Path, file: Path | None, form: str, split: str, *, is_json: bool) -> None:
+    """Write the conversations of a run to a file, or send them as spans."""
+    run = RecordedRun(path)
+    if form == "spans":
+        trace_spans()
+        number = send_conversations(run, split=split)
+    elif form not in get_args(Form) or file is None:
+        raise ValueError(f"--as must be spans, or one of {', '.join(get_args(Form))} and a FILE, got {form!r}.")
+    else:
+        number = write_conversations(run, file, cast(Form, form), split=split)
+    if is_json:
+        return print_json({"form": form, "num_conversations": number, "file": file})
+    print(f"{number} rows of {form}" + ("" if file is None else f" are in {file}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,8 @@ from llmrl._utils.types import Row, StateDict
 from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rows import rollout_rows
 from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
-from llmrl.data import Message, Rollout, RolloutStatus
+from llmrl.data import Rollout, RolloutStatus
+from llmrl.data.chat_logs import read_chat_log
 from llmrl.envs import EndOfData
 from llmrl.envs.sampler import Drawn, PromptSampler
 from llmrl.envs.sources import Source, load_rows
@@ -25,9 +25,10 @@ _NUM_NAMED = 8
 class Demonstrations:
     """Iterable of batches of training rows from recorded conversations, for `SFTLoss`.
 
-    Each row of the dataset has `messages` and optionally `tools`; the arguments of a call are a dict or a JSON string.
-    The assistant's messages are trained on. All conversations are rendered at the beginning, so errors are raised
-    before training. A `Run` uses this in place of a collector, and saves its position in the data.
+    Each row of the dataset has `messages` and optionally `tools`, or a logged `request` and its `response` in OpenAI's
+    format; the arguments of a call are a dict or a JSON string. The assistant's messages are trained on. All
+    conversations are rendered at the beginning, so errors are raised before training. A `Run` uses this in place of a
+    collector, and saves its position in the data.
 
     Args:
         dataset: dataset as `load_rows` accepts it, such as a JSON lines file.
@@ -63,7 +64,7 @@ class Demonstrations:
             raise ValueError(f"conversations_per_batch must be at least 1, got {conversations_per_batch}.")
         self._renderer = renderer
         self._size = conversations_per_batch
-        kept = _that_fit(load_rows(dataset, columns=["messages"]), renderer, max_tokens)
+        kept = _that_fit(load_rows(dataset), renderer, max_tokens)
         self.prompts = PromptSampler(kept, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name="demonstrations")
         """Order of the conversations."""
         self.engine: object = None
@@ -156,10 +157,9 @@ def _that_fit(rows: Sequence[Row], renderer: Renderer, max_tokens: int | None) -
 
 def _rollout(drawn: Drawn, renderer: Renderer) -> Rollout:
     """Return a conversation of the dataset as an unscored rollout."""
-    row, group_id, sample_index = drawn
+    given, group_id, sample_index = drawn
+    row = read_chat_log(given)
     messages = row["messages"]
-    if isinstance(messages, Sequence) and not isinstance(messages, str):
-        messages = [_with_read_arguments(message) for message in messages]
     conversation = demonstrate(renderer, messages, tools=row.get("tools"))
     counts = conversation.count_turns()
     return Rollout(
@@ -175,24 +175,3 @@ def _rollout(drawn: Drawn, renderer: Renderer) -> Rollout:
         num_forks=counts["num_forked_turns"],
         num_realigned_tokens=counts["num_realigned_tokens"],
     )
-
-
-def _with_read_arguments(message: Message) -> Message:
-    """Return a message in which the arguments of tool calls are dicts, not JSON strings."""
-    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-    return {**message, "tool_calls": [_with_arguments(call) for call in calls]} if calls else message
-
-
-def _with_arguments(call: object) -> Message:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f"a tool call must be {{'function': {{'name', 'arguments'}}}}, got {call!r:.200}.")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"the arguments of a call of {function['name']!r} are not JSON: {error}.") from error
-    if not isinstance(arguments, Mapping):
-        raise ValueError(f"the arguments of a call of {function['name']!r} must be a dict, got {arguments!r:.200}.")
-    return {**call, "type": "function", "function": {**function, "arguments": dict(arguments)}}

@@ -106,16 +106,20 @@ class RecordedRun:
         self.check_batches(step, step)
         return cast(SavedBatch, self.folder.load_batch(step))
 
+    @cached_property
+    def _checkpoint(self) -> StateDict | None:
+        return self.folder.load_checkpoint()  # its checksum takes a second for each GB
+
     def start_of(self, step: int) -> StateDict | None:
         """Return the checkpoint to begin with in order to reach a step, or None to begin with the initial model."""
-        checkpoint = self.folder.load_checkpoint()
+        checkpoint = self._checkpoint
         if checkpoint is None or checkpoint["step"] >= step:
             return None
         return checkpoint
 
     def checkpoint_of(self, step: int) -> StateDict | None:
         """Return the checkpoint that was taken after a step, if it is there."""
-        checkpoint = self.folder.load_checkpoint()
+        checkpoint = self._checkpoint
         return checkpoint if checkpoint and checkpoint["step"] == step else None
 
 

@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 from statistics import correlation, fmean
 
+from llmrl.replay.conversations import records_of_log
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import own_rubric, reward_input, score_again
 from llmrl.viewer.run_data import Record
@@ -39,16 +41,19 @@ class Rescored:
     """Share of the pairs of a group, equal ones left out, that the two rewards order the other way round."""
     signal_share: tuple[float, float]
     """Share of the groups with different rewards, before and after."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """The new rewards, by rollout id."""
     most_changed: list[Change] = field(default_factory=list)
     """Rollouts with the largest changes, in descending order."""
     first_error: str = ""
     """The first error of the function."""
 
 
-def rescore(run: RecordedRun, reward: str, *, num_shown: int = 10) -> Rescored:
-    """Score all recorded rollouts of a run by another function.
+def rescore(source: RecordedRun | str | Path, reward: str, *, num_shown: int = 10) -> Rescored:
+    """Score all recorded rollouts of a run, or the conversations of a file, by another function.
 
     Args:
+        source: the run, or a file of conversations in OpenAI's format (`records_of_log`).
         reward: `FILE.py:FUNCTION`. Its parameters are those of any reward function; states of tools are not recorded.
         num_shown: number of rollouts in `most_changed`.
 
@@ -57,7 +62,10 @@ def rescore(run: RecordedRun, reward: str, *, num_shown: int = 10) -> Rescored:
         UnknownRewardInput: if the function reads something that the records do not have.
     """
     rubric = own_rubric(reward)
-    records = [record for step in run.steps for record in run.records(step)]
+    if isinstance(source, RecordedRun):
+        records = [record for step in source.steps for record in source.records(step)]
+    else:
+        records = records_of_log(source)
     scores = score_again(rubric, records)
     both = [
         (record, score.reward)
@@ -76,6 +84,9 @@ def rescore(run: RecordedRun, reward: str, *, num_shown: int = 10) -> Rescored:
         num_unscored=len(records) - len(both),
         correlation=rank_correlation(*sides) if sides else None,
         swapped_share=sum(product < 0 for product in ordered) / len(ordered) if ordered else 0.0,
+        rewards={
+            record["rollout_id"]: one.reward for record, one in zip(records, scores, strict=True) if one.is_scored
+        },
         signal_share=(_signal(list(groups.values()), 0), _signal(list(groups.values()), 1)),
         most_changed=[one for one in changes[:num_shown] if one.before != one.after],
         first_error=next((score.error for score in scores if score.error), ""),

@@ -217,7 +217,7 @@ def _compare_weights(run: RecordedRun, computed: Computed) -> Compared:
     states = states_of(checkpoint, run.folder.checkpoint_path, {"model": computed.after["model"]})
     weights = computed.after["model"].state_dict()
     for name, tensor in states["model"].items():
-        difference = (weights[name].double() - tensor.double()).abs()
+        difference = (weights[name] - tensor).abs()
         compared.add(name, 0.0, float(whole(difference.max())) if tensor.numel() else 0.0)
     return compared
 

@@ -127,7 +127,7 @@ def written(path, *rows):
     ("row", "message"),
     [
         ("{'messages': 1}", r"said\.jsonl:2 is not a line of JSON"),
-        ({"chat": []}, "row 1 of the data set .* has no column 'messages'"),
+        ({"chat": []}, "row 1 of the conversations cannot be trained on: it has no 'messages'"),
         ({"messages": "hello"}, "row 1 of the conversations cannot be trained on: messages must be a sequence"),
         ({"messages": [{"content": "a"}]}, r"row 1 .* messages\[0\] has no 'role'"),
         ({"messages": [{"role": "assistant"}]}, r"row 1 .* has neither 'content' nor 'tool_calls'"),
@@ -150,6 +150,21 @@ def test_arguments_may_be_json_in_a_string(renderer):
         return Demonstrations([{"messages": said, "tools": TOOLS}], renderer, conversations_per_batch=1).all_rows()
 
     assert rows('{"a": 1}')[0]["tokens", "full"].tolist() == rows({"a": 1})[0]["tokens", "full"].tolist()
+
+
+def test_a_logged_request_and_its_response_are_a_conversation(renderer):
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    logged = {
+        "request": {
+            "model": "any",
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}],
+            "tools": TOOLS,
+        },
+        "response": {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]},
+    }
+    rows = Demonstrations([logged], renderer, conversations_per_batch=1).all_rows()
+    expected = Demonstrations([{"messages": CALLING[:2], "tools": TOOLS}], renderer, conversations_per_batch=1)
+    assert rows[0]["tokens", "full"].tolist() == expected.all_rows()[0]["tokens", "full"].tolist()
 
 
 def test_what_is_too_long_is_left_out_and_reported(renderer):

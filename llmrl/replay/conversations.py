@@ -1,0 +1,184 @@
+"""Recorded conversations in the formats of others: messages, data sets, OpenTelemetry."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Literal, cast
+
+from llmrl._utils.files import open_file
+from llmrl._utils.spans import span
+from llmrl.data import Message
+from llmrl.data.chat_logs import as_openai, read_chat_log
+from llmrl.envs.sources import load_rows
+from llmrl.replay.recorded import RecordedRun
+from llmrl.viewer.run_data import Record, read_records
+
+Form = Literal["messages", "sft", "preferences"]
+"""Rows of a file: every conversation; those with an above-average reward; the best beside the worst of each group."""
+
+
+def conversations_of(record: Record) -> list[list[Message]]:
+    """Return the conversations of a rollout: one, or one for each branch of an agent's requests.
+
+    Example:
+        >>> said = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yes"))]
+        >>> turns = [{"parent": None, "messages": said}, {"parent": 0, "messages": said}, {"parent": 0, "messages": []}]
+        >>> [len(messages) for messages in conversations_of({"messages": said, "turns": turns})]
+        [4, 2]
+    """
+    turns = record.get("turns") or []
+    if not turns:
+        return [list(record["messages"])]
+    told: list[list[Message]] = []
+    for turn in turns:
+        parent = cast("dict[str, int | None]", turn).get("parent")
+        told.append([*(told[parent] if parent is not None else ()), *turn["messages"]])
+    parents = {cast("dict[str, int | None]", turn).get("parent") for turn in turns}
+    return [messages for place, messages in enumerate(told) if place not in parents]
+
+
+def write_conversations(run: RecordedRun, path: str | Path, form: Form = "messages", *, split: str = "train") -> int:
+    """Write the conversations of a run as JSON lines in OpenAI's format, and return their number.
+
+    Args:
+        path: the new file.
+        form: `messages` has every conversation with its reward and columns; `sft` those with a reward above the mean of
+            their group, as the SFT script reads them; `preferences` has `prompt`, `chosen` and `rejected` of each group
+            with different rewards, from its best and its worst rollout. The schemas of tools are not recorded.
+        split: `train`, or the name of an evaluation, such as `eval/sums`.
+
+    Raises:
+        FileExistsError: if the file exists.
+        ValueError: if there is nothing to write.
+    """
+    records = [record for record in read_records(run.folder.rollouts_path) if record["split"] == split]
+    groups: dict[tuple[int, str], list[Record]] = defaultdict(list)
+    for record in records:
+        if record.get("is_scored"):
+            groups[record["step"], record["group_id"]].append(record)
+    rows: Iterator[dict[str, object]]
+    if form == "messages":
+        rows = (_described(record, messages) for record in records for messages in conversations_of(record))
+    elif form == "sft":
+        rows = ({"messages": as_openai(said)} for group in groups.values() for said in _better(group))
+    else:
+        rows = (pair for group in groups.values() if (pair := _pair(group)) is not None)
+    lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
+    if not lines:
+        raise ValueError(f"{run.path} has no conversations of split={split!r} to write as {form!r}.")
+    if Path(path).exists():
+        raise FileExistsError(f"{path} exists already; name another file.")
+    with open_file(Path(path), "w", errors="backslashreplace") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    return len(lines)
+
+
+def _described(record: Record, messages: Sequence[Message]) -> dict[str, object]:
+    named = {name: record.get(name) for name in ("step", "group_id", "rollout_id", "status", "reward", "is_scored")}
+    return {"messages": as_openai(messages), **(record.get("columns") or {}), **named}
+
+
+def _better(group: Sequence[Record]) -> Iterator[list[Message]]:
+    mean = fmean(record["reward"] for record in group)
+    for record in group:
+        if record["reward"] > mean:
+            yield from conversations_of(record)
+
+
+def _pair(group: Sequence[Record]) -> dict[str, object] | None:
+    """Return the best and the worst conversation of a group after what they share; None without a difference."""
+    whole = [record for record in group if not record.get("turns")]  # branches have no single answer
+    if not whole:
+        return None
+    best, worst = max(whole, key=lambda one: one["reward"]), min(whole, key=lambda one: one["reward"])
+    sides = as_openai(best["messages"]), as_openai(worst["messages"])
+    num_shared = 0
+    for ours, theirs in zip(*sides, strict=False):
+        if ours != theirs:
+            break
+        num_shared += 1
+    answers = [side[num_shared:] for side in sides]
+    if best["reward"] == worst["reward"] or not num_shared or not all(answers):
+        return None
+    return {"prompt": sides[0][:num_shared], "chosen": answers[0], "rejected": answers[1]}
+
+
+def send_conversations(run: RecordedRun, *, split: str = "train") -> int:
+    """Send a span with the text for each conversation, named by the GenAI conventions, and return their number.
+
+    Spans must be on (`llmrl._utils.spans.trace_spans`). Their times are those of the call, since only the duration of a
+    rollout is recorded.
+    """
+    num_sent = 0
+    for record in read_records(run.folder.rollouts_path):
+        for messages in conversations_of(record) if record["split"] == split else ():
+            with span("invoke_agent", split) as current:
+                if current is None:
+                    continue
+                *before, last = messages
+                texts = {"input": [_with_parts(one) for one in before], "output": [_with_parts(last)]}
+                current.set_attributes(
+                    {f"gen_ai.{name}.messages": json.dumps(said, ensure_ascii=False) for name, said in texts.items()}
+                )
+                current.set_attribute("gen_ai.conversation.id", record["rollout_id"])
+                for name, value in (record.get("reward_breakdown") or {"reward": record["reward"]}).items():
+                    score: dict[str, str | float] = {
+                        "gen_ai.evaluation.name": name,
+                        "gen_ai.evaluation.score.value": value,
+                    }
+                    current.add_event("gen_ai.evaluation.result", score)
+                num_sent += 1
+    return num_sent
+
+
+def _with_parts(message: Message) -> dict[str, object]:
+    """Return a message as the GenAI conventions write it."""
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        part = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}
+        return {"role": "tool", "parts": [part]}
+    parts: list[dict[str, object]] = []
+    if message.get("reasoning_content"):
+        parts.append({"type": "reasoning", "content": message["reasoning_content"]})
+    if content:
+        parts.append({"type": "text", "content": content})
+    for call in message.get("tool_calls") or ():
+        parts.append({"type": "tool_call", "id": call.get("id"), **call["function"]})
+    return {"role": message["role"], "parts": parts}
+
+
+def records_of_log(path: str | Path) -> list[Record]:
+    """Return a file of conversations as records to score; further entries are the columns of a reward function.
+
+    `reward`, `group_id` and `rollout_id` have the meaning that `write_conversations` gives them; without a `reward` a
+    record is not scored.
+
+    Raises FileNotFoundError or ValueError if the file does not exist or a row has no conversation.
+    """
+    records = []
+    for place, row in enumerate(load_rows(path)):
+        try:
+            columns = dict(read_chat_log(row))
+        except ValueError as error:
+            raise ValueError(f"row {place} of {path} cannot be scored: {error}") from error
+        messages = columns.pop("messages")
+        reward = columns.pop("reward", None)
+        record: dict[str, object] = {
+            "step": columns.pop("step", 0),
+            "split": "train",
+            "rollout_id": columns.pop("rollout_id", f"row {place}"),
+            "group_id": columns.pop("group_id", f"row {place}"),
+            "status": columns.pop("status", "completed"),
+            "reason": "",
+            "reward": 0.0 if reward is None else reward,
+            "is_scored": columns.pop("is_scored", reward is not None) and reward is not None,
+            "messages": messages,
+            "columns": columns,
+            "num_turns": sum(message["role"] == "assistant" for message in messages),
+        }
+        records.append(cast(Record, record))
+    return records

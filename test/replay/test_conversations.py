@@ -1,0 +1,174 @@
+"""Recorded conversations as files of others, and files of others as demonstrations and as answers to score."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import pytest
+from typer.testing import CliRunner
+
+from llmrl import RubricReward
+from llmrl._utils.spans import stop_spans, trace_spans
+from llmrl.cli.app import app
+from llmrl.collectors import Demonstrations, LLMCollector
+from llmrl.config.model import ModelConfig
+from llmrl.config.resumed import save_config
+from llmrl.config.sections import CollectConfig, EnvConfig, GRPOConfig, GRPOTrainConfig, RunConfig
+from llmrl.envs import AgentEnv, DatasetChatEnv
+from llmrl.policies import LLMWrapperBase
+from llmrl.replay.conversations import conversations_of, send_conversations
+from llmrl.replay.recorded import RecordedRun
+from llmrl.runs.run_folder import RunFolder
+from llmrl.testing import ScriptedEngine
+from llmrl.tools import ToolTransform
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+def length(completion):
+    return len(completion) / 8
+
+
+def record(path, env, renderer, answers):
+    """Write the folder of a run with one step, as a training run does."""
+    cfg = GRPOConfig(
+        run=RunConfig(path=str(path)),
+        model=ModelConfig(path="embedded"),
+        env=EnvConfig(name="train"),
+        collect=CollectConfig(groups_per_batch=2, group_size=2, max_new_tokens=64),
+        train=GRPOTrainConfig(num_steps=1, learning_rate=1e-3),
+    )
+    folder = RunFolder(path, trackers=[])
+    engine = ScriptedEngine([f"{answer}<|im_end|>" for answer in answers], encode=renderer.encode)
+    with LLMCollector(env, policy=LLMWrapperBase(engine, renderer=renderer), groups_per_batch=2) as collector:
+        next(iter(collector))
+        folder.log_rollouts(1, "train", [rollout.to_record() for rollout in collector.rollouts])
+    folder.log_metrics(1, {"policy_version": 1.0})
+    folder.close()
+    save_config(cfg, path)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path, renderer):
+    problems = [{"query": f"{number} + 2 =", "answer": number + 2} for number in (1, 2)]
+    env = DatasetChatEnv(problems, repeats=2).append_transform(ToolTransform([add]))
+    env = env.append_transform(RubricReward(length))
+    return record(tmp_path / "run", env, renderer, [CALL, CALL, "3", "It is 3"] * 2)
+
+
+def call(*arguments):
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_messages_of_a_run_are_demonstrations_and_answers_to_score(run, tmp_path, renderer):
+    """A function that gives the recorded rewards gives them to the file, too, with its calls and columns."""
+    called = call("conversations", run, tmp_path / "said.jsonl", "--json")
+    assert called.exit_code == 0 and json.loads(called.output)["num_conversations"] == 4
+    rows, recorded = rows_of(tmp_path / "said.jsonl"), RecordedRun(run).records(1)
+    assert [row["reward"] for row in rows] == [one["reward"] for one in recorded]
+    calls = [
+        message["tool_calls"][0]["function"] for row in rows for message in row["messages"] if "tool_calls" in message
+    ]
+    assert calls and all(json.loads(one["arguments"]) == {"a": 1, "b": 2} for one in calls)
+    (tmp_path / "reward.py").write_text(
+        "def length(completion, answer):\n    return len(completion) / 8 + 0 * answer\n"
+    )
+    scored = call("rescore", tmp_path / "said.jsonl", "--reward", f"{tmp_path}/reward.py:length", "--json")
+    assert json.loads(scored.output)["rewards"] == {one["rollout_id"]: one["reward"] for one in recorded}
+    shown = Demonstrations(tmp_path / "said.jsonl", renderer, conversations_per_batch=4).all_rows()
+    direct = [{"messages": one["messages"]} for one in recorded]
+    expected = Demonstrations(direct, renderer, conversations_per_batch=4).all_rows()
+    assert [row["tokens", "full"].tolist() for row in shown] == [row["tokens", "full"].tolist() for row in expected]
+    assert call("conversations", run, tmp_path / "said.jsonl").exit_code == 2  # not written over
+
+
+def test_better_answers_are_a_data_set_and_pairs_have_the_best_beside_the_worst(run, tmp_path, renderer):
+    groups = defaultdict(list)
+    for one in RecordedRun(run).records(1):
+        groups[one["group_id"]].append(one)
+    assert all(len({one["reward"] for one in group}) == 2 for group in groups.values())
+    call("conversations", run, tmp_path / "sft.jsonl", "--as", "sft")
+    better = [max(group, key=lambda one: one["reward"])["messages"][-1]["content"] for group in groups.values()]
+    assert [row["messages"][-1]["content"] for row in rows_of(tmp_path / "sft.jsonl")] == better
+    assert Demonstrations(tmp_path / "sft.jsonl", renderer, conversations_per_batch=1).all_rows().shape == (2,)
+    call("conversations", run, tmp_path / "pairs.jsonl", "--as", "preferences")
+    pairs = rows_of(tmp_path / "pairs.jsonl")
+    assert len(pairs) == 2
+    for pair in pairs:
+        assert length(pair["chosen"][-1]["content"]) > length(pair["rejected"][-1]["content"])
+        assert pair["prompt"][0]["role"] in ("system", "user") and pair["chosen"][0] != pair["rejected"][0]
+
+
+def branch(row, model):
+    import httpx
+
+    said = [{"role": "user", "content": row["query"]}]
+    headers = {"Authorization": f"Bearer {model.api_key}"}
+    with httpx.Client(base_url=model.base_url, headers=headers, timeout=600) as client:
+        for question in ("Why?", "Sure?"):
+            asked = {"model": model.name, "messages": [*said, {"role": "user", "content": question}]}
+            client.post("/chat/completions", json=asked).raise_for_status()
+    return float(row["query"] == "a")
+
+
+def test_each_branch_of_an_agent_is_a_conversation(tmp_path, renderer):
+    env = AgentEnv(branch, [{"query": "a"}, {"query": "b"}], repeats=2)
+    run = RecordedRun(record(tmp_path / "run", env, renderer, ["yes"]))
+    for one in run.records(1):
+        told = conversations_of(one)
+        assert sorted(messages[-2]["content"] for messages in told) == ["Sure?", "Why?"]
+        assert all(messages[0]["content"] == one["columns"]["query"] for messages in told)
+
+
+def test_spans_have_the_text_and_the_rewards(run):
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace_spans(provider)
+    try:
+        assert send_conversations(RecordedRun(run)) == 4
+    finally:
+        stop_spans()
+    recorded = RecordedRun(run).records(1)
+    for span, one in zip(exporter.get_finished_spans(), recorded, strict=True):
+        assert span.attributes["gen_ai.conversation.id"] == one["rollout_id"]
+        [output] = json.loads(span.attributes["gen_ai.output.messages"])
+        assert output["parts"][-1]["content"] == one["messages"][-1]["content"]
+        [event] = span.events
+        assert event.attributes["gen_ai.evaluation.score.value"] == one["reward"]
+
+
+def test_a_file_of_logs_without_rewards_is_scored_and_a_bad_line_is_named(tmp_path):
+    logged = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x" * n}]} for n in (1, 3)
+    ]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in logged))
+    (tmp_path / "reward.py").write_text("def size(completion):\n    return len(completion)\n")
+    called = call("rescore", path, "--reward", f"{tmp_path}/reward.py:size", "--json")
+    assert json.loads(called.output)["rewards"] == {"row 0": 1.0, "row 1": 3.0}
+    assert "mean of the 2 new rewards is 2" in call("rescore", path, "--reward", f"{tmp_path}/reward.py:size").output
+    path.write_text(json.dumps({"prompt": "Hi"}) + "\n")
+    called = call("rescore", path, "--reward", f"{tmp_path}/reward.py:size")
+    assert called.exit_code == 2 and "row 0" in called.output and "'messages'" in called.output
