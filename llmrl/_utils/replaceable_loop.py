@@ -10,6 +10,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Coroutine
+from types import FrameType
 from typing import Any, TypeVar
 
 from llmrl._utils.background_loop import BackgroundLoop, CrossLoopTask
@@ -75,6 +76,17 @@ class ReplaceableLoop:
                     return loop
             self._loops.append(BackgroundLoop(self.name))
             return self._loops[-1]
+
+    def ask(self) -> None:
+        """Ask all loops whether they respond, for `blocked_frames`."""
+        for loop in list(self._loops):
+            loop.ask()
+
+    def blocked_frames(self) -> list[FrameType]:
+        """Return the innermost frames of the threads with loops that have not responded to `ask`."""
+        threads = [loop.thread for loop in list(self._loops) if loop.overdue_seconds]
+        frames = sys._current_frames() if threads else {}
+        return [frames[thread.ident] for thread in threads if thread.ident in frames]
 
     async def wait(
         self,

@@ -20,6 +20,7 @@ from llmrl.endpoint import EndpointServer, ModelReply, ModelRequest, RefusedRequ
 from llmrl.endpoint.agent import AgentModel
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.engines.base import check_supported
+from llmrl.envs import AgentEnv
 from llmrl.policies import LLMWrapperBase
 
 
@@ -70,19 +71,22 @@ class KeyedSessions:
 
 
 class AgentEndpoint:
-    """Endpoint for a collector's agents. It listens on this machine only, and starts with the first session.
+    """Endpoint for a collector's agents. It starts with the first session, at the address of the environment.
 
     Raises:
         ValueError: if the policy has no renderer or is not in history mode.
         MissingExtraError: if aiohttp is not installed.
     """
 
-    def __init__(self, policy: LLMWrapperBase, completer: Completer, limits: SessionLimits) -> None:
+    def __init__(
+        self, policy: LLMWrapperBase, completer: Completer, limits: SessionLimits, agent_env: AgentEnv
+    ) -> None:
         if policy.renderer is None or policy.input_mode != "history":
             raise ValueError("agents speak messages: build the policy with input_mode='history' and tokenizer=.")
         self._policy = policy
         self._completer = completer
         self._limits = limits
+        self._env = agent_env
         self._sessions = KeyedSessions()
         self._server = EndpointServer(self._sessions)
         self._serving: asyncio.Task[None] | None = None
@@ -97,15 +101,20 @@ class AgentEndpoint:
 
         async def complete(prompt_ids: list[int], sampling: SamplingConfig) -> Completion:
             name = f"{rollout.rollout_id}/{next(numbers)}"
-            return await self._completer.complete(
+            self._env.ask_loops()
+            completion = await self._completer.complete(
                 prompt_ids, sampling, name=name, routing_key=rollout.group_id, parent=parent
             )
+            self._env.warn_if_blocked()
+            return completion
 
         tree = TurnTree(self._policy.renderer, mode=self._policy.conversation_mode)
         check = partial(check_supported, self._policy.engine)
         session = Session(rollout.rollout_id, tree, complete, self._policy.sampling, self._limits, check_sampling=check)
         key = self._sessions.add(session)
-        url = f"{self._server.url}/v1"
+        public_url = self._env.public_url
+        url = self._server.url if public_url is None else public_url.replace("{port}", str(self._server.port))
+        url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
         try:
             yield (
                 session,
@@ -138,7 +147,7 @@ class AgentEndpoint:
 
     async def _serve(self) -> None:
         try:
-            await self._server.start()
+            await self._server.start(self._env.host, self._env.port)
             self._is_listening.set()
             await asyncio.Event().wait()
         finally:

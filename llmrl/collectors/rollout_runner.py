@@ -103,7 +103,7 @@ class RolloutRunner:
                 max_turns=limits.max_turns,
                 max_completion_tokens=limits.max_completion_tokens,
             )
-            self._endpoint = AgentEndpoint(policy, self.completer, session_limits)
+            self._endpoint = AgentEndpoint(policy, self.completer, session_limits, self._agent_env)
 
     async def run(self, job: RolloutTask) -> Rollout:
         """Play one conversation to its end; errors of the conversation are recorded, not raised.

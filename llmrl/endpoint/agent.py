@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
 
 from llmrl._utils.types import Row
 from llmrl.endpoint.requests import ASIDE, RefusedRequest
@@ -53,8 +54,9 @@ class AgentModel:
     def environment(self) -> dict[str, str]:
         """Return environment variables with which programs find the model."""
         bare_url = self.base_url.removesuffix("/v1")
-        # Requests to this machine must not go through the user's proxy.
-        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1,localhost")))
+        # Requests to the endpoint must not go through the user's proxy.
+        hosts = dict.fromkeys(("127.0.0.1", "localhost", urlsplit(self.base_url).hostname or "localhost"))
+        direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), *hosts)))
         return {
             "NO_PROXY": direct,
             "no_proxy": direct,

@@ -106,6 +106,8 @@ class EndpointServer:
         self._host = ""
         self.url = ""
         """URL of the server without a path; empty before `start`."""
+        self.port = 0
+        """Port of the server; 0 before `start`."""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen, by default on a free port for this machine only. Raises OSError if the port is taken."""
@@ -144,8 +146,8 @@ class EndpointServer:
         site = self.web.TCPSite(self._runner, host, port, backlog=4096)
         await site.start()
         self._host = host.lower()
-        address = self._runner.addresses[0]
-        self.url = f"http://{host if ':' not in host else f'[{host}]'}:{address[1]}"
+        self.port = self._runner.addresses[0][1]
+        self.url = f"http://{host if ':' not in host else f'[{host}]'}:{self.port}"
 
     async def close(self) -> None:
         """Stop listening, and close all connections."""

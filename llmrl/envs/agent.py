@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Unpack
 
 import torch
@@ -22,6 +24,8 @@ from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.sampler import DrawOptions
 from llmrl.rewards import Score
 from llmrl.transforms import write_score
+
+logger = logging.getLogger("llmrl")
 
 
 class AgentEnv(DatasetChatEnv):
@@ -41,10 +45,14 @@ class AgentEnv(DatasetChatEnv):
             Async functions share one event loop; each plain
             function runs in its own thread, which is not stopped when the rollout ends.
         dataset, split, **draws: see `DatasetChatEnv`; the rows need no query.
+        host: address at which the endpoint listens; by default only this machine can reach it.
+        port: port of the endpoint; by default a free one.
+        public_url: URL under which agents reach the endpoint, if not by `host` (from containers or other machines, or
+            through a proxy with TLS); `{port}` stands for the port.
 
     Raises:
         TypeError: if `play` is not callable.
-        ValueError: if a command reads a missing column; see also `DatasetChatEnv`.
+        ValueError: if a command reads a missing column, or `host` needs a `public_url`; see also `DatasetChatEnv`.
 
     Example:
         >>> async def play(row, model):
@@ -65,12 +73,24 @@ class AgentEnv(DatasetChatEnv):
         dataset: str | Path | Iterable[Row | str],
         *,
         split: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public_url: str | None = None,
         device: torch.device | None = None,
         **draws: Unpack[DrawOptions],
     ) -> None:
         if not callable(play):
             raise TypeError(f"play must be a function of a row and a model, or a command, got {play!r:.80}.")
+        if public_url is None and host in _ALL_ADDRESSES:
+            raise ValueError(
+                f"host={host!r} is no address that agents can ask: pass public_url=, such as "
+                "'http://10.0.0.5:{port}', or the address of one network as host."
+            )
         self.play = play
+        self.host = host
+        self.port = port
+        self.public_url = public_url
+        self._has_warned = False
         self._loops = ReplaceableLoop("llmrl-agents")
         super().__init__(
             dataset,
@@ -88,6 +108,24 @@ class AgentEnv(DatasetChatEnv):
         if is_async:
             return _score_of(await self._loops.wait(self._returned(row, model)), self.play)
         return _score_of(await run_in_thread(self.play, row, model), self.play)
+
+    def ask_loops(self) -> None:
+        """Ask the event loops of async agents whether they respond, for `warn_if_blocked`."""
+        self._loops.ask()
+
+    def warn_if_blocked(self) -> None:
+        """Warn once, with the line, if an async agent waits in a synchronous call and has not responded."""
+        if self._has_warned:
+            return
+        for frame in self._loops.blocked_frames():
+            if (line := _line_of_blocking_read(frame, location_of(self.play).rpartition(":")[0])) is not None:
+                self._has_warned = True
+                logger.warning(
+                    "an async agent waits for an answer in a synchronous call, at %s, and all other async agents wait "
+                    "with it: use the client's async class (AsyncOpenAI), or make the agent a plain function, which "
+                    "has a thread of its own.",
+                    line,
+                )
 
     async def _returned(self, row: Row, model: AgentModel) -> object:
         returned = self.play(row, model)
@@ -117,6 +155,20 @@ class AgentEnv(DatasetChatEnv):
         """Stop the event loop of async agents."""
         super().close(**kwargs)
         self._loops.close()
+
+
+_ALL_ADDRESSES = ("0.0.0.0", "::")
+_BLOCKING_READS = ("/socket.py", "/ssl.py", "/_backends/sync.py", "/http/client.py")
+
+
+def _line_of_blocking_read(frame: FrameType, path: str) -> str | None:
+    """Return the line in the file `path` that waits for a connection, or None if the thread does not."""
+    if not frame.f_code.co_filename.endswith(_BLOCKING_READS):
+        return None
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename != path:
+        caller = caller.f_back
+    return None if caller is None else f"{path}:{caller.f_lineno}"
 
 
 def _score_of(returned: object, play: Play) -> Score:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -37,9 +38,12 @@ async def ask_once(row, model, **more):
     return answer.choices[0].message.content
 
 
-def make_collector(play, renderer, answers=("15<|im_end|>", "2<|im_end|>"), *, rubric=None, repeats=2, **options):
-    engine = LoggingEngine(answers, encode=renderer.encode, decode=renderer.decode)
-    env = AgentEnv(play, ROWS, repeats=repeats)
+def make_collector(
+    play, renderer, answers=("15<|im_end|>", "2<|im_end|>"), *, rubric=None, repeats=2, latency_s=0.0, **options
+):
+    engine = LoggingEngine(answers, encode=renderer.encode, decode=renderer.decode, latency_s=latency_s)
+    address = {name: options.pop(name) for name in ("host", "public_url") if name in options}
+    env = AgentEnv(play, ROWS, repeats=repeats, **address)
     if rubric is not None:
         env = env.append_transform(RubricReward(rubric))
     options.setdefault("groups_per_batch", 1)
@@ -87,6 +91,45 @@ def test_a_plain_function_plays_in_a_thread_of_its_own(renderer):
     rollouts, _ = play_group(play, renderer)
     assert [(one.status, one.num_turns, one.reward) for one in rollouts] == [(RolloutStatus.COMPLETED, 3, 1.0)] * 2
     assert all(len(one.conversation.reconcile().rows) == 1 for one in rollouts)
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_an_async_agent_with_a_synchronous_client_is_noticed_with_its_line(renderer, caplog, is_blocking):
+    async def play(row, model):
+        def ask():
+            client = openai.OpenAI(base_url=model.base_url, api_key=model.api_key)
+            return client.chat.completions.create(model=model.name, messages=[{"role": "user", "content": "Hi"}])
+
+        if is_blocking:
+            ask()
+        else:
+            await asyncio.to_thread(ask)
+            await ask_once(row, model)
+
+    with make_collector(play, renderer, repeats=2, latency_s=0.3) as collector:
+        collector.play(2)
+    said = [record.getMessage() for record in caplog.records if "synchronous call" in record.getMessage()]
+    line = play.__code__.co_firstlineno + 3
+    assert [f"{__file__}:{line}" in one for one in said] == [True] * is_blocking
+
+
+def test_agents_elsewhere_ask_the_public_url(renderer):
+    asked = []
+
+    async def play(row, model):
+        asked.append(model)
+        return float(await ask_once(row, model) == "15")
+
+    public_url = "http://127.0.0.2:{port}/v1"
+    with make_collector(play, renderer, host="0.0.0.0", public_url=public_url) as collector:
+        assert collector.play(1)[0].reward == 1.0
+        collector.play(1)
+        assert re.fullmatch(r"http://127\.0\.0\.2:\d+/v1", asked[0].base_url)
+        assert "127.0.0.2" in asked[0].environment()["NO_PROXY"].split(",")
+        with pytest.raises(openai.AuthenticationError):  # the key ended with its rollout
+            asyncio.run(ask_once(ROWS[0], asked[0]))
+    with pytest.raises(ValueError, match="pass public_url="):
+        AgentEnv(play, ROWS, host="0.0.0.0")
 
 
 def test_a_rubric_adds_to_what_an_agent_returns(renderer):

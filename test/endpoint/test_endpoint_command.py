@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -180,6 +183,52 @@ def test_a_program_ends_with_its_rollout(play, tmp_path):
     assert rollout.reason == "timeout"
     pids = tmp_path / "pids"  # on a busy machine it had not even begun
     wait_until(lambda: not pids.exists() or not is_running(int(pids.read_text())), 30)
+
+
+@pytest.fixture
+def own_network():
+    """A network namespace of its own, and the address of this machine in it."""
+    if not (os.geteuid() == 0 and shutil.which("ip") and shutil.which("unshare") and shutil.which("nsenter")):
+        pytest.skip("a network namespace needs root, ip, unshare and nsenter")
+    name = f"llmrl{os.getpid()}"
+    holder = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec cat"], stdin=-1, stdout=-1)
+    holder.stdout.readline()  # the namespace is there
+    inside = ["nsenter", "-t", str(holder.pid), "--net"]
+    try:
+        for words in (
+            ["ip", "link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b"],
+            ["ip", "link", "set", f"{name}b", "netns", str(holder.pid)],
+            ["ip", "addr", "add", "10.213.7.1/30", "dev", f"{name}a"],
+            ["ip", "link", "set", f"{name}a", "up"],
+            [*inside, "ip", "addr", "add", "10.213.7.2/30", "dev", f"{name}b"],
+            [*inside, "ip", "link", "set", f"{name}b", "up"],
+        ):
+            made = subprocess.run(words, capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
+        yield inside, "10.213.7.1"
+    finally:
+        subprocess.run(["ip", "link", "del", f"{name}a"], capture_output=True)
+        holder.stdin.close()
+        holder.wait(10)
+
+
+def test_a_program_in_a_network_of_its_own_is_an_agent(renderer, tmp_path, own_network):
+    inside, host = own_network
+    program = tmp_path / "agent.py"
+    program.write_text(ASK + 'print(ask({"role": "user", "content": "7 + 8"}), os.environ["OPENAI_BASE_URL"])')
+    engine = LoggingEngine(["15<|im_end|>"], encode=renderer.encode, decode=renderer.decode)
+    words = shlex.join([*inside, sys.executable, str(program)])
+    policy = LLMWrapperBase(engine, renderer=renderer)
+    # On this machine's loopback the agent reaches nothing, on the address that it has in the agent's network it does.
+    with LLMCollector(AgentEnv(command(words), ROWS), policy=policy, groups_per_batch=1) as collector:
+        assert "refused" in str(collector.play(1)[0].info["output"]) or "unreachable" in str(
+            collector.play(1)[0].info["output"]
+        )
+    env = AgentEnv(command(words), ROWS, host="0.0.0.0", public_url=f"http://{host}:{{port}}")
+    with LLMCollector(env, policy=policy, groups_per_batch=1) as collector:
+        [rollout] = collector.play(1)
+    assert rollout.info["output"].startswith(f"15 http://{host}:") and rollout.num_turns == 1
 
 
 def test_a_program_that_is_not_there_is_an_error(renderer):
