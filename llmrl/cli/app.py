@@ -333,7 +333,7 @@ def replay(
     ] = None,
     quantities: Annotated[
         str, typer.Option(help="What to compare, separated by commas; rewards and advantages need no model.")
-    ] = "rewards,advantages,log_probs,metrics,weights",
+    ] = "prompts,rewards,advantages,log_probs,metrics,weights",
     reward: Annotated[
         str | None,
         typer.Option(help="Reward function of the run, FILE.py:FUNCTION; with --what-if, another one to train with."),
@@ -345,6 +345,7 @@ def replay(
     last_step: Annotated[
         int | None, typer.Option(help="Last step of a what-if over several steps, each side on its own weights.")
     ] = None,
+    page: Annotated[Path | None, typer.Option(help="HTML file to write, with the what-if beside the steps.")] = None,
     as_json: _AsJSON = False,
 ) -> None:
     """Compute a recorded step again and name the first quantity that differs; or compute it with something changed.
@@ -363,6 +364,7 @@ def replay(
             drop_rollout or [],
             console,
             last_step=last_step,
+            page=page,
             is_what_if=what_if,
             is_json=as_json,
         )
@@ -411,6 +413,7 @@ def conversations(
 def bisect(
     run: _Run,
     other: Annotated[Path, typer.Argument(metavar="OTHER", help="Folder of a run that should be equal.")],
+    page: Annotated[Path | None, typer.Option(help="HTML file to write, with the step of both runs.")] = None,
     as_json: _AsJSON = False,
 ) -> None:
     """Name the first step, row, token and quantity in which two runs differ.
@@ -420,7 +423,7 @@ def bisect(
     from llmrl.cli.replay import run_bisect
 
     try:
-        is_equal = run_bisect(run, other, console, is_json=as_json)
+        is_equal = run_bisect(run, other, console, page=page, is_json=as_json)
     except (ValueError, OSError) as error:
         raise _fail(error) from None
     raise typer.Exit(not is_equal)

@@ -17,6 +17,7 @@ from llmrl.cli.json_output import print_json
 from llmrl.replay.bisect import config_changes, first_difference
 from llmrl.replay.conversations import Form, send_conversations, write_conversations
 from llmrl.replay.fork import fork
+from llmrl.replay.page import write_step, write_what_if
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rescore
 from llmrl.replay.step import Compared, Quantity, ReplayedStep, as_json, replay_step
@@ -33,6 +34,7 @@ def run_replay(
     console: Console,
     *,
     last_step: int | None = None,
+    page: Path | None = None,
     is_what_if: bool,
     is_json: bool,
 ) -> bool:
@@ -54,7 +56,11 @@ def run_replay(
             on_step=on_step,
         )
         print_json(changed.as_json()) if is_json else _print_what_if(changed, console)
+        if page is not None:
+            write_what_if(run, changed, page)
         return True
+    if page is not None:
+        raise ValueError("--page is of a what-if: change an entry, or give --reward with --what-if.")
     replayed = replay_step(run, step, quantities=cast("list[Quantity]", quantities), reward=reward, on_step=on_step)
     print_json(as_json(replayed)) if is_json else _print_replayed(replayed, console)
     first = replayed.first_difference
@@ -138,12 +144,14 @@ def run_rescore(path: Path, reward: str, console: Console, *, is_json: bool) -> 
         console.print(table)
 
 
-def run_bisect(first: Path, second: Path, console: Console, *, is_json: bool) -> bool:
-    """Print where two runs begin to differ; return whether they are equal."""
+def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None, is_json: bool) -> bool:
+    """Print where two runs begin to differ, and write a page of that step; return whether they are equal."""
     runs = RecordedRun(first), RecordedRun(second)
     changes = config_changes(*runs)
     parting = first_difference(*runs)
     steps = [step for step in runs[0].steps if step in runs[1].steps]
+    if page is not None and parting is not None:
+        write_step(runs, parting.step, page)
     if is_json:
         found = None if parting is None else dataclasses.asdict(parting)
         print_json({"config": changes, "num_steps": len(steps), "first_difference": found})

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from llmrl._utils.numbers import is_same
 from llmrl.config.resumed import changes_of
+from llmrl.data import Message
 from llmrl.replay.recorded import RecordedRun
+from llmrl.viewer.run_data import Record
 from llmrl.watch.token_log import TokenRow
 from llmrl.watch.tracking import is_performance
 
@@ -65,7 +68,8 @@ def _differences(first: RecordedRun, second: RecordedRun, step: int) -> Iterator
         return
     for column in _COLUMNS:
         for key in rows[0]:
-            yield from _in_column(step, column, rows[0][key], rows[1][key])
+            is_same_prompt = _prompt(ours[key[0]]) == _prompt(theirs[key[0]])
+            yield from _in_column(step, column, rows[0][key], rows[1][key], is_same_prompt=is_same_prompt)
     for name in ours:
         for entry, meaning in (
             ("messages", "equal tokens read otherwise: the template or a parser; or the environment's answers"),
@@ -84,7 +88,11 @@ def _differences(first: RecordedRun, second: RecordedRun, step: int) -> Iterator
             yield Parting(step, name, "metrics.csv", *values, "the loss, its options, or the optimizer")
 
 
-def _in_column(step: int, column: str, ours: TokenRow, theirs: TokenRow) -> Iterator[Parting]:
+def _prompt(record: Record) -> list[Message]:
+    return list(takewhile(lambda message: message["role"] != "assistant", record["messages"]))
+
+
+def _in_column(step: int, column: str, ours: TokenRow, theirs: TokenRow, *, is_same_prompt: bool) -> Iterator[Parting]:
     values = (getattr(ours, column), getattr(theirs, column))
     meanings = {
         "token_ids": "other prompts (the template), or other samples (the engine, its weights or its seed)",
@@ -96,7 +104,14 @@ def _in_column(step: int, column: str, ours: TokenRow, theirs: TokenRow) -> Iter
     for place, pair in enumerate(zip(*values, strict=False)):
         if not is_same(*pair):
             where = f"row {ours.row_index} of rollout {ours.rollout_id}, token {place}"
-            yield Parting(step, column, where, *pair, meanings[column])
+            meaning = meanings[column]
+            if column == "token_ids" and not any((*ours.loss_mask[: place + 1], *theirs.loss_mask[: place + 1])):
+                meaning = "the prompts are other ones: the data, or its order"
+                if is_same_prompt:
+                    meaning = (
+                        "the chat template or the tokenizer is of another version: the prompts' messages are equal"
+                    )
+            yield Parting(step, column, where, *pair, meaning)
             return
     if len(values[0]) != len(values[1]):
         where = f"row {ours.row_index} of rollout {ours.rollout_id}, its number of tokens"

@@ -5,25 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile, zip_longest
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
 from llmrl._utils.numbers import is_same
+from llmrl._utils.types import Tokenizer
 from llmrl.config.ranks import call_on_ranks
+from llmrl.data.template_limit import written_in_time
 from llmrl.objectives.advantages.normalization import Normalization
 from llmrl.replay.loop import Computed, OnStep, ReplayLoop, pass_over, whole
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import advantages_of, own_rubric, rubric_of, score_again
+from llmrl.runs.null_engine import NullEngine
 from llmrl.runs.tracked import states_of
+from llmrl.viewer.run_data import recorded_tokenizer
 from llmrl.watch.tracking import as_recorded, is_performance
 
-Quantity = Literal["rewards", "advantages", "log_probs", "metrics", "weights"]
-"""What is compared, in the order of its computation. The last three need the model."""
+Quantity = Literal["prompts", "rewards", "advantages", "log_probs", "metrics", "weights"]
+"""What is compared, in the order of its computation. Prompts need the model's tokenizer, the last three the model."""
 ROUNDING = 1e-3
 """Relative difference up to which other kernels, threads or machines explain a number; in nats for log-probs."""
 _MEANINGS: dict[Quantity, str] = {
+    "prompts": "the chat template or the tokenizer of the model is of another version than that of the run",
     "rewards": "the reward function, a library that it uses, or its data has changed, or it is random or has a state",
     "advantages": "another normalization, a sign, or rollouts left out of the baseline",
     "log_probs": "the model before the step is another one, or is computed otherwise: weights, template, dtype, kernel",
@@ -102,7 +108,8 @@ def replay_step(
     """Compute a recorded step again, and compare it with the record.
 
     Each quantity is computed from recorded inputs, so that the first one that differs is the cause of later ones:
-    rewards from answers, advantages from recorded rewards, all others from the recorded batch.
+    prompts from messages, by the tokenizer that the run saved and by the model's; rewards from answers, advantages from
+    recorded rewards, all others from the recorded batch.
 
     Args:
         quantities: what to compare; without log-probs, metrics and weights no model is loaded.
@@ -116,6 +123,8 @@ def replay_step(
         raise ValueError(f"quantities must be among {', '.join(get_args(Quantity))}, got {', '.join(unknown)}.")
     run.check_step(step)
     replayed = ReplayedStep(step)
+    if "prompts" in quantities:
+        replayed.compared.append(_compare_prompts(run, step))
     if "rewards" in quantities:
         replayed.compared.append(_compare_rewards(run, step, reward))
     if "advantages" in quantities:
@@ -137,6 +146,32 @@ def _compare_by_model(path: Path, step: int, quantities: Sequence[Quantity], on_
         "weights": _compare_weights,
     }
     return [compare[name](run, computed) for name in quantities]
+
+
+def _compare_prompts(run: RecordedRun, step: int) -> Compared:
+    compared = Compared("prompts")
+    recorded = recorded_tokenizer(run.folder)
+    model = run.config().model
+    if recorded is None:
+        compared.note = "the run saved no tokenizer"
+        return compared
+    try:
+        current = model.tokenizer_of(NullEngine(model.folder))
+    except (OSError, ValueError) as error:
+        compared.note = f"the tokenizer of {model.path} cannot be loaded: {error}"
+        return compared
+    for record in run.records(step):
+        prompt = [dict(one) for one in takewhile(lambda one: one["role"] != "assistant", record["messages"])]
+        sides = [_prompt_ids(tokenizer, prompt) for tokenizer in (recorded, current)]
+        for place, (ours, theirs) in enumerate(zip_longest(*sides, fillvalue=math.nan)):
+            compared.add(f"token {place} of the prompt of rollout {record['rollout_id']}", ours, theirs)
+    return compared
+
+
+def _prompt_ids(tokenizer: Tokenizer, prompt: list[dict[str, object]]) -> list[int]:
+    """Return the token ids of a prompt without tools, which are not recorded."""
+    text = written_in_time(lambda: tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _compare_rewards(run: RecordedRun, step: int, reward: str | None) -> Compared:

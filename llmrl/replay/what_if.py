@@ -15,10 +15,10 @@ from llmrl._utils.types import StateDict
 from llmrl.config.ranks import call_on_ranks
 from llmrl.data.tensordicts import plain
 from llmrl.objectives.advantages.grouping import stack_rows
-from llmrl.objectives.advantages.normalization import Normalization
 from llmrl.replay.loop import Computed, OnStep, ReplayLoop, pass_over, whole
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import advantages_of, own_rubric, score_again
+from llmrl.viewer.run_data import Record
 from llmrl.watch.tracking import is_performance
 
 Advantages = Mapping[str, float]
@@ -34,6 +34,8 @@ class ChangedStep:
     """Metrics of the updates, as recorded and as changed."""
     advantages: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Advantage of each trained rollout, before and after; 0 for one that is left out."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """New reward of each scored rollout, if there is another reward function."""
 
     @property
     def turned(self) -> list[str]:
@@ -102,23 +104,23 @@ def what_if(
     known = {record["rollout_id"] for one in steps for record in run.records(one)}
     if unknown := sorted(set(drop_rollouts) - known):
         raise ValueError(f"drop_rollouts must be ids of these steps' rollouts, got {', '.join(unknown)}.")
+    rewards = {one: _rewards(run.records(one), reward) for one in steps} if reward is not None else {}
     advantages: dict[int, Advantages] = {}
-    if reward is not None or drop_rollouts or cfg.normalization != run.config().normalization:
-        advantages = {one: _advantages(run, one, cfg.normalization, reward, drop_rollouts) for one in steps}
+    if rewards or drop_rollouts or cfg.normalization != run.config().normalization:
+        for one in steps:
+            left = [record for record in run.records(one) if record["rollout_id"] not in drop_rollouts]
+            advantages[one] = advantages_of(left, cfg.normalization, rewards.get(one))
     num_ranks = cfg.train.num_ranks
     on_step = on_step if num_ranks == 1 else pass_over  # it cannot follow into other processes
-    return call_on_ranks(num_ranks, _compute, run.path, steps, list(changes), advantages, on_step)
+    result = call_on_ranks(num_ranks, _compute, run.path, steps, list(changes), advantages, on_step)
+    for changed in result.steps:
+        changed.rewards = rewards.get(changed.step, {})
+    return result
 
 
-def _advantages(
-    run: RecordedRun, step: int, normalization: Normalization, reward: str | None, drop_rollouts: Sequence[str]
-) -> Advantages:
-    left = [record for record in run.records(step) if record["rollout_id"] not in drop_rollouts]
-    if reward is None:
-        return advantages_of(left, normalization)
-    pairs = zip(left, score_again(own_rubric(reward), left), strict=True)
-    rewards = {record["rollout_id"]: score.reward for record, score in pairs if score.is_scored}
-    return advantages_of(left, normalization, rewards)
+def _rewards(records: Sequence[Record], reward: str) -> dict[str, float]:
+    pairs = zip(records, score_again(own_rubric(reward), records), strict=True)
+    return {record["rollout_id"]: score.reward for record, score in pairs if score.is_scored}
 
 
 def _compute(

@@ -60,6 +60,8 @@ class RunData:
     """The run's configuration, as text."""
     token_texts: dict[int, str] = field(default_factory=dict)
     """Text of each token id in the rows; empty if there is no tokenizer."""
+    path: str = ""
+    """The folder, as it was given; empty if the page is not of a folder."""
     is_running: bool = False
     """Whether a process writes into the folder."""
 
@@ -139,7 +141,8 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         health=folder.health.read(),
         summary=folder.read_summary(),
         config=read_text(config, errors="replace") if config.exists() else "",
-        token_texts=_texts(used, _tokenizer(folder)),
+        token_texts=_texts(used, recorded_tokenizer(folder)),
+        path=str(path),
         is_running=is_in_use(path),
     )
 
@@ -190,7 +193,8 @@ def read_records(path: Path) -> Iterator[Record]:
                 yield cast(Record, record)
 
 
-def _tokenizer(folder: RunFolder) -> Tokenizer | None:
+def recorded_tokenizer(folder: RunFolder) -> Tokenizer | None:
+    """Return the tokenizer that a run saved, or None. Raises DamagedFileError if it cannot be read."""
     path = folder.tokenizer_path if folder.tokenizer_path.exists() else folder.model_path
     if not path.exists():
         return None

@@ -8,6 +8,7 @@ import hashlib
 import html
 import json
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -77,6 +78,7 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
                 "tokenTexts": run.token_texts,
                 "hasRows": bool(run.rows),
                 "health": run.health,
+                "replay": f"llmrl replay {shlex.quote(run.path)}" if run.path else "",
                 "isRunning": run.is_running,
             }
             for number, run in enumerate(runs)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import importlib
 import io
 import json
 import math
+import re
 import shutil
+import sys
 
 import httpx
 import pytest
 import torch
+from pytest import approx
 from rich.console import Console
 from typer.testing import CliRunner
 
 from llmrl import AgentEnv, DatasetChatEnv, RubricReward, TransformersEngine, train
 from llmrl.cli.app import app
 from llmrl.data.state_file import load_state, save_state
+from llmrl.replay.page import write_what_if
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rank_correlation
 from llmrl.replay.step import replay_step
@@ -113,7 +120,7 @@ def test_every_step_is_computed_again_bit_by_bit(recorded, rewards):
     assert run.steps == [1, 2, 3, 4]
     for step in run.steps:
         replayed = replay_step(run, step, reward=f"{rewards}:length")
-        expected = dict.fromkeys(("rewards", "advantages", "log_probs", "metrics"), True)
+        expected = dict.fromkeys(("prompts", "rewards", "advantages", "log_probs", "metrics"), True)
         assert results_of(replayed) == expected | ({"weights": True} if step == 3 else {}), replayed
         assert replayed.first_difference is None
 
@@ -165,6 +172,44 @@ def test_a_random_reward_is_told_from_a_changed_one(run_path, rewards):
     assert called.exit_code == 1 and "another value each time" in " ".join(called.output.split())
 
 
+def test_a_reward_that_a_newer_library_changes_is_found_where_it_differs(run_path, tmp_path, monkeypatch):
+    """The function is the same; the package that it uses rounds otherwise in its next version."""
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = tmp_path / "graded.py"
+    reward.write_text("import grading\n\ndef length(completion):\n    return grading.grade(completion)\n")
+    arguments = ("replay", run_path, "--step", 2, "--reward", f"{reward}:length", "--quantities", "rewards", "--json")
+    for version, expected in (("", 0), (" + 0.5 * (len(text) % 7 == 6)", 1)):
+        (tmp_path / "grading.py").write_text(f"def grade(text):\n    return len(text) % 7 / 7{version}\n")
+        monkeypatch.delitem(sys.modules, "grading", raising=False)
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        importlib.invalidate_caches()
+        called = call(*arguments)
+        found = json.loads(called.output)["quantities"][0]
+        assert called.exit_code == expected and found["num_values"] == 8, found
+    changed = [one["rollout_id"] for one in RecordedRun(run_path).records(2) if one["reward"] == approx(6 / 7)]
+    assert found["where"] == f"length of rollout {changed[0]}" and found["max_difference"] == approx(0.5)
+
+
+def test_a_template_of_another_version_is_named_by_replay_and_by_bisect(recorded, tiny_model_path, tmp_path):
+    model = shutil.copytree(tiny_model_path, tmp_path / "model")
+    template = model / "chat_template.jinja"
+    changed = template.read_text().replace("<|im_start|>", "<|im_start|> ")
+    assert changed != template.read_text()
+    template.write_text(changed)
+    run_path = shutil.copytree(recorded, tmp_path / "run")
+    config = run_path / "config.yaml"
+    config.write_text(config.read_text().replace(str(tiny_model_path), str(model)))
+    called = call("replay", run_path, "--step", 2, "--quantities", "prompts,advantages", "--json")
+    found = json.loads(called.output)
+    assert called.exit_code == 1 and found["first_difference"] == "prompts"
+    assert found["quantities"][0]["where"].startswith("token 1 of the prompt")
+    train_run(model, tmp_path / "other", num_steps=1)
+    called = call("bisect", recorded, tmp_path / "other", "--json", "--page", tmp_path / "page.html")
+    parting = json.loads(called.output)["first_difference"]
+    assert (parting["step"], parting["quantity"]) == (1, "token_ids") and "chat template" in parting["meaning"]
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
 def test_an_advantage_of_the_wrong_sign_is_found(run_path):
     tokens = run_path / "tokens" / "000002.npz"
     import numpy as np
@@ -205,10 +250,19 @@ def test_a_step_without_its_batch_says_what_would_have_kept_it(run_path):
     assert called.exit_code == 2 and "1 to 4" in called.output
 
 
-def test_the_reward_with_the_other_sign_turns_every_advantage_and_the_gradient(recorded, rewards):
+def test_the_reward_with_the_other_sign_turns_every_advantage_and_the_gradient(recorded, rewards, tmp_path):
     changed = what_if(RecordedRun(recorded), 2, reward=f"{rewards}:negative")
     assert len(changed.steps[0].turned) == sum(before != 0 for before, _ in changed.steps[0].advantages.values()) > 0
     assert changed.gradient_cosine == pytest.approx(-1.0, abs=1e-4)
+    page = write_what_if(RecordedRun(recorded), changed, tmp_path / "page.html")
+    packed = re.search(r'id="block-0">([^<]+)<', page.read_text()).group(1)
+    shown = json.loads(gzip.decompress(base64.b64decode(packed)))
+    for one in shown[len(shown) // 2 :]:
+        before, after = changed.steps[0].advantages[one["rollout_id"]]
+        assert one["columns"]["advantage"] == f"{before:.4g} → {after:.4g}"
+        assert one["rows"][0]["advantage"] == after == approx(-before, abs=1e-6)
+        real = next(other["reward"] for other in shown if other["rollout_id"] == one["rollout_id"])
+        assert one["reward"] == approx(-real)
     same = what_if(RecordedRun(recorded), 2, reward=f"{rewards}:length")
     assert same.steps[0].turned == [] and same.gradient_cosine == pytest.approx(1.0, abs=1e-6)
 

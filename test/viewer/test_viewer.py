@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import shlex
 import shutil
 
 import openai
@@ -165,6 +166,14 @@ def page_of_run(run_path, tmp_path_factory, own_programs):
 def test_the_summary_is_read_as_numbers(page):
     text = page.inner_text("#summary").replace("\n", " ")
     assert "accuracy before 0.25" in text and "pass@1 0.5 (0.4 … 0.6)" in text and "right –" in text
+
+
+def test_a_step_of_training_says_how_it_is_computed_again(page, run_path):
+    page.select_option("#split", "train")
+    command = f"llmrl replay {shlex.quote(str(run_path))} --step 2"
+    assert page.locator("#groups code").all_inner_texts() == [command]
+    page.select_option("#split", "eval/sums")
+    assert page.locator("#groups code").count() == 0
 
 
 def test_filters_narrow_the_list(page):

@@ -70,8 +70,16 @@ class StepPanel {
       make("button", {
         class: "question", title: "the same problem in all steps", onclick: () => this.list.showProblem(index.problem[row.places[0]]),
       }, make("em", {}, this.list.whereOf(row.places[0]).replace(/step \d+$/, "")), index.question[row.places[0]] || "(no question)"))),
-    ...(rows.length > shown.length ? [make("button", { onclick: () => { this.isWhole = true; this.grid(step, split); } }, `all ${rows.length} groups`)] : []));
+    ...(rows.length > shown.length ? [make("button", { onclick: () => { this.isWhole = true; this.grid(step, split); } }, `all ${rows.length} groups`)] : []),
+    ...this.commands(step, shown));
     this.list.markCells();
+  }
+
+  // What computes a step of training again, for each run that has it.
+  commands(step, rows) {
+    const { index, runs } = this.head, places = rows.map((row) => row.places[0]).filter((place) => index.split[place] === "train");
+    return [...new Set(places.map((place) => runs[index.run[place]].replay))].filter(Boolean).map((command) =>
+      make("p", { class: "faint" }, "replay this step: ", make("code", {}, `${command} --step ${step}`)));
   }
 
   // Squares that open a rollout each, in its reward's colour.

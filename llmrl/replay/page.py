@@ -1,0 +1,81 @@
+"""Pages of the viewer: a what-if beside the recorded steps, and the same step of two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from llmrl.replay.recorded import RecordedRun
+from llmrl.replay.what_if import ChangedStep, WhatIf
+from llmrl.viewer import read_run, write_page
+from llmrl.viewer.run_data import Record, RunData
+
+
+def write_what_if(run: RecordedRun, changed: WhatIf, path: str | Path) -> Path:
+    """Write a page with the recorded steps and the changed ones as two runs.
+
+    Rollouts with an advantage of another sign come first in each step; the columns of each say both advantages.
+    """
+    steps = {step.step: step for step in changed.steps}
+    real = _at_steps(read_run(run.path), steps)
+    facts: dict[str, float | None] = {
+        "gradient cosine": changed.gradient_cosine,
+        "update cosine": changed.update_cosine,
+        "update ratio": changed.update_ratio,
+        "advantages of another sign": sum(len(step.turned) for step in changed.steps),
+    }
+    metrics = []
+    for row in real.metrics:
+        after = {name: value for name, (_, value) in steps[int(row["step"])].metrics.items() if value is not None}
+        metrics.append(row | after)
+    other = replace(
+        real,
+        name=f"{real.name}, changed",
+        metrics=metrics,
+        rollouts=[_changed(record, steps[record["step"]]) for record in real.rollouts],
+        rows={
+            key: [replace(row, advantage=_advantage(steps[key[0]], key[2])) for row in rows]
+            for key, rows in real.rows.items()
+        },
+        health={},
+        summary=dict(facts),
+        path="",
+    )
+    order = {(step.step, name): 0 for step in changed.steps for name in step.turned}
+    for data in (real, other):
+        data.rollouts.sort(key=lambda one: (one["step"], order.get((one["step"], one["rollout_id"]), 1)))
+    return write_page([real, other], path)
+
+
+def write_step(runs: Sequence[RecordedRun], step: int, path: str | Path) -> Path:
+    """Write a page with one step of several runs."""
+    return write_page([_at_steps(read_run(run.path), [step]) for run in runs], path)
+
+
+def _at_steps(data: RunData, steps: Collection[int]) -> RunData:
+    """Return what a run recorded in some steps of training."""
+    return replace(
+        data,
+        metrics=[row for row in data.metrics if row["step"] in steps],
+        rollouts=[record for record in data.rollouts if record["step"] in steps and record["split"] == "train"],
+        rows={key: rows for key, rows in data.rows.items() if key[0] in steps and key[1] == "train"},
+        health={step: line for step, line in data.health.items() if step in steps},
+    )
+
+
+def _changed(record: Record, step: ChangedStep) -> Record:
+    name = record["rollout_id"]
+    columns = dict(record.get("columns") or {})
+    if name in step.advantages:
+        before, after = step.advantages[name]
+        columns["advantage"] = f"{before:.4g} → {after:.4g}"
+    changed = {**record, "columns": columns}
+    if step.rewards:
+        changed |= {"reward": step.rewards.get(name, 0.0), "is_scored": name in step.rewards, "reward_breakdown": {}}
+    return cast(Record, changed)
+
+
+def _advantage(step: ChangedStep, rollout_id: str) -> float:
+    return step.advantages[rollout_id][1] if rollout_id in step.advantages else float("nan")
