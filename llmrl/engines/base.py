@@ -269,14 +269,19 @@ class UpdatableEngine(Engine, ReportsProgress, Protocol):
         ...
 
 
-def check_supported(engine: object, sampling: SamplingConfig) -> None:
-    """Raise ValueError if the engine does not support these parameters; suggests an alternative."""
-    takes_grammars = isinstance(engine, TakesGrammars) and engine.takes_grammars
-    if sampling.grammar is not None and not takes_grammars:
+def refuse_grammar(engine: object, sampling: SamplingConfig) -> None:
+    """Raise ValueError if the parameters have a grammar, which this engine does not follow."""
+    if sampling.grammar is not None:
         raise ValueError(
-            f"answers of a given form need an engine that tells which tokens its grammar kept, which "
+            f"answers of a given form need an engine that reports which tokens its grammar kept, which "
             f"{type(engine).__name__} does not: sample from AsyncVLLM, or describe the form in a message."
         )
+
+
+def check_supported(engine: object, sampling: SamplingConfig) -> None:
+    """Raise ValueError if the engine does not support these parameters; suggests an alternative."""
+    if not (isinstance(engine, TakesGrammars) and engine.takes_grammars):
+        refuse_grammar(engine, sampling)
     if isinstance(engine, ChecksSampling):
         engine.check_sampling(sampling)
 

@@ -51,6 +51,8 @@ def test_the_transformers_engine_says_what_was_kept(cut, temperature):
     [completion] = sampled(engine, [[1, 2, 3]], sampling)
     [greedy] = sampled(engine, [[1, 2, 3]], sampling.with_changes(temperature=0.0))
     [plain] = sampled(engine, [[1, 2, 3]], SamplingConfig(max_new_tokens=2))
+    with pytest.raises(ValueError, match="TransformersEngine does not"):
+        sampled(engine, [[1, 2, 3]], SamplingConfig(grammar="{}"))
     [untold] = sampled(engine, [[1, 2, 3]], sampling.with_changes(replay=False))
     engine.shutdown()
     assert greedy.sampling_mask is plain.sampling_mask is untold.sampling_mask is None

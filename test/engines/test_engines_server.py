@@ -42,6 +42,13 @@ def test_token_ids_go_in_and_come_out_with_log_probs_and_the_given_version(engin
     assert generate(engine).versions == [4, 4]
 
 
+def test_a_grammar_is_refused_since_the_server_does_not_report_what_it_kept(engine):
+    with pytest.raises(ValueError, match="ServerEngine does not"):
+        generate(engine, SAMPLING.with_changes(grammar="{}"))
+    with pytest.raises(ValueError, match="ServerEngine does not"):
+        engine.check_sampling(SAMPLING.with_changes(grammar="{}"))
+
+
 def test_every_sampling_parameter_is_sent(engine, server):
     server.answer = lambda body: {
         "finish_reason": "stop",

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from llmrl._utils.background_loop import BackgroundLoop
-from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget
+from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget, refuse_grammar
 from llmrl.engines.server.messages import (
     LostWeightsError,
     check_sampling,
@@ -177,7 +177,8 @@ class ServerEngine(ServerUpdates, ServerScores):
             del self._in_flight[request_id]
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ValueError for top-p or min-p without top-k, for which a server cannot report the kept ids."""
+        """Raise ValueError for a grammar, or top-p or min-p without top-k: a server cannot report the kept ids."""
+        refuse_grammar(self, sampling)
         check_sampling(sampling)
 
     async def abort(self, request_id: str) -> None:
@@ -235,6 +236,7 @@ class ServerEngine(ServerUpdates, ServerScores):
     async def _ask(
         self, prompt_ids: list[int], sampling: SamplingConfig, budget: int, request_id: str = ""
     ) -> Completion:
+        refuse_grammar(self, sampling)
         top_k = sampling.top_k if sampling.needs_sampling_mask else None
         if self.info is not None:
             asked = generate_request(self.model, prompt_ids, sampling, budget, request_id or uuid.uuid4().hex)

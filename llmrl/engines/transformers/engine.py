@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from llmrl._utils.model_parts import load_language_model, text_config
-from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget
+from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget, refuse_grammar
 from llmrl.engines.scores import TokenScores, check_scored, read_scores
 from llmrl.engines.transformers.decoding import DISTRIBUTION_FIELDS, DecodedSequence, DecodingBatch
 
@@ -156,11 +156,13 @@ class TransformersEngine:
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
 
-        Raises as `Engine.generate` does, and ValueError for unknown token ids, or stop strings without a tokenizer.
+        Raises as `Engine.generate` does, and ValueError for unknown token ids, a grammar, or stop strings without a
+        tokenizer.
         """
         request_id = f"transformers-{next(self._ids)}" if request_id is None else request_id
         prompt = list(prompt_ids)
         check_request(request_id, prompt, self._in_flight)
+        refuse_grammar(self, sampling)
         if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ValueError(f"prompt_ids has tokens outside the vocabulary of {self.vocab_size}.")
         if sampling.stop and self._tokenizer is None:

@@ -39,7 +39,8 @@ def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
 
 def is_cut_by_grammar_alone(sampling: SamplingConfig) -> bool:
     """Return whether a grammar excludes tokens, and nothing else does."""
-    return sampling.needs_sampling_mask and not sampling.with_changes(grammar=None).is_truncated
+    is_needed = sampling.grammar is not None and sampling.needs_sampling_mask
+    return is_needed and not sampling.with_changes(grammar=None).is_truncated
 
 
 def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0) -> SamplingParams:
