@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llmrl._utils.files import write_atomically
 from llmrl.data import Message, text_of
-from llmrl.viewer.run_data import Record, RunData, facts_of, key_of
+from llmrl.viewer.run_data import Record, RunData, facts_of, key_of, read_run
 from llmrl.watch.token_log import TokenRow
 
 # Rollouts per compressed block. A page with thousands opens fast, because a block is decompressed only if needed.
@@ -55,6 +55,32 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
 
     The page of a running run reloads periodically, so it can be rewritten. Raises ValueError if there are no runs.
     """
+    page = _page(runs)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda at: at.write_text(page, encoding="utf-8", errors="backslashreplace"))
+    return path
+
+
+class RunPage:
+    """The page of runs as the last value of a notebook's cell; the cell shows it.
+
+    Args:
+        runs: folders of runs.
+
+    Raises:
+        FileNotFoundError: if a folder holds no run.
+    """
+
+    def __init__(self, *runs: str | Path) -> None:
+        self._runs = [read_run(run) for run in runs]
+
+    def _repr_html_(self) -> str:
+        style = "width: 100%; height: 800px; border: 0"
+        return f'<iframe style="{style}" srcdoc="{html.escape(_page(self._runs))}"></iframe>'
+
+
+def _page(runs: Sequence[RunData]) -> str:
     if not runs:
         raise ValueError("runs is empty; give at least one run from read_run.")
     rollouts = [(number, record) for number, run in enumerate(runs) for record in run.rollouts]
@@ -109,10 +135,7 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
     page = (assets / "page.html").read_text()
     for mark, part in parts.items():
         page = page.replace(mark, part)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda at: at.write_text(page, encoding="utf-8", errors="backslashreplace"))
-    return path
+    return page
 
 
 def _policy(script: str) -> str:

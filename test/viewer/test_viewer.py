@@ -25,7 +25,7 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder
 from llmrl.testing import ScriptedEngine
 from llmrl.transforms import RubricReward
-from llmrl.viewer import follow, last_run, print_run, read_run, write_page
+from llmrl.viewer import RunPage, follow, last_run, print_run, read_run, write_page
 from llmrl.watch.findings import Finding
 from llmrl.watch.live_view import LiveView
 
@@ -330,6 +330,50 @@ def test_bars_narrow_the_list(page):
     assert "18 found, mean reward 1" in page.inner_text("#found")
 
 
+def test_the_bars_of_right_and_wrong_stand_over_their_numbers(page):
+    figure = page.locator(".distribution").first
+    bars = [bar.bounding_box() for bar in figure.locator(".bar rect:not(.reach)").all()]
+    numbers = [text.bounding_box() for text in figure.locator("svg > text").all()]
+    assert figure.locator("svg > text").all_text_contents() == ["0", "1"]
+    for bar, number in zip(bars, numbers, strict=True):
+        assert abs(bar["x"] + bar["width"] / 2 - number["x"] - number["width"] / 2) < 2
+
+
+def test_an_axis_has_two_numbers_at_least(page):
+    lengths = page.evaluate(
+        """() => [2, 3, 4, 6].flatMap((most) => Array.from({ length: 300 }, (_, last) =>
+             [1, 7, 1000].map((first) => ticksOf(first, first + last + 1, most, true).length))).flat()"""
+    )
+    assert min(lengths) >= 2 and max(lengths) <= 8
+
+
+def is_opening_in_sight(page):
+    return page.evaluate("() => document.getElementById('rollout').getBoundingClientRect().top < innerHeight * 0.6")
+
+
+def test_keys_scroll_to_what_they_select(page):
+    for key in ("j", "k", "t"):
+        page.evaluate("scrollTo(0, 0)")
+        assert not is_opening_in_sight(page)
+        page.keyboard.press(key)
+        page.wait_for_function(
+            "() => document.getElementById('rollout').getBoundingClientRect().top < innerHeight * 0.6"
+        )
+        page.wait_for_selector("#rollout h2")
+
+
+def test_a_notebook_shows_the_page_in_its_cell(page, run_path):
+    other = page.context.new_page()
+    other.set_content(f"<p>a cell</p>{RunPage(run_path)._repr_html_()}")
+    cell = other.frame_locator("iframe")
+    cell.locator("body[data-ready]").wait_for(state="attached")
+    cell.locator(".item").first.click()
+    cell.locator("#rollout h2").wait_for()
+    cell.locator("#search").fill("no such text")
+    assert "None found" in cell.locator("#found").inner_text() and other.url == "about:blank"
+    other.close()
+
+
 CODE = "x = 1\nprint(x)"
 MESSAGES = [
     {"role": "user", "content": "Say **what** `x` is."},
@@ -471,6 +515,27 @@ def test_runs_are_drawn_over_each_other(hand_made):
     assert len(set(colours)) == 2 and hand_made.inner_text("h1") == "first, second"
     hand_made.select_option("#run", "1")
     assert "1 found, mean reward 0.25" in hand_made.inner_text("#found")
+
+
+def test_many_runs_leave_their_curves_on_the_first_screen(page, tmp_path):
+    runs = []
+    for number in range(8):
+        folder = write_hand_made(tmp_path / f"run {number}")
+        finding = Finding(
+            "answers_cut", "broken", "75 % of the answers were cut.", ("too few tokens", "no end"), "best"
+        )
+        folder.health.write(2, [finding])
+        folder.write_summary({"before": {f"task {task}": 0.5 for task in range(9)}})
+        folder.close()
+        runs.append(read_run(folder.path))
+    other = page.context.new_page()
+    other.goto(write_page(runs, tmp_path / "page.html").as_uri())
+    reward = other.locator('figure[data-metric="reward"]')
+    wait_until_drawn(reward)
+    box = reward.bounding_box()
+    assert box["y"] + box["height"] < other.viewport_size["height"]
+    assert "75 % of the answers" in other.inner_text("#health") and "task 8" in other.inner_text("#summary")
+    other.close()
 
 
 def test_health_is_shown_with_causes_and_rollouts(hand_made):

@@ -5,7 +5,7 @@ const MOST_GROUPS = 40;
 // A bar for each bin, with what lies in it; a click on one narrows the list to it.
 function bars(title, values, narrow, colourOf) {
   const { low, high, size } = binsOf(values), counts = histogram(values, low, high, size);
-  const [width, height, top] = [300, 70, Math.max(...counts, 1)], each = width / size;
+  const [width, height, top] = [300, 70, Math.max(...counts, 1)], each = width / size, wide = Math.max(1, Math.min(each - 1, 40));
   const svg = drawing("svg", { class: "histogram", viewBox: `0 0 ${width} ${height + 16}`, role: "img", "aria-label": `${title}: histogram` });
   counts.forEach((amount, at) => {
     const [from, to] = [low + (at * (high - low)) / size, low + ((at + 1) * (high - low)) / size];
@@ -13,13 +13,14 @@ function bars(title, values, narrow, colourOf) {
     svg.append(drawing("g", { class: "bar", onclick: () => amount && narrow(from, to, at === size - 1) },
       drawing("title", {}, `${count(amount, "rollout")} from ${number(from, 3)} to ${number(to, 3)}`),
       drawing("rect", { class: "reach", x: at * each, y: 0, width: each, height }),
-      drawing("rect", { x: at * each + 0.5, y: height - tall, width: Math.max(1, Math.min(each - 1, 40)), height: tall, style: `fill:${colourOf((from + to) / 2)}` }),
-      ...(size <= 12 && amount ? [drawing("text", { x: at * each + Math.min(each - 1, 40) / 2, y: height - tall - 3, class: "amount" }, String(amount))] : [])));
+      drawing("rect", { x: (at + 0.5) * each - wide / 2, y: height - tall, width: wide, height: tall, style: `fill:${colourOf((from + to) / 2)}` }),
+      ...(size <= 12 && amount ? [drawing("text", { x: (at + 0.5) * each, y: height - tall - 3, class: "amount" }, String(amount))] : [])));
   });
   const [least, most] = values.length ? extent(values) : [0, 0];
+  const isFew = size <= 6;  // then the numbers stand under the bars that they are of
   svg.append(drawing("line", { class: "zero", x1: 0, x2: width, y1: height, y2: height }),
-    drawing("text", { x: 0, y: height + 13, class: "start" }, number(least, 3)),
-    most > least && drawing("text", { x: width, y: height + 13, class: "left" }, number(most, 3)));
+    drawing("text", { x: isFew ? each / 2 : 0, y: height + 13, class: isFew ? "" : "start" }, number(least, 3)),
+    most > least && drawing("text", { x: isFew ? width - each / 2 : width, y: height + 13, class: isFew ? "" : "left" }, number(most, 3)));
   return make("figure", { class: "distribution" },
     make("figcaption", {}, make("b", {}, title), make("span", { class: "note" }, values.length ? `mean ${number(mean(values), 3)}` : "none")), svg);
 }

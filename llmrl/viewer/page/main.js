@@ -7,7 +7,7 @@ function showHead(head) {
   byId("counts").textContent = `${count(steps, "step")}, ${count(rollouts, "rollout")}`;
   const isRunning = head.runs.some((run) => run.isRunning);
   byId("live").hidden = !isRunning;
-  if (isRunning) keepUp();
+  if (isRunning && !isEmbedded) keepUp();
   for (const run of head.runs) {
     for (const [name, value] of run.facts) byId("summary").append(make("div", {}, make("dt", {}, head.runs.length > 1 ? `${run.name} ${name}` : name), make("dd", {}, value)));
   }
@@ -35,12 +35,16 @@ function returnToPlace() {
   scrollTo(x, y);
 }
 
-function listenToKeys(list) {
+function listenToKeys(list, view) {
+  const reveal = (select) => {
+    select();
+    view.reveal();
+  };
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
     const act = {
-      j: () => list.go(1), k: () => list.go(-1),
-      t: () => state.set({ tab: state.values.tab === "tokens" ? "conversation" : "tokens" }),
+      j: () => reveal(() => list.go(1)), k: () => reveal(() => list.go(-1)),
+      t: () => reveal(() => state.set({ tab: state.values.tab === "tokens" ? "conversation" : "tokens" })),
       "[": () => goToStep(-1), "]": () => goToStep(1),
       "/": () => { byId("search").focus(); },
     }[event.key];
@@ -60,6 +64,7 @@ async function main() {
   const head = await unpack("head"), { index } = head;
   const found = index.reward.filter((reward, place) => isNumber(reward) && index.is_scored[place] !== false);
   if (found.length) [rewards.low, rewards.high] = extent(found);
+  document.body.classList.toggle("several", head.runs.length > 1);
   showHead(head);
   showCurves(head.runs);
   const list = new RolloutList(head);
@@ -72,13 +77,13 @@ async function main() {
   byId("step-back").addEventListener("click", () => goToStep(-1));
   byId("step-on").addEventListener("click", () => goToStep(1));
   byId("problem-filter").addEventListener("click", () => state.set({ problem: "" }, { isVisit: true }));
-  listenToKeys(list);
+  listenToKeys(list, view);
   byId("rollouts").hidden = byId("step").hidden = !index.step.length;
   list.filter();
   const row = list.shown.indexOf(list.selected);  // of a link
   if (row > 0) byId("list").scrollTop = row * ITEM_HEIGHT;
   await view.open();
-  returnToPlace();
+  if (!isEmbedded) returnToPlace();
   document.body.dataset.ready = "true";
 }
 

@@ -28,9 +28,14 @@ class RolloutView {
     if (this.list.selected !== place) return;  // another was chosen meanwhile
     [this.place, this.record] = [place, records[place % this.head.blockSize]];
     this.show();
-    const { top } = byId("rollout").getBoundingClientRect();  // where it stands now that it is there
-    if (this.list.isChosen && (isNarrow() || top < 0 || top > innerHeight * 0.6)) byId("rollout").scrollIntoView();
+    if (this.list.isChosen) this.reveal();
     this.list.isChosen = false;
+  }
+
+  // Scroll to it, unless its beginning is in sight.
+  reveal() {
+    const { top } = byId("rollout").getBoundingClientRect();  // where it stands now that it is there
+    if (isNarrow() || top < 0 || top > innerHeight * 0.6) byId("rollout").scrollIntoView();
   }
 
   show() {

@@ -8,7 +8,7 @@ function ticksOf(low, high, most, isWhole = false) {
   if (isWhole) size = Math.max(1, Math.ceil(size));
   const ticks = [];
   for (let at = Math.ceil(low / size - 1e-9); at * size <= high + size * 1e-9; at++) ticks.push(Number((at * size).toPrecision(12)));
-  return ticks;
+  return ticks.length > 1 ? ticks : [low, high];
 }
 
 // The vertical scale of some values. It begins at zero where that hides nothing: where no value is negative and they

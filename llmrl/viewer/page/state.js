@@ -6,6 +6,9 @@ const DEFAULTS = {
   smooth: "0", scale: "linear", text: "rendered",
 };
 
+// In a notebook's cell the address is the notebook's.
+const isEmbedded = location.protocol === "about:";
+
 class PageState {
   constructor() {
     this.listeners = [];
@@ -31,7 +34,7 @@ class PageState {
   set(changes, { isVisit = false } = {}) {
     const values = { ...this.values, ...Object.fromEntries(Object.entries(changes).map(([name, value]) => [name, String(value)])) };
     const hash = `#${new URLSearchParams(Object.entries(values).filter(([name, value]) => value !== DEFAULTS[name]))}`;
-    if (hash !== (location.hash || "#")) {
+    if (!isEmbedded && hash !== (location.hash || "#")) {
       if (isVisit) location.hash = hash;
       else location.replace(hash);
     }
