@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from llmrl.engines import child_process
 from llmrl.engines.child_process import PARENT_VARIABLE
 
 _START_LOCK = threading.Lock()
@@ -61,7 +63,8 @@ def transfer_variables(weight_transfer: bool | str) -> dict[str, str]:
 def starting_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Start a child process with `variables`, one at a time, and restore this process's environment afterwards.
 
-    `__main__` is hidden meanwhile, since a spawned child would import the user's script again.
+    `__main__` is hidden meanwhile: a spawned child would import the user's script again. It imports `child_process`,
+    which sets the log level before vLLM is imported.
     """
     main = sys.modules["__main__"]
     hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
@@ -71,7 +74,7 @@ def starting_environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         if "__file__" in hidden:
             del main.__file__
-        main.__spec__ = None
+        main.__spec__ = importlib.util.find_spec(child_process.__name__)
         try:
             yield
         finally:
