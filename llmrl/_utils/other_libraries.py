@@ -223,17 +223,30 @@ TABLE: tuple[tuple[str, str, str], ...] = (
 )
 """Classes or functions, their arguments and (with a dot) attributes, and the alternative."""
 
+# Arguments of ours until 0.1.0, and what they are called now; goes with 0.2.0.
+RENAMED: tuple[tuple[str, str, str], ...] = (
+    (
+        "GRPOLoss",
+        "importance_floor importance_mode importance_level",
+        "importance_cap=llmrl.objectives.ImportanceBound(cap, floor=..., mode=..., level=...) has it",
+    ),
+    ("MCAdvantage", "is_constant_group_dropped", "it is drop_constant_groups"),
+    ("MCAdvantage", "is_batch_normalized", "it is normalize_batch"),
+    (_COLLECTORS, "step_timeout_seconds", "it is limits=RolloutLimits(step_timeout_seconds=...)"),
+    ("AsyncVLLM.from_pretrained", "max_num_batched_tokens", "it is engine_args={'max_num_batched_tokens': ...}"),
+)
+
 
 @functools.cache
 def instead_of(*owners: str) -> Mapping[str, str]:
-    """Return what TorchRL's classes or functions of these names offer and ours do not, with the alternatives.
+    """Return what classes or functions of these names offer in TorchRL, or offered here, with the alternatives.
 
     Example:
         >>> instead_of("DAPO")["reduction"]
         'use aggregation'
     """
     found = {}
-    for names, entries, advice in TABLE:
+    for names, entries, advice in (*TABLE, *RENAMED):
         if not set(owners).isdisjoint(names.split()):
             found.update(dict.fromkeys(entries.split(), advice))
     return found

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-from llmrl import DatasetChatEnv, LLMCollector, RubricReward, TransformersWrapper, train, vLLMWrapper
+from llmrl import (
+    DatasetChatEnv,
+    GRPOLoss,
+    LLMCollector,
+    MCAdvantage,
+    RayLLMCollector,
+    RolloutLimits,
+    RubricReward,
+    TransformersWrapper,
+    train,
+    vLLMWrapper,
+)
 from llmrl._utils.other_libraries import EXPLAINED, SYNONYMS
 from llmrl.config.entries import entries_by_name
 from llmrl.config.launch import hints
 from llmrl.config.sections import GRPOConfig
+from llmrl.objectives import ImportanceBound
 from llmrl.runs.train import ENTRIES
 from llmrl.tools import ToolTransform
 
@@ -92,3 +105,27 @@ def test_parts_say_how_they_are_called():
     ):
         with pytest.raises(TypeError, match=words):
             call()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: GRPOLoss(None, importance_floor=0.1), r"importance_cap=llmrl\.objectives\.ImportanceBound"),
+        (lambda: MCAdvantage(is_constant_group_dropped=True), "it is drop_constant_groups"),
+        (lambda: MCAdvantage(is_batch_normalized=True), "it is normalize_batch"),
+        (lambda: LLMCollector(None, step_timeout_seconds=1.0), r"it is limits=RolloutLimits\(step_timeout_seconds"),
+        (lambda: RayLLMCollector(None, step_timeout_seconds=1.0), r"it is limits=RolloutLimits\(step_timeout_seconds"),
+    ],
+)
+def test_a_renamed_argument_is_answered_by_its_new_name(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def test_new_names_exist():
+    def names(called):
+        return inspect.signature(called).parameters.keys()
+
+    assert {"drop_constant_groups", "normalize_batch"} <= names(MCAdvantage)
+    assert "step_timeout_seconds" in names(RolloutLimits) and "importance_cap" in names(GRPOLoss.__init__)
+    assert {"cap", "floor", "mode", "level"} <= names(ImportanceBound)
