@@ -124,6 +124,7 @@ def view(
     max_rollouts: Annotated[
         int | None, typer.Option(min=1, help="Number of rollouts to keep of each run, the last ones.")
     ] = None,
+    as_json: _AsJSON = False,
 ) -> None:
     """Write runs as one HTML page: their curves, their conversations, and the log-prob and version of every token.
 
@@ -133,7 +134,11 @@ def view(
 
     try:
         paths = runs or [last_run()]
-        if terminal:
+        if as_json:
+            from llmrl.cli.run_report import report_of
+
+            print_json({"runs": [report_of(read_run(path, max_rollouts=1), path) for path in paths]})
+        elif terminal:
             for path in paths:
                 print_run(read_run(path, max_rollouts=max_rollouts), console=console)
         elif png:
@@ -470,7 +475,7 @@ _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command(context_settings=_SCRIPT, add_help_option=False)
-def train(context: typer.Context) -> None:
+def train(context: typer.Context, as_json: _AsJSON = False) -> None:
     """Train by GRPO: FILE.py:FUNCTION for an environment of your own, or task=NAME, then entries such as seed=1.
 
     `llmrl train --help` lists all entries.
@@ -481,6 +486,10 @@ def train(context: typer.Context) -> None:
         entries = entries_of(context.args)
     except (ValueError, FileNotFoundError) as error:
         raise _fail(error) from None
+    if as_json:
+        from llmrl.cli.run_report import run_and_report
+
+        raise typer.Exit(run_and_report(entries))
     run_script(entries)
 
 

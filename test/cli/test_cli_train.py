@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from llmrl.cli import train as command
 from llmrl.cli.app import app
 
+ROOT = Path(__file__).resolve().parents[2]
 runner = CliRunner()
 
 
@@ -53,6 +60,42 @@ def test_a_file_or_function_that_is_missing_is_answered_before_anything_starts(s
     assert "FILE.py:FUNCTION" in started("train", "sums.py")
     (tmp_path / "sums.yaml").write_text("- 1")
     assert "sums.yaml must hold sections" in started("train", "sums.py:env")
+
+
+SCRIPT = """
+import sys
+from llmrl.runs.run_folder import RunFolder
+
+print("step 1", sys.argv[1:])
+path = next(word for word in sys.argv if word.startswith("run.path=")).removeprefix("run.path=")
+folder = RunFolder(path)
+folder.log_metrics(1, {"reward_mean": 0.25})
+folder.write_summary({"after": {"sums": {"reward": 0.5}}})
+folder.close()
+"""
+
+
+def test_json_is_one_object_and_the_rest_goes_to_stderr(tmp_path, own_programs):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "sums.py").write_text("def env(split, repeats): ...")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    program = "import llmrl.cli.run_report as r; r.MODULE = 'script'; from llmrl.cli.app import app; app()"
+
+    def run(*words):
+        command = [sys.executable, "-c", program, *words]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        return json.loads(result.stdout), result.stderr
+
+    report, others = run("train", "sums.py:env", "--json", "run.path=runs/mine")
+    assert report == {
+        "run": "runs/mine", "model": None, "is_running": False, "metrics": [{"step": 1, "reward_mean": 0.25}],
+        "health": [], "after": {"sums": {"reward": 0.5}},
+    }  # fmt: skip
+    assert "step 1 ['task=own', 'env.name=sums.py:env', 'run.path=runs/mine']" in others
+    assert run("view", "runs/mine", "--json")[0] == {"runs": [report]}
+    assert not (tmp_path / "runs/mine/view.html").exists()
+    (other, _) = run("train", "--json", "task=gsm8k")
+    assert other["run"].startswith("runs/train-") and (tmp_path / other["run"]).is_dir()
 
 
 @pytest.mark.parametrize("text", ["a", "it's", "C:\\temp\\", "a, b=c [d] {e}", "$x", "1", "true", "", " ä "])

@@ -1,0 +1,44 @@
+"""A run as one JSON object, for programs: `llmrl train --json` and `llmrl view --json`."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmrl.cli.json_output import print_json
+from llmrl.cli.train import MODULE
+from llmrl.runs.run_folder import holds_run
+from llmrl.viewer import RunData, read_run
+
+
+def run_and_report(entries: Sequence[str]) -> int:
+    """Run the script with its output on stderr, print the run as one JSON object, and return the exit status."""
+    paths = [entry.partition("=")[2].strip("'") for entry in entries if entry.lstrip("+").startswith("run.path=")]
+    path = Path(paths[-1] if paths else time.strftime("runs/train-%Y%m%d-%H%M%S"))
+    command = [sys.executable, "-m", MODULE, *entries, *([] if paths else [f"run.path={path}"])]
+    with subprocess.Popen(command, stdout=sys.stderr.fileno()) as script:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the script, which ends its run
+        try:
+            status = script.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+    if holds_run(path):
+        print_json(report_of(read_run(path, max_rollouts=1), path))
+    return status
+
+
+def report_of(run: RunData, path: Path) -> dict[str, object]:
+    """Return what `--json` prints of a run: its folder, its metrics step by step, its evaluations and its health."""
+    model = path / "model"
+    return {
+        "run": str(path),
+        "model": str(model) if model.is_dir() else None,
+        "is_running": run.is_running,
+        "metrics": run.metrics,
+        "health": list(run.health.values())[-1:],
+        **run.summary,
+    }
