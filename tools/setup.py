@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = (
     "cpu", "ray", "server", "data", "envs", "tools", "renderers", "judge", "lora", "tracking", "spans", "scripts",
-    "dev",
+    "notebooks", "dev",
 )  # fmt: skip
 # What an engine's process, a trainer and the tests import, as one process each.
 IMPORTED = (

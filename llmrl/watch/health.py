@@ -433,7 +433,10 @@ def _environment(history: MetricHistory) -> Iterator[Finding]:
             "unscored",
             verdict,
             f"{unscored:.0f} of {played:.0f} rollouts have no score.",
-            ("a reward function fails: the record's error names its file and line",),
+            (
+                "a reward function fails: the record's error names its file and line",
+                "agents ask more often than max_turns allows: the record's reason says so",
+            ),
             Selection.UNSCORED,
         )
 

@@ -17,6 +17,7 @@ from llmrl._utils.terminal import printable
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
 from llmrl.watch.findings import Finding, Verdict
+from llmrl.watch.notebook import NotebookOutput, curve_svg, paragraph_html, table_html
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -50,6 +51,7 @@ _RARE = {
 _STYLES = {Verdict.FINE: "green", Verdict.LOOK: "yellow", Verdict.BROKEN: "bold red"}
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_ROWS = 12
+_NOTEBOOK_WIDTH = 140
 
 
 def sparkline(values: list[float], *, low: float = 0.0, high: float = 1.0) -> str:
@@ -78,8 +80,8 @@ def conversation_panel(messages: Iterable[Message], title: str) -> Panel:
 class LiveView:
     """Reward, length, time, and as much else of each step as fits into one line; `metrics.csv` has everything.
 
-    Rare values (cut answers, errors, forks, …) are shown once they occur. It redraws in place on a terminal, and prints
-    one line per step elsewhere. A context manager.
+    Rare values (cut answers, errors, forks, …) are shown once they occur. It redraws in place on a terminal and in a
+    notebook, and prints one line per step elsewhere. A context manager.
     """
 
     def __init__(self, num_steps: int, *, first_step: int = 0, console: Console | None = None) -> None:
@@ -93,9 +95,12 @@ class LiveView:
         self._findings: Sequence[Finding] = ()
         self._has_shown_error = False
         self._live: Live | None = None
+        self._output: NotebookOutput | None = None
 
     def __enter__(self) -> LiveView:
-        if self.console.is_terminal:
+        if self.console.is_jupyter:
+            self._output = NotebookOutput()
+        elif self.console.is_terminal:
             self._live = Live(self._render(), console=self.console, refresh_per_second=4)
             self._live.start()
         return self
@@ -105,20 +110,29 @@ class LiveView:
             self._live.update(self._render())
             self._live.stop()
 
+    @property
+    def _is_in_place(self) -> bool:
+        return self._output is not None or self._live is not None
+
+    def _redraw(self) -> bool:
+        """Redraw in place, and return whether that is possible; otherwise lines are printed."""
+        if self._output is not None:
+            self._output.show(self._html())
+        elif self._live is not None:
+            self._live.update(self._render())
+        return self._is_in_place
+
     def doing(self, what: str) -> None:
         """Show the current activity."""
         self._progress.update(self._task, description=what)
-        if self._live is not None:
-            self._live.update(self._render())
+        self._redraw()
 
     def show_step(self, step: int, metrics: Mapping[str, float], records: Sequence[Row] = ()) -> None:
         """Show one step's metrics, and the best of `records`."""
         row = {"step": step, **metrics}
         self._rows.append(row)
         self._progress.update(self._task, completed=step)
-        if self._live is not None:
-            self._live.update(self._render())
-        else:
+        if not self._redraw():
             self.console.print(self._line(row), highlight=False)
         if metrics.get("is_skipped"):
             text = f"step {step} changed nothing: no row, or a loss that is not finite"
@@ -132,9 +146,7 @@ class LiveView:
         """Show a step's findings, and the run's first error with its traceback."""
         known = {(finding.name, finding.verdict) for finding in self._findings}
         self._findings = findings
-        if self._live is not None:
-            self._live.update(self._render())
-        else:
+        if not self._redraw():
             for finding in findings:
                 if (finding.name, finding.verdict) not in known:
                     self.console.print(f"step {step}:", _sentence(finding), soft_wrap=True)
@@ -162,7 +174,7 @@ class LiveView:
     def show_sample(self, record: Row) -> None:
         """Show the conversation and the reward of a rollout record."""
         self._sample = conversation_panel(record["messages"], _title(record))
-        if self._live is None:
+        if not self._is_in_place:
             self.console.print(self._sample)
 
     def _columns(self) -> list[tuple[str, str, str]]:
@@ -176,40 +188,58 @@ class LiveView:
         ends = itertools.accumulate(len(part) + 2 for part in parts)
         return "  ".join(part for part, end in zip(parts, ends, strict=True) if end <= self.console.width + 2)
 
-    def _table(self) -> Table:
-        """Return the last steps as a table of the columns that fit."""
+    def _fitting(self, width: int) -> list[tuple[str, list[str]]]:
+        """Return titles and cells of the columns of the last steps that fit."""
         rows = self._rows[-_NUM_ROWS:]
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        columns, room = [], self.console.width
+        columns = []
         for title, key, form in self._columns():
             cells = [form.format(row[key]) if key in row else "" for row in rows]
-            room -= max(map(len, [title, *cells])) + 2
-            if room < -2:
+            width -= max(map(len, [title, *cells])) + 2
+            if width < -2:
                 break
+            columns.append((title, cells))
+        return columns
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        columns = self._fitting(self.console.width)
+        for title, _ in columns:
             table.add_column(title, justify="right", no_wrap=True)
-            columns.append(cells)
-        for cells_of_row in zip(*columns, strict=True):
-            table.add_row(*cells_of_row)
+        for cells in zip(*(cells for _, cells in columns), strict=True):
+            table.add_row(*cells)
         return table
 
-    def _parts_of_reward(self) -> list[Text]:
-        """Return mean and spread of each reward function at the last step, if there are several."""
+    def _parts_of_reward(self) -> list[str]:
+        """Return mean and spread of each reward function at the last step, in one line, if there are several."""
         row = self._rows[-1] if self._rows else {}
         names = [name.removesuffix("_mean") for name in row if name.startswith("reward/") and name.endswith("_mean")]
         parts = (
             f"{name.removeprefix('reward/')} {row[f'{name}_mean']:.3f} ± {row[f'{name}_std']:.3f}" for name in names
         )
-        return [Text(printable("  ".join(parts)))] if len(names) > 1 else []
+        return [printable("  ".join(parts))] if len(names) > 1 else []
+
+    def _rewards(self) -> list[float]:
+        return [row["reward_mean"] for row in self._rows if "reward_mean" in row]
+
+    def _health(self) -> list[Text]:
+        return [_sentence(finding) for finding in self._findings] or [Text(Verdict.FINE, style=_STYLES[Verdict.FINE])]
+
+    def _html(self) -> str:
+        (task,) = self._progress.tasks
+        lines = [f"{task.description}: {task.completed:g} of {task.total or 0:g} steps", *self._parts_of_reward()]
+        lines += [f"health {line.plain}" for line in self._health()]
+        if self._sample is not None:
+            lines += [f"{self._sample.title}: {self._sample.renderable}"]
+        plot = curve_svg(self._rewards())
+        return "".join([plot, table_html(self._fitting(_NOTEBOOK_WIDTH)), *map(paragraph_html, lines)])
 
     def _render(self) -> Group:
-        rewards = [row["reward_mean"] for row in self._rows if "reward_mean" in row]
-        health = [_sentence(finding) for finding in self._findings] or [Text(Verdict.FINE, style=_STYLES[Verdict.FINE])]
         parts: list[RenderableType] = [
             self._table(),
-            Text(f"reward {sparkline(rewards[-60:])}"),
-            *self._parts_of_reward(),
+            Text(f"reward {sparkline(self._rewards()[-60:])}"),
+            *map(Text, self._parts_of_reward()),
         ]
-        parts += [Text.assemble("health ", line) for line in health]
+        parts += [Text.assemble("health ", line) for line in self._health()]
         parts.append(self._progress)
         return Group(*parts, self._sample) if self._sample is not None else Group(*parts)
 
