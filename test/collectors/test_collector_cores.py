@@ -116,6 +116,14 @@ def test_a_stream_of_dropped_groups_warns_then_raises(caplog):
     watch.dropped(bad)
 
 
+def test_a_limit_that_agents_met_is_named():
+    watch = StallDetector(1)
+    watch.delivered()
+    with pytest.raises(CollectionStalled, match=r"'unscored \(max_turns\)': 8"):
+        for _ in range(8):
+            watch.dropped([(rollout(reason="max_turns"), DropReason.UNSCORED)])
+
+
 @given(st.integers(1, 5), st.integers(0, 3), st.lists(st.booleans(), max_size=60))
 def test_demand_is_refilled_exactly(groups_per_batch, num_extra, fates):
     gate, next_id, num_delivered = DemandGate(groups_per_batch, num_extra=num_extra), 0, 0
