@@ -10,7 +10,7 @@ export PYTHON
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint fix lock bench docs clean
+.PHONY: help setup demo test test-fast lint fix lock bench docs dist clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is:"
@@ -49,6 +49,12 @@ bench: setup ## benchmarks, each a ratio to a peer in the same run; one: make be
 
 docs: setup ## the documentation as a site in build/site: a quarter of a minute
 	@NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict --quiet && echo "open build/site/index.html"
+
+# Built from a copy, since setuptools leaves folders beside what it builds.
+dist: ## wheel and sdist in dist/, checked by twine; needs the packages build and twine
+	@rm -rf dist build/source && mkdir -p build && git clone -q . build/source
+	@cd build/source && $(or $(PYTHON),python) -m build -q --outdir "$(abspath dist)" .
+	@$(or $(PYTHON),python) -m twine check --strict dist/* && rm -rf build/source
 
 clean: ## remove the virtual environment, caches and runs' leftovers of the tools; the converted model stays
 	@rm -rf "$(VENV)" build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
