@@ -184,8 +184,8 @@ class StallDetector:
         """Count a group that was dropped as a whole."""
         self._num_in_row += 1
         for rollout, reason in dropped:
-            limit = f" ({rollout.reason})" if rollout.reason not in ("", reason) else ""  # which an agent met
-            self._reasons[f"{reason}{limit}"] = self._reasons.get(f"{reason}{limit}", 0) + 1
+            met = f" ({rollout.reason})" if rollout.reason not in ("", reason) else ""  # which an agent met
+            self._reasons[f"{reason}{met}"] = self._reasons.get(f"{reason}{met}", 0) + 1
             self._first_error = self._first_error or rollout.error
         if self._num_in_row % self.patience:
             return
