@@ -130,33 +130,19 @@ def view(
 
     While a run is in progress, the page is kept up to date until Ctrl-C.
     """
-    from llmrl.viewer import follow, last_run, print_run, read_run
+    from llmrl.cli import view as command
+    from llmrl.viewer import last_run
 
     try:
         paths = runs or [last_run()]
         if as_json:
-            from llmrl.cli.run_report import report_of
-
-            print_json({"runs": [report_of(read_run(path, max_rollouts=1), path) for path in paths]})
+            command.print_reports(paths)
         elif terminal:
-            for path in paths:
-                print_run(read_run(path, max_rollouts=max_rollouts), console=console)
+            command.print_runs(paths, console, max_rollouts)
         elif png:
-            from llmrl.runs.report import plot_curve
-
-            for path in paths:
-                plot_curve(read_run(path, max_rollouts=1).metrics, path / "curve.png")
-                console.print(path / "curve.png", highlight=False, soft_wrap=True)
+            command.draw_curves(paths, console)
         else:
-            hint = "open it in a browser; it needs no network"
-            for page, is_live in follow(paths, out or paths[0] / "view.html", max_rollouts=max_rollouts):
-                if hint:
-                    console.print(f"{page}  [dim]{hint}[/dim]", highlight=False, soft_wrap=True)
-                    if is_live:
-                        console.print(
-                            "[dim]the run is in progress: the page follows it until Ctrl-C[/dim]", highlight=False
-                        )
-                hint = ""
+            command.write_pages(paths, out or paths[0] / "view.html", console, max_rollouts)
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise _fail(error) from None
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A run as one JSON object, for programs: `llmrl train --json` and `llmrl view --json`."""
+"""`llmrl train --json`: the script, and the run as one JSON object."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 from llmrl.cli.json_output import print_json
 from llmrl.cli.train import MODULE
+from llmrl.cli.view import report_of
 from llmrl.runs.run_folder import holds_run
-from llmrl.viewer import RunData, read_run
+from llmrl.viewer import read_run
 
 
 def run_and_report(entries: Sequence[str]) -> int:
@@ -29,16 +30,3 @@ def run_and_report(entries: Sequence[str]) -> int:
     if holds_run(path):
         print_json(report_of(read_run(path, max_rollouts=1), path))
     return status
-
-
-def report_of(run: RunData, path: Path) -> dict[str, object]:
-    """Return what `--json` prints of a run: its folder, its metrics step by step, its evaluations and its health."""
-    model = path / "model"
-    return {
-        "run": str(path),
-        "model": str(model) if model.is_dir() else None,
-        "is_running": run.is_running,
-        "metrics": run.metrics,
-        "health": list(run.health.values())[-1:],
-        **run.summary,
-    }

@@ -41,7 +41,7 @@ def table_html(columns: Sequence[tuple[str, Sequence[str]]]) -> str:
 
 
 def curve_svg(values: Sequence[float]) -> str:
-    """Return values as a curve whose axis ends at 0 and 1, or at the lowest and highest value beyond them.
+    """Return values as a curve. Its axis ends at 0 and 1, or at the lowest and highest value beyond them.
 
     Example:
         >>> 'points="0.0,80.0 480.0,0.0"' in curve_svg([0.0, 1.0])

@@ -49,7 +49,7 @@ def cells(tmp_path_factory, real_vllm, own_programs, model_path):
 
 
 def output_of(cells, part):
-    """All output of the cell whose source has `part`, and its data by MIME type."""
+    """All output of the cell with `part` in its source, and its data by MIME type."""
     (cell,) = [cell for cell in cells if part in cell.source]
     texts = "".join(output.get("text", "") for output in cell.outputs)
     return texts, [output.data for output in cell.outputs if "data" in output]

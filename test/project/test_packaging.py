@@ -21,7 +21,7 @@ import llmrl
 from llmrl._utils.imports import MissingExtraError, require
 
 ROOT = Path(__file__).resolve().parents[2]
-# Extras that the set-up leaves out, and one whose test skips where it is not installed.
+# Extras that the set-up leaves out, and one that a test skips without.
 LEFT_OUT = ("gpu", "mlflow", "textarena", "notebooks")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
