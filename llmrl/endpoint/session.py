@@ -331,14 +331,14 @@ class Session:
         self, request: ModelRequest, prompt: tuple[Conversation, ChainKey] | None, sampling: SamplingConfig
     ) -> Sampled:
         prompted, prompt_key = await self._measured_prompt(request) if prompt is None else prompt
-        if request.form is not None:
-            sampling = await self._formed(request, request.form, sampling)
-        asked = [
-            asyncio.ensure_future(self._complete(prompted.prompt_ids, sampling)) for _ in range(request.num_answers)
-        ]
+        asked: list[asyncio.Future[Completion]] = []
         try:
+            if request.form is not None:
+                sampling = await self._formed(request, request.form, sampling)
+            ids = prompted.prompt_ids
+            asked += [asyncio.ensure_future(self._complete(ids, sampling)) for _ in range(request.num_answers)]
             completions = [await one for one in asked]
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, RefusedRequest):
             raise
         except BaseException as error:
             if self._does_client_sample and isinstance(error, ValueError):  # of its sampling parameters

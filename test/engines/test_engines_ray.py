@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import torch
 from waiting import is_running, wait_until
 
 from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, TokenScores
+from llmrl.engines.base import check_supported
 from llmrl.engines.ray.engine import RayEngine
 from llmrl.testing import ScriptedEngine
 
@@ -54,6 +56,28 @@ def test_completions_arrive_whole_and_refusals_are_those_of_the_engine(engine):
     with pytest.raises(ValueError, match="100"):
         asyncio.run(engine.generate([5] * 100, SAMPLING))
     assert engine.is_alive
+
+
+def test_grammars_are_followed_and_checked_where_the_engine_is(engine):
+    class RefusingEngine(ScriptedEngine):
+        """Refuses a grammar that is not JSON, as xgrammar does."""
+
+        def check_sampling(self, sampling):
+            json.loads(sampling.grammar)
+
+    class GrammarlessEngine(ScriptedEngine):
+        takes_grammars = False
+
+    assert engine.takes_grammars
+    refusing = RayEngine.start(functools.partial(RefusingEngine, [[1]]), ray_options=RAY_OPTIONS)
+    refusing.check_sampling(SamplingConfig(grammar="{}"))
+    with pytest.raises(ValueError, match="Expecting value"):
+        refusing.check_sampling(SamplingConfig(grammar="no JSON"))
+    grammarless = RayEngine.start(functools.partial(GrammarlessEngine, [[1]]), ray_options=RAY_OPTIONS)
+    with pytest.raises(ValueError, match="sample from AsyncVLLM"):
+        check_supported(EngineReplicas([engine, grammarless]), SamplingConfig(grammar="{}"))
+    for one in (refusing, grammarless):
+        one.shutdown()
 
 
 def start_scoring():

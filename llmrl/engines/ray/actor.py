@@ -9,7 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from llmrl.engines.base import Completion, Engine, EngineError, ReportsProgress, SamplingConfig, UpdatableEngine
+from llmrl.engines.base import (
+    Completion,
+    Engine,
+    EngineError,
+    ReportsProgress,
+    SamplingConfig,
+    TakesGrammars,
+    UpdatableEngine,
+    check_supported,
+)
 from llmrl.engines.load import EngineLoad, take_load
 from llmrl.engines.scores import ScoresTokens, TokenScores
 
@@ -29,6 +38,7 @@ class EngineFacts:
     vocab_size: int | None
     host: str
     scores_tokens: bool
+    takes_grammars: bool
     model_dtype: torch.dtype | None = None
     quantization: str | None = None
     num_workers: int = 0
@@ -39,7 +49,9 @@ class EngineFacts:
     def of(cls, engine: Engine) -> EngineFacts:
         """Describe an engine of this process."""
         scores_tokens = isinstance(engine, ScoresTokens)
-        here = cls(engine.max_model_len, engine.vocab_size, socket.gethostname(), scores_tokens)
+        takes_grammars = isinstance(engine, TakesGrammars) and engine.takes_grammars
+        host = socket.gethostname()
+        here = cls(engine.max_model_len, engine.vocab_size, host, scores_tokens, takes_grammars)
         if not isinstance(engine, UpdatableEngine):
             return here
         names = ("model_dtype", "quantization", "num_workers", "weight_transfer_backend")
@@ -82,6 +94,10 @@ class EngineActor:
     async def progress(self) -> int | None:
         """Return the engine's progress, or None if it does not report any."""
         return await self._engine.progress() if isinstance(self._engine, ReportsProgress) else None
+
+    async def check_supported(self, sampling: SamplingConfig) -> None:
+        """Raise ValueError if the engine does not support these parameters."""
+        await asyncio.to_thread(check_supported, self._engine, sampling)
 
     async def take_load(self, reader: str) -> EngineLoad | None:
         """Return the engine's load, or None if it does not report any."""

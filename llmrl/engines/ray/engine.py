@@ -61,6 +61,8 @@ class RayEngine:
         self.max_model_len = facts.max_model_len
         """Maximum number of tokens of prompt and completion together."""
         self.vocab_size = facts.vocab_size
+        self.takes_grammars = facts.takes_grammars
+        """Whether the engine follows `SamplingConfig.grammar`."""
         self.host = facts.host
         """Name of the engine's machine."""
         self.model_dtype: torch.dtype = facts.model_dtype  # type: ignore[assignment]  # None without weight updates
@@ -146,6 +148,15 @@ class RayEngine:
     def num_in_flight(self) -> int:
         """Number of requests in flight."""
         return len(self._in_flight)
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise ValueError for a grammar that the engine cannot follow; other parameters are checked by requests."""
+        if sampling.grammar is None:
+            return
+        try:
+            require("ray", extra="ray").get(self._actor.check_supported.remote(sampling))
+        except Exception as error:
+            raise self._translated(error) from error
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer."""
