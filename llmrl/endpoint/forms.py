@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from llmrl.data import Message, ToolSchema
 from llmrl.endpoint.requests import AnswerForm
 from llmrl.rendering import Renderer, RenderingError
+from llmrl.rendering.reasoning import said_after
 from llmrl.rendering.tool_calls import Json, make_tool_call
 
 _ASKED: Message = {"role": "user", "content": "Begin."}
@@ -57,14 +59,15 @@ def _with_value(renderer: Renderer, message: Message, schema: Mapping[str, Json]
 def _around_value(renderer: Renderer, message: Message, tools: Sequence[ToolSchema]) -> tuple[str, str]:
     """Return the sampled text before and after the value in a message."""
     try:
-        prompt_ids = renderer.render([_ASKED], tools=tools, add_generation_prompt=True)
-        ids = renderer.render([_ASKED, message], tools=tools)
+        prompt = renderer.decode(renderer.render([_ASKED], tools=tools, add_generation_prompt=True))
+        whole = renderer.decode(renderer.render([_ASKED, message], tools=tools))
     except RenderingError as error:
         raise ValueError(str(error)) from error
-    sampled = ids[len(prompt_ids) :]
-    ends = [place for place, token_id in enumerate(sampled) if token_id in renderer.stop_token_ids]
-    text = renderer.decode(sampled[: ends[0]] if ends else sampled)
+    common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))))
+    text = said_after(prompt[common:], whole[common:], renderer.thought_marks) or ""
+    for token_id in renderer.stop_token_ids:
+        text = text.partition(renderer.decode([token_id]))[0]
     found = _WRITTEN.search(text)
-    if ids[: len(prompt_ids)] != prompt_ids or found is None:
+    if found is None:
         raise ValueError("the model's chat template does not write it as JSON after the prompt; describe it instead.")
     return text[: found.start()], text[found.end() :]

@@ -11,11 +11,14 @@ import pytest
 import torch
 import xgrammar
 from endpoint_agents import SAMPLING
+from real_templates import real_renderer
 
 from llmrl.collectors import LLMCollector
 from llmrl.data import RolloutStatus
 from llmrl.endpoint.dialects import anthropic as anthropic_dialect
 from llmrl.endpoint.dialects import chat, responses
+from llmrl.endpoint.forms import grammar_of
+from llmrl.endpoint.requests import AnswerForm
 from llmrl.envs import AgentEnv
 from llmrl.objectives.scoring import log_probs_of
 from llmrl.policies import vLLMWrapper
@@ -119,6 +122,44 @@ def test_the_ids_that_a_grammar_kept_are_those_of_xgrammar(vllm_engine, referenc
                 assert abs(float(cut.log_softmax(-1)[0, token_id]) - log_prob) < 0.02
             assert matcher.accept_token(token_id)
         assert matcher.is_terminated() and completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("template", "sampled", "call"),
+    [
+        ("qwen3", '<think>Hm.</think>\n\n{"a": 7}', "<think>Hm.</think>\n\n<tool_call>\n%s\n</tool_call>"),
+        ("qwen3_6", 'Hm.</think>\n\n{"a": 7}', None),  # the prompt begins the reasoning, and calls are no JSON
+        ("deepseek_r1_distill", 'Hm.</think>{"a": 7}', None),
+        ("llama3_1", '{"a": 7}', '{"name": "add", "parameters": {"a": 7}}'),
+        ("cohere2", '{"a": 7}<|END_RESPONSE|>', None),
+    ],
+)
+def test_a_form_is_in_the_templates_own_format_and_leaves_reasoning_free(model_path, template, sampled, call):
+    renderer = real_renderer(model_path, template)
+    info = xgrammar.TokenizerInfo.from_huggingface(renderer.tokenizer, vocab_size=len(renderer.tokenizer))
+    compiler = xgrammar.GrammarCompiler(info)
+
+    def message_of(text, form, tools):
+        compiled = compiler.compile_structural_tag(grammar_of(form, renderer, tools))
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=list(renderer.stop_token_ids))
+        ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
+        assert all(map(matcher.accept_token, ids)) and matcher.is_terminated()
+        matcher.reset()
+        assert not all(map(matcher.accept_token, renderer.encode(text.replace("7", '"7"'))))
+        prompt = renderer.render(MESSAGES, tools=tools, add_generation_prompt=True)
+        return renderer.parse(ids, tools=tools, prompt_ids=prompt).message
+
+    said = message_of(sampled, AnswerForm(option="response_format", schema=ADD), ())
+    assert json.loads(said["content"]) == {"a": 7}
+    assert ("reasoning_content" in said) == ("Hm." in sampled)
+    demanded = AnswerForm(option="tool_choice", schema=None, function="add")
+    if call is None:
+        with pytest.raises(ValueError, match=r"as JSON after the prompt|cannot be used with tools"):
+            grammar_of(demanded, renderer, TOOLS)
+    else:
+        text = call.replace("%s", '{"name": "add", "arguments": {"a": 7}}')
+        [made] = message_of(text, demanded, TOOLS)["tool_calls"]
+        assert made["function"] == {"name": "add", "arguments": {"a": 7}}
 
 
 class GrammarlessEngine(ScriptedEngine):
