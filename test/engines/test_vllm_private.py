@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmrl.engines.vllm import private as vllm_private
+from llmrl.engines.vllm.arguments import require_vllm_version
 
 pytestmark = pytest.mark.usefixtures("imports_vllm")
 
@@ -17,6 +18,20 @@ def test_vllm_has_the_name(name):
     found = getattr(vllm_private, name)
     assert found is getattr(vllm_private, name) is not None
     assert getattr(found, "__module__", "vllm").startswith("vllm")
+
+
+def test_an_untried_version_with_all_names_is_warned_of(monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    with pytest.warns(UserWarning, match=r"tried with vLLM 0.31 and 0.32, found 0.99.0.*weight_transfer=False"):
+        require_vllm_version()
+
+
+def test_an_untried_version_that_lacks_a_name_is_refused_by_it(monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    monkeypatch.setitem(vllm_private._MODULES, "NewName", "vllm.config")
+    monkeypatch.setitem(vllm_private._MODULES, "OtherName", "vllm.no_such_module")
+    with pytest.raises(ImportError, match=r"lacks vllm.config.NewName, vllm.no_such_module.OtherName\. Install"):
+        require_vllm_version()
 
 
 def test_unused_names_are_not_handed_on():

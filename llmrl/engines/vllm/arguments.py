@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -12,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from llmrl._utils.arguments import refuse_unknown
 from llmrl.engines.base import EngineError
 from llmrl.engines.vllm.passed_through import check_passed_through, untested
-from llmrl.engines.vllm.private import EXECUTOR, PLUGIN_GROUP, VLLM_VERSION
+from llmrl.engines.vllm.private import (
+    EXECUTOR,
+    PLUGIN_GROUP,
+    TRIED_VERSIONS,
+    VLLM_VERSION,
+    is_tried,
+    missing_names,
+)
 
 if TYPE_CHECKING:
     from llmrl.engines.vllm.private import AsyncEngineArgs
@@ -72,14 +80,16 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
 
 
 def require_vllm_version() -> None:
-    """Raise ImportError if vLLM's version may have another weight-update API; names the needed one."""
+    """Warn if weight updates were not tried with vLLM's version; raise ImportError if it lacks a name that they use."""
     import vllm
 
-    if not vllm.__version__.startswith(f"{VLLM_VERSION}."):
-        raise ImportError(
-            f"llmrl updates the weights of vLLM {VLLM_VERSION}, found {vllm.__version__}: its update API may differ. "
-            f"Install vllm=={VLLM_VERSION}.* or start engines with weight_transfer=False."
-        )
+    if is_tried(vllm.__version__):
+        return
+    tried = f"llmrl was tried with vLLM {' and '.join(TRIED_VERSIONS)}, found {vllm.__version__}"
+    advice = f"Install vllm=={VLLM_VERSION}.* or start engines with weight_transfer=False."
+    if missing := missing_names():
+        raise ImportError(f"{tried}, which lacks {', '.join(missing)}. {advice}")
+    warnings.warn(f"{tried}: its update API may differ, though all names are there. {advice}", stacklevel=2)
 
 
 def default_kv_cache_memory() -> int:

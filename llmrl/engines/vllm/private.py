@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from llmrl._utils.background_loop import BackgroundLoop
 
 VLLM_VERSION = "0.32"
-"""Tested version; vLLM's weight-update API is not stable."""
+"""Version that the set-up installs and that the tests run with."""
+TRIED_VERSIONS = ("0.31", VLLM_VERSION)
+"""Versions with which engines and weight updates were tried; vLLM's weight-update API is not stable."""
 PLUGIN_GROUP = "vllm.general_plugins"
 """Group of the entry points that vLLM calls in each of its processes."""
 EXECUTOR = f"{__name__}.InStepExecutor"
@@ -95,6 +97,27 @@ _MODULES = {name: f"vllm.{module}" for module, names in _NAMES.items() for name 
 
 def _find(name: str) -> Any:
     return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def is_tried(version: str) -> bool:
+    """Return whether engines and weight updates were tried with this version of vLLM.
+
+    Example:
+        >>> is_tried("0.32.1"), is_tried("0.3.1")
+        (True, False)
+    """
+    return version.startswith(tuple(f"{minor}." for minor in TRIED_VERSIONS))
+
+
+def missing_names() -> list[str]:
+    """Return what llmrl uses of vLLM and the installed one does not have, as dotted names."""
+    missing = []
+    for name, module in _MODULES.items():
+        try:
+            _find(name)
+        except (ImportError, AttributeError):
+            missing.append(f"{module}.{name}")
+    return missing
 
 
 def __getattr__(name: str) -> Any:
