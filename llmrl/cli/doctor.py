@@ -25,6 +25,7 @@ Version = Callable[[str], str | None]
 _TROUBLEMAKERS = ("torchvision", "torchaudio", "torchcodec")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 _NUM_BYTES_NEEDED = 2 << 30
+_ABSENT = "not installed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def check_requirements(requirements: list[str], version_of: Version) -> Iterator
         if version is None:
             state: State = "note" if extra else "wrong"
             advice = f"pip install 'llmrl[{extra}]'" if extra else f"pip install '{wanted}'"
-            yield Check(requirement.name, state, "not installed", advice, () if extra else ("install", wanted))
+            yield Check(requirement.name, state, _ABSENT, advice, () if extra else ("install", wanted))
         elif not requirement.specifier.contains(version, prereleases=True):
             found = f"{version}, but tested with {requirement.specifier}"
             fix = () if extra else ("install", wanted)
@@ -314,15 +315,19 @@ def print_findings(findings: list[Check], console: Console) -> None:
     marks = {"good": "[green]✓[/green]", "note": "[yellow]–[/yellow]", "wrong": "[red]✗[/red]"}
     table = Table(show_header=False, box=None, pad_edge=False)
     for finding in findings:
-        table.add_row(marks[finding.state], finding.name, escape(finding.found))
+        if finding.state != "note" or finding.found != _ABSENT:
+            table.add_row(marks[finding.state], finding.name, escape(finding.found))
     console.print(table)
     for state, title in (("wrong", "What is wrong, and how to fix it"), ("note", "What some features need")):
         of_state = [finding for finding in findings if finding.state == state]
         if of_state:
             console.print(f"\n[bold]{title}[/bold]")
+        together: dict[tuple[str, str], list[str]] = {}  # packages of one extra are one line
         for finding in of_state:
-            console.print(f"  {finding.name}: {escape(finding.found)}", soft_wrap=True)
-            if finding.advice:
-                console.print(f"    [bold]{escape(finding.advice)}[/bold]", soft_wrap=True)
+            together.setdefault((finding.found, finding.advice), []).append(finding.name)
+        for (found, advice), names in together.items():
+            console.print(f"  {', '.join(names)}: {escape(found)}", soft_wrap=True)
+            if advice:
+                console.print(f"    [bold]{escape(advice)}[/bold]", soft_wrap=True)
     if not any(finding.state == "wrong" for finding in findings):
         console.print("\nAll is well.")

