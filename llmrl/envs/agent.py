@@ -158,12 +158,15 @@ class AgentEnv(DatasetChatEnv):
 
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
-_BLOCKING_READS = ("/socket.py", "/ssl.py", "/_backends/sync.py", "/http/client.py")
+# Files and functions in which a synchronous client waits; the last is that of httpx.
+_BLOCKING_FILES = ("/socket.py", "/ssl.py", "/_backends/sync.py")
+_BLOCKING_FUNCTIONS = ("read", "readinto", "recv", "recv_into")
 
 
 def _line_of_blocking_read(frame: FrameType, path: str) -> str | None:
     """Return the line in the file `path` that waits for a connection, or None if the thread does not."""
-    if not frame.f_code.co_filename.endswith(_BLOCKING_READS):
+    code = frame.f_code
+    if not (code.co_filename.endswith(_BLOCKING_FILES) and code.co_name in _BLOCKING_FUNCTIONS):
         return None
     caller: FrameType | None = frame
     while caller is not None and caller.f_code.co_filename != path:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import threading
 import time
+import urllib.request
 from concurrent.futures import CancelledError
 
 import aiohttp
@@ -93,14 +95,17 @@ def test_a_plain_function_plays_in_a_thread_of_its_own(renderer):
     assert all(len(one.conversation.reconcile().rows) == 1 for one in rollouts)
 
 
-@pytest.mark.parametrize("is_blocking", [True, False])
-def test_an_async_agent_with_a_synchronous_client_is_noticed_with_its_line(renderer, caplog, is_blocking):
+@pytest.mark.parametrize("client", ["openai", "urllib", None])
+def test_an_async_agent_with_a_synchronous_client_is_noticed_with_its_line(renderer, caplog, client):
     async def play(row, model):
         def ask():
-            client = openai.OpenAI(base_url=model.base_url, api_key=model.api_key)
-            return client.chat.completions.create(model=model.name, messages=[{"role": "user", "content": "Hi"}])
+            body = {"model": model.name, "messages": [{"role": "user", "content": "Hi"}]}
+            if client != "urllib":
+                return openai.OpenAI(base_url=model.base_url, api_key=model.api_key).chat.completions.create(**body)
+            url, headers = f"{model.base_url}/chat/completions", {"x-api-key": model.api_key}
+            return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers))
 
-        if is_blocking:
+        if client is not None:
             ask()
         else:
             await asyncio.to_thread(ask)
@@ -109,8 +114,8 @@ def test_an_async_agent_with_a_synchronous_client_is_noticed_with_its_line(rende
     with make_collector(play, renderer, repeats=2, latency_s=0.3) as collector:
         collector.play(2)
     said = [record.getMessage() for record in caplog.records if "synchronous call" in record.getMessage()]
-    line = play.__code__.co_firstlineno + 3
-    assert [f"{__file__}:{line}" in one for one in said] == [True] * is_blocking
+    line = play.__code__.co_firstlineno + {"openai": 4, "urllib": 6, None: 0}[client]
+    assert [f"{__file__}:{line}" in one for one in said] == [True] * (client is not None)
 
 
 def test_agents_elsewhere_ask_the_public_url(renderer):
