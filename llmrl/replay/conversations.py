@@ -58,7 +58,7 @@ def write_conversations(run: RecordedRun, path: str | Path, form: Form = "messag
     records = [record for record in read_records(run.folder.rollouts_path) if record["split"] == split]
     groups: dict[tuple[int, str], list[Record]] = defaultdict(list)
     for record in records:
-        if record.get("is_scored"):
+        if record.get("is_scored", True):
             groups[record["step"], record["group_id"]].append(record)
     rows: Iterator[dict[str, object]]
     if form == "messages":

@@ -70,7 +70,7 @@ def rescore(source: RecordedRun | str | Path, reward: str, *, num_shown: int = 1
     both = [
         (record, score.reward)
         for record, score in zip(records, scores, strict=True)
-        if record["is_scored"] and score.is_scored
+        if record.get("is_scored", True) and score.is_scored
     ]
     changes = sorted((_change(record, after) for record, after in both), key=lambda one: -abs(one.after - one.before))
     groups: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)

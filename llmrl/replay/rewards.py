@@ -64,10 +64,13 @@ def reward_input(record: Record) -> RewardInput:
         >>> reward_input(record).completion
         '4'
     """
+    status = record["status"].upper()
+    if status not in RolloutStatus.__members__:
+        raise ValueError(f"rollout {record['rollout_id']} has the unknown status {record['status']!r:.80}.")
     return RewardInput(
         tuple(record["messages"]),
         cast("dict[str, object]", record.get("columns") or {}),
-        RolloutStatus[record["status"].upper()],
+        RolloutStatus[status],
         record["reason"],
         is_answered=bool(record.get("num_turns", 1)),
     )
@@ -90,7 +93,7 @@ def advantages_of(
     groups: dict[str, dict[str, float]] = defaultdict(dict)
     for record in records:
         name = record["rollout_id"]
-        if record["is_scored"] if rewards is None else name in rewards:
+        if record.get("is_scored", True) if rewards is None else name in rewards:
             groups[record["group_id"]][name] = record["reward"] if rewards is None else rewards[name]
     return {
         name: advantage

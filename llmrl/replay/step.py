@@ -184,14 +184,18 @@ def _compare_rewards(run: RecordedRun, step: int, reward: str | None) -> Compare
     first = score_again(rubric, records)
     for record, score in zip(records, first, strict=True):
         parts = record.get("reward_breakdown") or {}
-        for name in {**parts, **score.breakdown} if score.is_scored and record["is_scored"] else ():
+        if score.is_scored and record.get("is_scored", True) and not parts:  # its reward is one of its status
+            if reward is None:
+                compared.add(f"reward of rollout {record['rollout_id']}", record["reward"], _float32(score.reward))
+            continue
+        for name in {**parts, **score.breakdown} if score.is_scored and record.get("is_scored", True) else ():
             # Rewards of an environment's step pass through a float32 tensor, those of a judge do not.
             value, recorded = score.breakdown.get(name, math.nan), parts.get(name, math.nan)
             value = recorded if recorded == _float32(value) else value
             compared.add(f"{name} of rollout {record['rollout_id']}", recorded, value)
-        if score.is_scored != record["is_scored"]:
-            where = f"is_scored of rollout {record['rollout_id']} ({score.error or record['error']})"
-            compared.add(where, float(record["is_scored"]), float(score.is_scored))
+        if score.is_scored != record.get("is_scored", True):
+            where = f"is_scored of rollout {record['rollout_id']} ({score.error or record.get('error', '')})"
+            compared.add(where, float(record.get("is_scored", True)), float(score.is_scored))
     if not compared.is_equal and score_again(rubric, records) != first:
         compared.where += ", which the function gives another value each time"
     return compared

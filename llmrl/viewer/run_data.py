@@ -186,11 +186,52 @@ def read_records(path: Path) -> Iterator[Record]:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 continue  # cut short by a kill
-            if not isinstance(record, dict) or Record.__required_keys__ - record.keys():
+            if not _is_record(record):
                 continue  # damaged
             if (key := key_of(cast(Record, record))) not in seen:
                 seen.add(key)
                 yield cast(Record, record)
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "split": str,
+    "group_id": str,
+    "rollout_id": str,
+    "status": str,
+    "reason": str,
+    "reward": (int, float),
+    "messages": list,
+    "turns": list,
+    "is_scored": bool,
+    "error": str,
+    "reward_breakdown": dict,
+    "columns": dict,
+    "num_turns": int,
+}
+
+
+def _is_record(value: object) -> bool:
+    """Return whether a line has the entries of a record; a folder may come from another person."""
+    if not isinstance(value, dict) or Record.__required_keys__ - value.keys():
+        return False
+    return (
+        all(isinstance(value[name], kind) for name, kind in _TYPES.items() if name in value)
+        and _are_messages(value["messages"])
+        and all(isinstance(number, int | float) for number in value.get("reward_breakdown", {}).values())
+        and all(_is_turn(turn, place) for place, turn in enumerate(value.get("turns", ())))
+    )
+
+
+def _is_turn(value: object, place: int) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
+        return False
+    parent = value.get("parent")
+    return _are_messages(value["messages"]) and (parent is None or parent in range(place))
+
+
+def _are_messages(values: list[object]) -> bool:
+    return all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in values)
 
 
 def recorded_tokenizer(folder: RunFolder) -> Tokenizer | None:

@@ -241,6 +241,32 @@ def test_another_loss_is_found_in_the_metrics(run_path):
     assert replayed.first_difference.quantity == "metrics"
 
 
+@pytest.mark.parametrize(
+    ("damage", "exit_code"),
+    [
+        ({"step": []}, 0),
+        ({"turns": [{"parent": 3, "messages": []}]}, 0),
+        ({"messages": [{"content": "no role"}]}, 0),
+        ({"reward_breakdown": {"length": "high"}}, 0),
+        ({"status": "praised"}, 2),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_records_that_no_run_writes_are_left_out_or_refused(run_path, rewards, tmp_path, damage, exit_code):
+    """A folder may come from another person: every command ends with a result or a message."""
+    path = run_path / "rollouts.jsonl"
+    last = json.loads(path.read_text().splitlines()[-1])
+    edit_jsonl(path, lambda one: {**one, **damage} if one["rollout_id"] == last["rollout_id"] else one)
+    scored = call("rescore", run_path, "--reward", f"{rewards}:length", "--json")
+    assert scored.exit_code == exit_code
+    if not exit_code:
+        assert json.loads(scored.output)["num_rollouts"] == 4 * NUM_STEPS * 2 - 1
+    else:
+        assert last["rollout_id"] in scored.output and "praised" in scored.output
+    called = call("conversations", run_path, tmp_path / "said.jsonl", "--as", "sft")
+    assert called.exit_code == 0
+
+
 def test_a_step_without_its_batch_says_what_would_have_kept_it(run_path):
     (run_path / "batches" / "000001.safetensors").unlink()
     called = call("replay", run_path, "--step", 2)
