@@ -22,7 +22,7 @@ def test_vllm_has_the_name(name):
 
 def test_an_untried_version_with_all_names_is_warned_of(monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.0")
-    with pytest.warns(UserWarning, match=r"tried with vLLM 0.31 and 0.32, found 0.99.0.*weight_transfer=False"):
+    with pytest.warns(UserWarning, match=r"tried with vLLM 0.32, found 0.99.0.*weight_transfer=False"):
         require_vllm_version()
 
 
@@ -30,7 +30,9 @@ def test_an_untried_version_that_lacks_a_name_is_refused_by_it(monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.0")
     monkeypatch.setitem(vllm_private._MODULES, "NewName", "vllm.config")
     monkeypatch.setitem(vllm_private._MODULES, "OtherName", "vllm.no_such_module")
-    with pytest.raises(ImportError, match=r"lacks vllm.config.NewName, vllm.no_such_module.OtherName\. Install"):
+    monkeypatch.setitem(vllm_private._MEMBERS, "outputs.CompletionOutput", ("weight_versions", "new_field"))
+    lacking = r"vllm.config.NewName, vllm.no_such_module.OtherName, vllm.outputs.CompletionOutput.new_field"
+    with pytest.raises(ImportError, match=rf"lacks {lacking}\. Install"):
         require_vllm_version()
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 VLLM_VERSION = "0.32"
 """Version that the set-up installs and that the tests run with."""
-TRIED_VERSIONS = ("0.31", VLLM_VERSION)
+TRIED_VERSIONS = (VLLM_VERSION,)
 """Versions with which engines and weight updates were tried; vLLM's weight-update API is not stable."""
 PLUGIN_GROUP = "vllm.general_plugins"
 """Group of the entry points that vLLM calls in each of its processes."""
@@ -92,6 +92,19 @@ _NAMES = {
     "v1.structured_output.backend_xgrammar": ("XgrammarBackend", "has_xgrammar_unsupported_json_features"),
     "v1.executor.multiproc_executor": ("MultiprocExecutor",),
 }
+# Class of vLLM -> its methods and fields that weight updates use. vLLM 0.31 has no versions of tokens.
+_MEMBERS = {
+    "outputs.CompletionOutput": ("weight_versions",),
+    "v1.engine.async_llm.AsyncLLM": (
+        "finish_weight_update",
+        "init_weight_transfer_engine",
+        "pause_generation",
+        "reset_prefix_cache",
+        "resume_generation",
+        "start_weight_update",
+        "update_weights",
+    ),
+}
 _MODULES = {name: f"vllm.{module}" for module, names in _NAMES.items() for name in names}
 
 
@@ -117,6 +130,11 @@ def missing_names() -> list[str]:
             _find(name)
         except (ImportError, AttributeError):
             missing.append(f"{module}.{name}")
+    for path, members in _MEMBERS.items():
+        module, _, name = path.rpartition(".")
+        owner = getattr(importlib.import_module(f"vllm.{module}"), name)
+        known = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
+        missing += [f"vllm.{path}.{member}" for member in members if member not in known]
     return missing
 
 
