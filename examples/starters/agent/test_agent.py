@@ -10,5 +10,5 @@ def test_the_last_answer_is_scored(played):
 
 
 def test_a_month_among_other_words_earns_a_share(played):
-    rollouts = played(env(repeats=1), lambda prompt: "It is May, I think.", 3)
-    assert sorted(one.reward for one in rollouts) == [0, 0, 1 / 5]
+    rollouts = played(env(repeats=1), lambda prompt: "It is May, no.", 3)
+    assert sorted(one.reward for one in rollouts) == [0, 0, 1 / 4]
