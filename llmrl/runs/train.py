@@ -16,6 +16,7 @@ from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.imports import require
 from llmrl._utils.other_libraries import EXPLAINED, SYNONYMS
 from llmrl.config.entries import EntryError, entries_by_name, from_entries
+from llmrl.config.model import ComputeDtype
 from llmrl.config.sections import Aggregation, Divergence, GRPOConfig, LossName, Schedule
 from llmrl.engines import Engine
 from llmrl.engines.base import HasTokenizer
@@ -54,6 +55,7 @@ class TrainOptions(TypedDict, total=False):
     temperature: float
     max_staleness: int | None
     max_model_len: int | None
+    dtype: ComputeDtype
     chat_template: str | Path | None
     lora_rank: int | None
     learning_rate: float

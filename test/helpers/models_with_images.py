@@ -10,6 +10,7 @@ TEXT = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True,
     "pad_token_id": 2, "eos_token_id": 2, "bos_token_id": 1,
 }  # fmt: skip
+IDS = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 12, "vision_end_token_id": 13}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
 KINDS = {
     "qwen3_5": (
@@ -21,28 +22,29 @@ KINDS = {
         },
         {"out_hidden_size": 128},
     ),
-    "gemma3": ("Gemma3ForConditionalGeneration", {
-            "sliding_window": 16, "query_pre_attn_scalar": 32,
-            # Gemma 3 has no caps; transformers would apply them, and vLLM does not.
-            "attn_logit_softcapping": None, "final_logit_softcapping": None,
+    "gemma4": ("Gemma4ForConditionalGeneration", {
+            "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 16,
+            "num_experts": None, "global_head_dim": 64, "rope_parameters": None, "final_logit_softcapping": 30.0,
+            "hidden_size_per_layer_input": 32,
         }, {}),
 }  # fmt: skip
 
 
-def make_checkpoint(model_type, folder):
-    """Write a random bfloat16 checkpoint, sure of its tokens, and return its class."""
+def make_checkpoint(model_type, folder, **sizes):
+    """Write a random bfloat16 checkpoint, sure of its tokens, and return its class; `sizes` are of its text."""
     import transformers
 
     name, text, vision = KINDS[model_type]
-    ids = {"image_token_id": 10, "video_token_id": 11, "vision_start_token_id": 12, "vision_end_token_id": 13}
-    ids = ids if model_type == "qwen3_5" else {"image_token_index": 10, "boi_token_index": 11, "eoi_token_index": 12}
+    text = {**TEXT, **text, **sizes}
+    if "hidden_size_per_layer_input" in text:
+        text["vocab_size_per_layer_input"] = text["vocab_size"]
     whole = tiny_config(model_type)
     config = tiny_config(
         model_type,
-        text_config=tiny_config(whole.text_config.model_type, **{**TEXT, **text}),
+        text_config=tiny_config(whole.text_config.model_type, **text),
         vision_config=tiny_config(whole.vision_config.model_type, **vision),
         tie_word_embeddings=True,
-        **ids,
+        **IDS,
     )
     torch.manual_seed(0)
     kind = getattr(transformers, name)
