@@ -10,11 +10,10 @@ import torch
 
 from llmrl._utils.model_parts import class_with_images, decoder_of, leave_out_encoders, text_config
 from llmrl.cli.doctor import Check
+from llmrl.trainer.model.decoder import PACKABLE_LAYERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-_PACKED = {"full_attention", "sliding_attention"}
 
 
 def examine_model(folder: Path) -> list[Check]:
@@ -59,7 +58,7 @@ def _training(model: PreTrainedModel) -> Iterator[Check]:
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         yield Check("rows", "wrong", "its output head is not one linear layer", "train a causal language model")
         return
-    others = sorted(set(getattr(text_config(model), "layer_types", None) or ()) - _PACKED)
+    others = sorted(set(getattr(text_config(model), "layer_types", None) or ()) - PACKABLE_LAYERS)
     if others:
         found = f"one row a bin, for layers of type {', '.join(others)}: prompts are computed once for each sample"
         yield Check("rows", "note", found, "docs/models.md says what that costs")

@@ -141,7 +141,11 @@ def test_the_doctor_gives_no_advice_that_says_nothing(monkeypatch):
 def test_the_doctor_says_what_becomes_of_a_model_from_its_configuration_alone(tmp_path, takes_long):
     from causal_types import tiny_config
 
-    for model_type, name in (("qwen3_5", "Qwen3_5ForConditionalGeneration"), ("bert", "BertLMHeadModel")):
+    for model_type, name in (
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+        ("bert", "BertLMHeadModel"),
+        ("zamba2", "Zamba2ForCausalLM"),
+    ):
         config = tiny_config(model_type)
         config.architectures = [name]
         config.save_pretrained(tmp_path / model_type)
@@ -149,8 +153,10 @@ def test_the_doctor_says_what_becomes_of_a_model_from_its_configuration_alone(tm
     text = " ".join(result.output.split())
     assert result.exit_code == 0, text
     assert "Qwen3_5ForConditionalGeneration" in text and "encoders left out" in text
-    assert "one row a bin, for layers of type linear_attention" in text and "layer by layer" in text
+    assert "packed, if the probe" in text and "layer by layer" in text
     assert "vLLM has its class" in text and "weights are sent" in text
+    result = runner.invoke(app, ["doctor", "--model", str(tmp_path / "zamba2")])
+    assert "one row a bin, for layers of type hybrid" in " ".join(result.output.split())
     result = runner.invoke(app, ["doctor", "--model", str(tmp_path / "bert")])
     assert result.exit_code == 1 and "vLLM has no class BertLMHeadModel" in " ".join(result.output.split())
     result = runner.invoke(app, ["doctor", "--model", str(tmp_path)])

@@ -274,18 +274,26 @@ class Comparison:
         return not self.loss_mask or (self.log_prob_error < 1e-4 and self.gradient_error < 1e-4)
 
 
-def compare(model_type: str, *, config: Any = None, is_checkpointing: bool = False, **arguments: Any) -> Comparison:
+def compare(
+    model_type: str,
+    *,
+    config: Any = None,
+    is_checkpointing: bool = False,
+    rows_and_weights: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None,
+    **arguments: Any,
+) -> Comparison:
     """Train a random model on `rows` by `TransformersWrapper`, and a copy of its weights by a plain loop in `eager`.
 
     Args:
         model_type: as transformers names it.
         config: default, `tiny_config(model_type)`.
         is_checkpointing: whether the wrapped model has gradient checkpointing.
+        rows_and_weights: default, `rows()`.
         arguments: for example `attn_implementation`.
     """
     from llmrl.trainer import TransformersWrapper
 
-    token_ids, weights = rows()
+    token_ids, weights = rows() if rows_and_weights is None else rows_and_weights
     model = tiny_model(model_type, config=config, **arguments)
     if is_checkpointing:
         model.gradient_checkpointing_enable()

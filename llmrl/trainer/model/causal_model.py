@@ -17,11 +17,12 @@ from llmrl.engines.transformers.expert_routers import Routers
 from llmrl.trainer.head.log_probs import Head, LogitTransform, compute_dtype_of
 from llmrl.trainer.head.output_head import OutputHead
 from llmrl.trainer.model.checkpointing import set_scoring_mode
-from llmrl.trainer.model.decoder import decoder_hidden_states
+from llmrl.trainer.model.decoder import decoder_hidden_states, num_attention_layers
 from llmrl.trainer.model.exactness import ExactnessProbe
 from llmrl.trainer.model.long_rope import use_long_frequencies
 from llmrl.trainer.model.routing import RoutingCounts
 from llmrl.trainer.packing.attention import register_packed_attention
+from llmrl.trainer.packing.branches import compute_in_branches
 from llmrl.trainer.packing.masks import FUSED_DEVICES, IMPLEMENTATION
 from llmrl.trainer.packing.packed_rows import PackedRows
 from llmrl.trainer.trained_model import trained_model
@@ -54,6 +55,7 @@ class CausalModel:
         self.config = text_config(self.model)
         self.head = OutputHead(self.model.get_output_embeddings())
         set_scoring_mode(self.model)
+        compute_in_branches(decoder_of(self.model))
         probe = ExactnessProbe(self.model, self.head)
         if self.model is not model:
             probe.check_adapted(model)
@@ -151,8 +153,9 @@ class CausalModel:
         return None if self._is_long else limit
 
     def _attention_length(self) -> float:
-        """Estimate `attention_length` from operations: 2 per weight, and 4 per key and hidden unit in each layer."""
+        """Estimate `attention_length` from operations: 2 per weight, and 4 per key and hidden unit in attention."""
         width, num_layers = (getattr(self.config, name, None) for name in ("hidden_size", "num_hidden_layers"))
+        num_layers = num_attention_layers(self.config) if num_layers else None
         is_fused = self.config._attn_implementation == IMPLEMENTATION and self.head.device.type in FUSED_DEVICES
         if is_fused or not width or not num_layers:
             return math.inf

@@ -9,14 +9,30 @@ import torch
 
 from llmrl._utils.model_parts import decoder_of, text_config
 from llmrl.engines.transformers.expert_routers import ROUTED_EXPERTS
+from llmrl.trainer.packing.branches import BRANCHES, SHORTEST_SEGMENT, Branches
 from llmrl.trainer.packing.masks import IMPLEMENTATION, Mask, packed_mask
 from llmrl.trainer.packing.packed_rows import PackedRows
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def decoder_hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_packed: bool) -> torch.Tensor:
+_ATTENTION = frozenset({"full_attention", "sliding_attention"})
+_WITH_STATE = frozenset({"linear_attention", "conv"})
+_TOKENWISE = frozenset({"mlp", "moe"})
+PACKABLE_LAYERS = _ATTENTION | _WITH_STATE | _TOKENWISE
+"""Types of layers that compute packed rows; whether a model's do so exactly is found by trying."""
+
+
+def num_attention_layers(config: PreTrainedConfig) -> int:
+    """Return the number of a decoder's layers with attention; layers of unknown types count."""
+    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return sum(one not in _WITH_STATE | _TOKENWISE for one in types)
+
+
+def decoder_hidden_states(
+    model: PreTrainedModel, packed: PackedRows, *, is_packed: bool, shortest_segment: int = SHORTEST_SEGMENT
+) -> torch.Tensor:
     """Return the last hidden states `[num_bins, bin_length, hidden_size]` of a transformers model's decoder.
 
     If `is_packed` is False, `packed` must have one row per bin, and the model computes its own mask and positions;
@@ -33,8 +49,17 @@ def decoder_hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_pack
     mask = functools.partial(packed_mask, packed, implementation=config._attn_implementation, dtype=dtype)
     window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ())
-    attention_mask: Mask | dict[str, Mask]
-    if "sliding_attention" in layer_types:
+    attention_mask: Mask | dict[str, Mask | Branches]
+    if layer_types & _WITH_STATE:
+        branches = Branches.of(packed, shortest=shortest_segment)
+        if not layer_types & _ATTENTION:
+            return decoder_of(model)(
+                input_ids=packed.input_ids, use_cache=False, **{BRANCHES: branches}, **replayed
+            ).last_hidden_state
+        attention_mask = dict.fromkeys(layer_types - _ATTENTION, branches)
+        for name in layer_types & _ATTENTION:
+            attention_mask[name] = mask(window=window if name == "sliding_attention" else None)
+    elif "sliding_attention" in layer_types:
         attention_mask = {"full_attention": mask(), "sliding_attention": mask(window=window)}
     else:
         # Without `layer_types` a window, if there is one, holds for every layer (Mistral).

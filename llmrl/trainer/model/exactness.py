@@ -14,7 +14,7 @@ from llmrl._utils.model_parts import decoder_of, set_attention, text_config
 from llmrl.trainer.head.log_probs import LogitTransform
 from llmrl.trainer.head.output_head import OutputHead
 from llmrl.trainer.model.checkpointing import set_scoring_mode
-from llmrl.trainer.model.decoder import decoder_hidden_states
+from llmrl.trainer.model.decoder import PACKABLE_LAYERS, decoder_hidden_states
 from llmrl.trainer.packing.masks import FUSED_DEVICES, IMPLEMENTATION
 from llmrl.trainer.packing.packed_rows import PackedRows, pack_rows
 
@@ -32,7 +32,7 @@ _SOFT_CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_s
 _SCALE_NAMES = (
     "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier",
 )  # fmt: skip
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+_SHORTEST_SEGMENT = 2  # so that rows of a few tokens continue states
 
 
 class ExactnessProbe:
@@ -104,7 +104,7 @@ class ExactnessProbe:
 
     def packing_fault(self) -> str | None:
         """Return why rows cannot be packed with any attention, in a few words; None if no reason is known."""
-        unknown = self.layer_types - _PACKABLE_LAYERS
+        unknown = self.layer_types - PACKABLE_LAYERS
         if unknown:
             return f"layers of type {', '.join(sorted(unknown))}"
         return "a window that its configuration does not set" if self.has_hidden_window else None
@@ -156,7 +156,7 @@ class ExactnessProbe:
         model.get_input_embeddings().register_forward_hook(start)
         with torch.autocast(self.head.device.type, dtype=torch.bfloat16):
             (packed, *_) = self._packed(is_packed=is_packed)
-            hidden = decoder_hidden_states(model, packed, is_packed=is_packed)
+            hidden = _hidden_states(model, packed, is_packed=is_packed)
             torch.autograd.grad(hidden.float().square().sum(), embedded)
 
     def _packed(self, *, is_packed: bool, share_prefixes: bool = True) -> list[PackedRows]:
@@ -182,7 +182,7 @@ class ExactnessProbe:
         set_scoring_mode(model)
         computed = [torch.zeros_like(expected) for expected in logits_of_rows]
         for packed in self._packed(is_packed=is_packed, share_prefixes=share_prefixes):
-            hidden = decoder_hidden_states(model, packed, is_packed=is_packed).flatten(0, 1)[packed.predictors]
+            hidden = _hidden_states(model, packed, is_packed=is_packed).flatten(0, 1)[packed.predictors]
             logits = torch.nn.functional.linear(hidden, self.head.weight(), self.head.bias()).float()
             for index in range(len(self.rows)):
                 places = packed.token_index[packed.row_index == index] - 1
@@ -243,6 +243,10 @@ def _error_of(logits: torch.Tensor, expected: torch.Tensor, *, quantile: float) 
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     errors = (logits - expected).norm(dim=-1) / size.clamp(min=1e-12)
     return float(errors.quantile(quantile))
+
+
+def _hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_packed: bool) -> torch.Tensor:
+    return decoder_hidden_states(model, packed, is_packed=is_packed, shortest_segment=_SHORTEST_SEGMENT)
 
 
 def _copy_of(model: PreTrainedModel) -> PreTrainedModel:

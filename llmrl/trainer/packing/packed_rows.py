@@ -141,7 +141,7 @@ def pack_rows(
             None chooses the cheapest of several lengths.
         attention_length: bin length at which attention costs as much as the rest of the model.
         share_prefixes: False lays out every row separately, for comparison.
-        one_row_per_bin: one row per bin, which needs no mask; for models with recurrent state.
+        one_row_per_bin: one row per bin, which needs no mask; for models that are not exact otherwise.
         routed_experts: `[num_tokens, num_layers, top_k]` int16 per row; tokens with different experts are not shared.
 
     Raises:
@@ -187,7 +187,7 @@ def pack_rows(
     shared = [0] * len(order)
     if share_prefixes:
         for place in range(1, len(order)):
-            shared[place] = _num_shared(alike[order[place - 1]], alike[order[place]])
+            shared[place] = shared_length(alike[order[place - 1]], alike[order[place]])
     lengths = [len(rows[index]) for index in order]
     micro_batches = arrange(
         lengths, shared, token_budget=token_budget, bin_length=bin_length, attention_length=attention_length
@@ -221,7 +221,8 @@ def _check(
             )
 
 
-def _num_shared(left: np.ndarray, right: np.ndarray) -> int:
+def shared_length(left: np.ndarray, right: np.ndarray) -> int:
+    """Return how many of their first entries are equal."""
     num = min(len(left), len(right))
     differs = left[:num] != right[:num]
     first = int(differs.argmax())
