@@ -10,6 +10,7 @@ from torchrl.envs import Compose, RewardClipping, RewardScaling, RewardSum, Step
 from llmrl.data import ChatHistory, History
 from llmrl.envs import ChatEnv, DatasetChatEnv
 from llmrl.objectives import SFTLoss
+from llmrl.torchrl.envs import llm as torchrl_envs
 from llmrl.torchrl.envs.llm.transforms import AddThinkingPrompt
 from llmrl.transforms import IncrementalTokenizer, PolicyVersion, RubricReward
 
@@ -120,3 +121,33 @@ def test_a_history_that_is_cut_trains_nothing_that_was_not_written(tiny_model_pa
     assert torch.equal(log_probs != 0, scored["masks", "all_assistant_mask"])
     loss = SFTLoss(policy, reduction="sum", normalize_by_seq_length=False)(policy(batch)).loss_sft
     assert loss.item() == pytest.approx(-log_probs.sum().item(), rel=1e-5)
+
+
+def test_the_parsers_have_torchrls_functions_for_one_answer():
+    assert torchrl_envs.GSM8KRewardParser.extract_tags("<think>so</think> <answer>42</answer>") == ("so", "42")
+    assert torchrl_envs.GSM8KRewardParser.extract_tags("42") == ("", "")
+    assert torchrl_envs.GSM8KRewardParser.normalize_answer("$1,200.00") == "1200"
+    assert torchrl_envs.MATHRewardParser.extract_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert torchrl_envs.MATHRewardParser.extract_boxed(" none ") == "none"
+    assert torchrl_envs.CountdownRewardParser.validate_expression("(25 + 3) * 4", 112, [25, 3, 4])
+    assert not torchrl_envs.CountdownRewardParser.validate_expression("25 + 25", 50, [25, 3])
+
+
+def test_the_scorers_bonus_is_torchrls():
+    rows = [[1.0], [0.0]]
+    accuracies = {name: torch.tensor(rows) for name in ("prompt_level_strict_acc", "inst_level_strict_acc")}
+    score = torchrl_envs.IFEvalScoreData(**accuracies, batch_size=(2,))
+    reward = torchrl_envs.IfEvalScorer().default_reward_aggregator(score, think_blocks=["a"], answer_blocks=["b"])
+    assert reward.shape == (2, 1, 1) and reward.flatten().tolist() == pytest.approx([0.85, 0.15])
+
+
+def test_a_task_of_torchrls_takes_apply_template_and_scores_an_answer(tokenizer):
+    row = {"question": "7 + 8 =", "answer": "7 + 8 = 15 #### 15"}
+    env = torchrl_envs.GSM8KEnv([row], tokenizer=tokenizer, apply_template=True)
+    data = env.reset()
+    answer = History(role="assistant", content="<think>15</think> <answer>15</answer>")
+    data["history"].full = data["history"].prompt.append(lazy_stack([answer]), inplace=False)
+    assert env.step(data)["next", "reward"].item() == 1
+    assert isinstance(env.transform, torchrl_envs.GSM8KRewardParser)
+    with pytest.raises(TypeError, match="apply_templates"):
+        torchrl_envs.DatasetChatEnv([row], apply_templates=True)

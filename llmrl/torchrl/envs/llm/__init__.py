@@ -7,24 +7,26 @@ from typing import TYPE_CHECKING
 from llmrl.data import as_nested_tensor, as_padded_tensor
 from llmrl.envs import (
     ChatEnv,
-    CountdownEnv,
-    CountdownRewardParser,
     DataLoadingPrimer,
-    DatasetChatEnv,
-    GSM8KEnv,
     GSM8KPrepareQuestion,
-    GSM8KRewardParser,
-    IFEvalEnv,
-    IFEvalScoreData,
-    IfEvalScorer,
     LLMEnv,
     LLMHashingEnv,
-    MATHEnv,
-    MATHRewardParser,
     MLGymWrapper,
     RayDataLoadingPrimer,
     make_gsm8k_env,
     make_mlgym,
+)
+from llmrl.torchrl.envs.tasks import (
+    CountdownEnv,
+    CountdownRewardParser,
+    DatasetChatEnv,
+    GSM8KEnv,
+    GSM8KRewardParser,
+    IFEvalEnv,
+    IFEvalScoreData,
+    IfEvalScorer,
+    MATHEnv,
+    MATHRewardParser,
 )
 from llmrl.torchrl.names import namespace
 from llmrl.transforms import (

@@ -1,0 +1,146 @@
+"""TorchRL's tasks with what its calls ask of them: `apply_template=`, and the parsers' functions for one answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from tensordict import tensorclass
+
+from llmrl import envs
+from llmrl.rewards import boxed_answer, extract_tag, is_countdown_right, is_math_right
+
+
+class _ReadsTags:
+    @staticmethod
+    def extract_tags(text: str) -> tuple[str, str]:
+        """Return what is in the `<think>` and the `<answer>` tags of a completion, `""` for missing ones."""
+        return extract_tag(text, "think") or "", extract_tag(text, "answer") or ""
+
+
+class GSM8KRewardParser(_ReadsTags, envs.GSM8KRewardParser):
+    """`llmrl.envs.GSM8KRewardParser` with TorchRL's functions for one answer."""
+
+    @staticmethod
+    def normalize_answer(answer: str) -> str:
+        """Return a number's text without separators, units and trailing zeros.
+
+        Example:
+            >>> GSM8KRewardParser.normalize_answer(" $1,234.50 ")
+            '1234.5'
+        """
+        number = answer.strip().translate(str.maketrans("", "", ",$%")).rstrip(".")
+        return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+class MATHRewardParser(_ReadsTags, envs.MATHRewardParser):
+    """`llmrl.envs.MATHRewardParser` with TorchRL's functions for one answer."""
+
+    @staticmethod
+    def extract_boxed(text: str) -> str:
+        r"""Return the content of the last `\boxed{…}`, or the whole text.
+
+        Example:
+            >>> MATHRewardParser.extract_boxed(r"It is $\boxed{\frac{1}{2}}$.")
+            '\\frac{1}{2}'
+        """
+        boxed = boxed_answer(text)
+        return (text if boxed is None else boxed).strip()
+
+    @staticmethod
+    def answers_match(predicted: str, reference: str) -> bool:
+        r"""Return whether two answers are the same expression.
+
+        Example:
+            >>> MATHRewardParser.answers_match("0.5", r"\frac{1}{2}")
+            True
+        """
+        return is_math_right(predicted, reference)
+
+
+class CountdownRewardParser(_ReadsTags, envs.CountdownRewardParser):
+    """`llmrl.envs.CountdownRewardParser` with TorchRL's function for one expression."""
+
+    @staticmethod
+    def validate_expression(expression: str, target: int, numbers: list[int]) -> bool:
+        """Return whether an expression has the target's value and uses each number at most once.
+
+        Example:
+            >>> CountdownRewardParser.validate_expression("(25 + 3) * 4", 112, [25, 3, 4])
+            True
+        """
+        return is_countdown_right(expression, target, numbers)
+
+
+@tensorclass
+class IFEvalScoreData:
+    """The accuracies of an answer, as tensors."""
+
+    prompt_level_strict_acc: torch.Tensor | None = None
+    inst_level_strict_acc: torch.Tensor | None = None
+    prompt_level_loose_acc: torch.Tensor | None = None
+    inst_level_loose_acc: torch.Tensor | None = None
+
+
+class IfEvalScorer(envs.IfEvalScorer):
+    """`llmrl.envs.IfEvalScorer` with TorchRL's function for one answer."""
+
+    def __init__(self, *, format_weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1), **options: object) -> None:
+        super().__init__(format_weights=format_weights, **options)  # type: ignore[arg-type]
+        self.format_weights = tuple(format_weights)
+
+    def default_reward_aggregator(
+        self,
+        score: IFEvalScoreData,
+        think_blocks: list[str] | None = None,
+        answer_blocks: list[str] | None = None,
+        complete: bool | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the weighted mean of the accuracies, plus 0.1 for a single answer and 0.05 for a single thought."""
+        given = [score.prompt_level_strict_acc, score.inst_level_strict_acc]
+        given += [score.prompt_level_loose_acc, score.inst_level_loose_acc]
+        zero = torch.zeros(1)
+        means = [zero if one is None else one.float().mean(-1, keepdim=True) for one in given]
+        bonus = 0.1 * (len(answer_blocks or ()) == 1) + 0.05 * (len(think_blocks or ()) == 1)
+        shares = torch.stack(torch.broadcast_tensors(*means), -1)
+        return (shares @ torch.tensor(self.format_weights)).unsqueeze(-1) + bonus
+
+
+class _TakesApplyTemplate:
+    """Ignores `apply_template=`, as TorchRL does: the policy renders."""
+
+    def __new__(cls, *args: object, apply_template: bool | None = None, **options: object) -> Self:
+        return super().__new__(cls, *args, **options)
+
+    def __init__(self, *args: object, apply_template: bool | None = None, **options: object) -> None:
+        super().__init__(*args, **options)
+
+
+class DatasetChatEnv(_TakesApplyTemplate, envs.DatasetChatEnv):
+    """`llmrl.envs.DatasetChatEnv`, which also takes `apply_template=`."""
+
+
+class GSM8KEnv(_TakesApplyTemplate, envs.GSM8KEnv):
+    """`llmrl.envs.GSM8KEnv`, which also takes `apply_template=`."""
+
+    task = dataclasses.replace(envs.GSM8KEnv.task, reward=GSM8KRewardParser)
+
+
+class IFEvalEnv(_TakesApplyTemplate, envs.IFEvalEnv):
+    """`llmrl.envs.IFEvalEnv`, which also takes `apply_template=`."""
+
+    task = dataclasses.replace(envs.IFEvalEnv.task, reward=IfEvalScorer)
+
+
+class MATHEnv(_TakesApplyTemplate, envs.MATHEnv):
+    """`llmrl.envs.MATHEnv`, which also takes `apply_template=`."""
+
+    task = dataclasses.replace(envs.MATHEnv.task, reward=MATHRewardParser)
+
+
+class CountdownEnv(_TakesApplyTemplate, envs.CountdownEnv):
+    """`llmrl.envs.CountdownEnv`, which also takes `apply_template=`."""
+
+    task = dataclasses.replace(envs.CountdownEnv.task, reward=CountdownRewardParser)
