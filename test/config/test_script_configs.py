@@ -343,13 +343,7 @@ def test_what_excludes_each_other_is_refused_before_anything_starts_also_dry(ove
 
 @pytest.mark.parametrize(
     "entry",
-    [
-        "train.target_reward=0.9",
-        "collect.max_staleness=1",
-        "collect.max_concurrent_rollouts=8",
-        "collect.num_collectors=2",
-        "collect.cpus_per_collector=2",
-    ],
+    ["train.target_reward=0.9", "collect.max_staleness=1", "collect.max_concurrent_rollouts=8"],
 )
 def test_supervised_training_refuses_what_is_for_sampled_answers(entry):
     with pytest.raises(ValueError, match=f"{entry.partition('=')[0]} is for answers that are sampled"):
