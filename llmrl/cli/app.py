@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
+from llmrl.cli import recorded
 from llmrl.cli.json_output import print_json
+from llmrl.cli.options import AsJSON, ChatTemplate, MaxModelLen, MaxNewTokens, Model, Temperature, console, fail
 
 app = typer.Typer(
     name="llmrl",
@@ -19,26 +20,6 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-console = Console()
-_Model = Annotated[str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")]
-_MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")]
-_MaxModelLen = Annotated[int, typer.Option(min=16, help="Maximum number of tokens of the whole conversation.")]
-_Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
-_AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object, and everything else on stderr.")]
-_ChatTemplate = Annotated[
-    Path | None,
-    typer.Option(
-        help="Jinja file of the chat template, for a model that has no template, such as a base model.",
-        exists=True,
-        dir_okay=False,
-    ),
-]
-
-
-def _fail(message: object, *, exit_code: int = 2) -> typer.Exit:
-    """Print an error and return the exit; the default exit code is that of wrong usage."""
-    Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {escape(str(message))}", highlight=False, soft_wrap=True)
-    return typer.Exit(exit_code)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -69,7 +50,7 @@ def doctor(
         typer.Option(metavar="URL", help="Check a server instead: what it supports as an engine."),
     ] = None,
     fix: Annotated[bool, typer.Option("--fix", help="Let pip fix what it can in this environment first.")] = False,
-    as_json: _AsJSON = False,
+    as_json: AsJSON = False,
     model: Annotated[
         Path | None,
         typer.Option(metavar="MODEL", help="Check a model instead: what becomes of its checkpoint in training."),
@@ -89,7 +70,7 @@ def doctor(
         try:
             command.print_plan(plan, entries or [], console)
         except (ValueError, OSError) as error:
-            raise _fail(error) from None
+            raise fail(error) from None
         return
     if model is not None:
         from llmrl.cli.model_check import examine_model
@@ -97,14 +78,14 @@ def doctor(
         try:
             findings = examine_model(model)
         except (ValueError, OSError) as error:
-            raise _fail(error) from None
+            raise fail(error) from None
     else:
         findings = command.examine() if engine is None else command.examine_server(engine)
     try:
         if fix and model is None and command.fix(findings, Console(stderr=True)):
             findings = command.examine()
     except OSError as error:
-        raise _fail(error, exit_code=1) from None
+        raise fail(error, exit_code=1) from None
     if as_json:
         print_json({"checks": [asdict(finding) for finding in findings]})
     else:
@@ -124,7 +105,7 @@ def view(
     max_rollouts: Annotated[
         int | None, typer.Option(min=1, help="Number of rollouts to keep of each run, the last ones.")
     ] = None,
-    as_json: _AsJSON = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Write runs as one HTML page: their curves, their conversations, and the log-prob and version of every token.
 
@@ -144,7 +125,7 @@ def view(
         else:
             command.write_pages(paths, out or paths[0] / "view.html", console, max_rollouts)
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise _fail(error) from None
+        raise fail(error) from None
     except KeyboardInterrupt:
         raise typer.Exit from None
 
@@ -154,20 +135,20 @@ def evaluate(
     env: Annotated[
         str, typer.Option("--env", "-e", help="Environment (`--list` names them), or your own: FILE.py:FUNCTION.")
     ] = "addition",
-    model: _Model = "embedded",
+    model: Model = "embedded",
     data: Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")] = None,
     split: Annotated[str, typer.Option(help="Split of the environment's data.")] = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of problems.")] = None,
     samples: Annotated[
         int, typer.Option("--samples", "-n", min=1, help="Number of answers to sample for each problem.")
     ] = 4,
-    temperature: _Temperature = 1.0,
-    max_new_tokens: _MaxNewTokens = 64,
-    max_model_len: _MaxModelLen = 1024,
-    chat_template: _ChatTemplate = None,
+    temperature: Temperature = 1.0,
+    max_new_tokens: MaxNewTokens = 64,
+    max_model_len: MaxModelLen = 1024,
+    chat_template: ChatTemplate = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder to save rollouts and results in.")] = None,
-    as_json: _AsJSON = False,
+    as_json: AsJSON = False,
     list_environments: Annotated[bool, typer.Option("--list", help="List the environments and stop.")] = False,
     options: Annotated[
         list[str] | None, typer.Argument(help="Options of the environment, such as num_digits=2.", show_default=False)
@@ -192,28 +173,71 @@ def evaluate(
         settings = command.EvaluationSettings(env=env, model=found, sampling=sampling, seed=seed, limit=limit, out=out)
         environment = make_task_env(env, split, data=data, repeats=samples, **command.options_of(options or []))
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
-        raise _fail(error) from None
+        raise fail(error) from None
     try:
         report = command.run(settings, environment, shown)
     except (EngineError, ImportError) as error:
-        raise _fail(error, exit_code=1) from None
+        raise fail(error, exit_code=1) from None
     if as_json:
         print_json({"env": env, "model": found.path, "split": split, **report.to_summary()})
 
 
 @app.command()
+def audit(
+    env: Annotated[str, typer.Argument(help="Environment: a name, or your own, FILE.py:FUNCTION.")],
+    options: Annotated[
+        list[str] | None, typer.Argument(help="Options of the environment, such as num_digits=2.", show_default=False)
+    ] = None,
+    model: Model = "embedded",
+    data: Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")] = None,
+    limit: Annotated[int, typer.Option(min=2, help="Maximum number of problems to answer.")] = 32,
+    chat_template: ChatTemplate = None,
+    out: Annotated[Path | None, typer.Option(help="File to write the result to, as a page.")] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Look for what is wrong with an environment before training in it: what do answers earn that deserve nothing?
+
+    No model is run: prepared answers are played, and only the model's tokenizer and template are read. Exits with 1 if
+    something is broken.
+    """
+    from llmrl.cli import audit as command
+    from llmrl.cli.evaluate import options_of
+    from llmrl.watch.findings import Verdict
+
+    try:
+        result = command.run_audit(
+            env,
+            model=model,
+            data=data,
+            chat_template=chat_template,
+            num_problems=limit,
+            options=options_of(options or []),
+            console=Console(stderr=True),
+        )
+    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
+        raise fail(error) from None
+    if out is not None:
+        command.write_page(result, out)
+    if as_json:
+        print_json(result.to_json())
+    else:
+        command.print_audit(result, console)
+    raise typer.Exit(result.verdict is Verdict.BROKEN)
+
+
+@app.command()
 def chat(
-    model: _Model = "embedded",
+    model: Model = "embedded",
     env: Annotated[
         str | None,
         typer.Option("--env", "-e", help="Environment: a name, or FILE.py:FUNCTION; `/problem` asks a problem of it."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     tool: Annotated[list[str] | None, typer.Option(help="Tool that the model may call: `python`.")] = None,
-    temperature: _Temperature = 0.7,
-    max_new_tokens: _MaxNewTokens = 256,
-    max_model_len: _MaxModelLen = 2048,
-    chat_template: _ChatTemplate = None,
+    temperature: Temperature = 0.7,
+    max_new_tokens: MaxNewTokens = 256,
+    max_model_len: MaxModelLen = 2048,
+    chat_template: ChatTemplate = None,
 ) -> None:
     """Talk to a model through an environment, with its tools; `/tokens` shows the probability of each token."""
     from llmrl.cli.chat import ChatSession, make_env, talk
@@ -225,12 +249,12 @@ def chat(
         environment = make_env(env, system_prompt=system, tools=tool or [])
         found = ChatModel.find(model, max_model_len, chat_template, console)
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
-        raise _fail(error) from None
+        raise fail(error) from None
     try:
         console.print(f"vLLM starts with {found.path}", highlight=False, soft_wrap=True)
         engine = AsyncVLLM.from_pretrained(found.path, max_model_len=found.max_model_len)
     except (EngineError, ImportError) as error:
-        raise _fail(error, exit_code=1) from None
+        raise fail(error, exit_code=1) from None
     try:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         policy = vLLMWrapper(engine, renderer=found.renderer, generate_kwargs=sampling)
@@ -261,7 +285,7 @@ def push(
         folder = Path(model_path(str(run))) if step is None else run / f"exports/step-{step:06d}"
         console.print(push_folder(folder, repository, is_public=public), highlight=False, soft_wrap=True)
     except (ValueError, OSError) as error:
-        raise _fail(error) from None
+        raise fail(error) from None
 
 
 @app.command()
@@ -275,9 +299,9 @@ def serve(
     api_key: Annotated[str | None, typer.Option(envvar="LLMRL_API_KEY", help="API key that clients must send.")] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Number of engines that share the requests.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature for requests without one.")] = 1.0,
-    max_new_tokens: _MaxNewTokens = 1024,
-    max_model_len: _MaxModelLen = 4096,
-    chat_template: _ChatTemplate = None,
+    max_new_tokens: MaxNewTokens = 1024,
+    max_model_len: MaxModelLen = 4096,
+    chat_template: ChatTemplate = None,
     out: Annotated[Path | None, typer.Option(help="Folder to save the conversations in, for `view`.")] = None,
 ) -> None:
     """Serve a model through the APIs of OpenAI and Anthropic: chat completions, responses, messages, and `/metrics`."""
@@ -291,148 +315,26 @@ def serve(
         settings = command.ServeSettings(name=named, host=host, port=port, api_key=api_key, out=out)
         found = ChatModel.find(model, max_model_len, chat_template, console)
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
-        raise _fail(error) from None
+        raise fail(error) from None
     try:
         console.print(f"vLLM starts with {found.path}", highlight=False, soft_wrap=True)
         engine = AsyncVLLM.from_pretrained(
             found.path, max_model_len=found.max_model_len, num_replicas=replicas if replicas > 1 else None
         )
     except (EngineError, ImportError) as error:
-        raise _fail(error, exit_code=1) from None
+        raise fail(error, exit_code=1) from None
     try:
         # Clients choose how to sample, and nothing is trained here.
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "replay": False}
         command.run(settings, vLLMWrapper(engine, renderer=found.renderer, generate_kwargs=sampling), console)
     except OSError as error:
-        raise _fail(error, exit_code=1) from None
+        raise fail(error, exit_code=1) from None
     finally:
         engine.shutdown()
 
 
-_Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
-
-
-@app.command()
-def replay(
-    run: _Run,
-    step: Annotated[int, typer.Option(min=1, help="Step to compute again.")],
-    entries: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Entries to change, to see what the step would have been: loss=dapo, train.clip_epsilon=0.3"
-        ),
-    ] = None,
-    quantities: Annotated[
-        str, typer.Option(help="What to compare, separated by commas; rewards and advantages need no model.")
-    ] = "prompts,rewards,advantages,log_probs,metrics,weights",
-    reward: Annotated[
-        str | None,
-        typer.Option(help="Reward function of the run, FILE.py:FUNCTION; with --what-if, another one to train with."),
-    ] = None,
-    what_if: Annotated[
-        bool, typer.Option("--what-if", help="Compare with the step under --reward; changed entries imply it.")
-    ] = False,
-    drop_rollout: Annotated[list[str] | None, typer.Option(help="Rollout to leave out of batch and baseline.")] = None,
-    last_step: Annotated[
-        int | None, typer.Option(help="Last step of a what-if over several steps, each side on its own weights.")
-    ] = None,
-    page: Annotated[Path | None, typer.Option(help="HTML file to write, with the what-if beside the steps.")] = None,
-    as_json: _AsJSON = False,
-) -> None:
-    """Compute a recorded step again and name the first quantity that differs; or compute it with something changed.
-
-    Exits with 1 if a quantity differs by more than rounding.
-    """
-    from llmrl.cli.replay import run_replay
-
-    try:
-        is_equal = run_replay(
-            run,
-            step,
-            quantities.split(","),
-            reward,
-            entries or [],
-            drop_rollout or [],
-            console,
-            last_step=last_step,
-            page=page,
-            is_what_if=what_if,
-            is_json=as_json,
-        )
-    except (ValueError, TypeError, OSError) as error:
-        raise _fail(error) from None
-    raise typer.Exit(not is_equal)
-
-
-@app.command()
-def rescore(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or a JSON lines file of conversations (OpenAI).")
-    ],
-    reward: Annotated[str, typer.Option(help="Reward function: FILE.py:FUNCTION.")],
-    as_json: _AsJSON = False,
-) -> None:
-    """Score the rollouts of a run, or the conversations of a file, by a reward function, and compare the rewards."""
-    from llmrl.cli.replay import run_rescore
-
-    try:
-        run_rescore(run, reward, console, is_json=as_json)
-    except (ValueError, TypeError, OSError) as error:
-        raise _fail(error) from None
-
-
-@app.command()
-def conversations(
-    run: _Run,
-    file: Annotated[Path | None, typer.Argument(help="New JSON lines file.")] = None,
-    form: Annotated[
-        str, typer.Option("--as", help="messages, sft, preferences, or spans (OpenTelemetry, to its OTLP endpoint).")
-    ] = "messages",
-    split: Annotated[str, typer.Option(help="train, or the name of an evaluation: eval/sums.")] = "train",
-    as_json: _AsJSON = False,
-) -> None:
-    """Write the conversations of a run in OpenAI's format, as a data set, or send them as spans."""
-    from llmrl.cli.replay import run_conversations
-
-    try:
-        run_conversations(run, file, form, split, is_json=as_json)
-    except (ValueError, OSError) as error:
-        raise _fail(error) from None
-
-
-@app.command()
-def bisect(
-    run: _Run,
-    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Folder of a run that should be equal.")],
-    page: Annotated[Path | None, typer.Option(help="HTML file to write, with the step of both runs.")] = None,
-    as_json: _AsJSON = False,
-) -> None:
-    """Name the first step, row, token and quantity in which two runs differ.
-
-    Exits with 1 if they do.
-    """
-    from llmrl.cli.replay import run_bisect
-
-    try:
-        is_equal = run_bisect(run, other, console, page=page, is_json=as_json)
-    except (ValueError, OSError) as error:
-        raise _fail(error) from None
-    raise typer.Exit(not is_equal)
-
-
-@app.command()
-def fork(
-    run: _Run,
-    entries: Annotated[list[str], typer.Argument(help="run.path=FOLDER of the new run, and entries that it changes.")],
-    step: Annotated[int, typer.Option(min=1, help="Last step that both runs share.")],
-) -> None:
-    """Make a new run from the middle of an old one; resuming it trains on."""
-    from llmrl.cli.replay import run_fork
-
-    try:
-        run_fork(run, step, entries, console)
-    except (ValueError, OSError) as error:
-        raise _fail(error) from None
+for _command in (recorded.replay, recorded.rescore, recorded.conversations, recorded.bisect, recorded.fork):
+    app.command()(_command)
 
 
 @app.command()
@@ -450,7 +352,7 @@ def new(
     try:
         first, *others = make_project(kind, name, Path())
     except (ValueError, FileExistsError) as error:
-        raise _fail(error) from None
+        raise fail(error) from None
     console.print(f"[bold]{first}[/bold]  edit this one", highlight=False, soft_wrap=True)
     for path in others:
         console.print(path, highlight=False, soft_wrap=True)
@@ -461,7 +363,7 @@ _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command(context_settings=_SCRIPT, add_help_option=False)
-def train(context: typer.Context, as_json: _AsJSON = False) -> None:
+def train(context: typer.Context, as_json: AsJSON = False) -> None:
     """Train by GRPO: FILE.py:FUNCTION for an environment of your own, or task=NAME, then entries such as seed=1.
 
     `llmrl train --help` lists all entries.
@@ -471,7 +373,7 @@ def train(context: typer.Context, as_json: _AsJSON = False) -> None:
     try:
         entries = entries_of(context.args)
     except (ValueError, FileNotFoundError) as error:
-        raise _fail(error) from None
+        raise fail(error) from None
     if as_json:
         from llmrl.cli.run_report import run_and_report
 

@@ -1,0 +1,10 @@
+"""Audit of an environment before a run: what answers earn that deserve nothing, and what a run would trip over."""
+
+from __future__ import annotations
+
+from llmrl.audit.answers import Answer, Kind, answers_for
+from llmrl.audit.checks import diagnose_played
+from llmrl.audit.play import Audit, audit
+from llmrl.audit.played import Played
+
+__all__ = ["Answer", "Audit", "Kind", "Played", "answers_for", "audit", "diagnose_played"]

@@ -1,0 +1,277 @@
+"""Judgement of an audit: findings about what was played. No I/O."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from llmrl._utils.types import Row
+from llmrl.audit.answers import Kind
+from llmrl.audit.played import Played
+from llmrl.data import Rollout, text_of
+from llmrl.watch.findings import Finding, Verdict
+
+LARGE_REWARD = 1e3
+SLOW_S = 1.0
+"""Time of an answer above which an environment is called slow."""
+MUCH = 0.5
+"""Share of a right answer's reward that a worthless answer may not earn."""
+
+
+_NAMES_OF_ANSWERS = {"answer", "answers", "solution", "ground_truth", "label", "completion"}
+_BROKEN_IF = {True: Verdict.BROKEN, False: Verdict.LOOK}
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Problems of two splits, as texts that are equal where the problems are."""
+
+    train: Sequence[str]
+    test: Sequence[str]
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Sequence[Row]], query: str) -> Splits | None:
+        """Return the problems of two splits; None if there are fewer, or if all problems ask the same, as in a game."""
+        texts = [[_words(row.get(query)) for row in split] for split in rows.values()]
+        if len(texts) < 2 or any(len(set(split)) < 2 for split in texts):
+            return None
+        return cls(*texts[:2])
+
+
+def _words(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    return " ".join(text.casefold().split())
+
+
+def known_reference(references: Sequence[Played]) -> Played | None:
+    """Return the reference answer that earns most; None if none earns more than nothing."""
+    scored = [one for one in references if one.mean is not None and one.mean > 0]
+    return max(scored, key=lambda one: one.mean or 0.0, default=None)
+
+
+def diagnose_played(played: Sequence[Played], *, splits: Splits | None = None) -> list[Finding]:
+    """Return what is wrong, worst first.
+
+    Example:
+        >>> diagnose_played([])
+        []
+        >>> [finding] = diagnose_played([], splits=Splits(["1 + 1 =", "1 + 2 ="], ["1 + 2 =", "2 + 2 ="]))
+        >>> finding.says
+        '1 of the 2 problems of the second split, 50 %, are in the first one.'
+    """
+    checks = (_errors, _late, _unscored, _unequal, _paid, _right_fails, _leak, _large, _slow)
+    found = [finding for check in checks for finding in check(played)]
+    found += _shared(splits) if splits is not None else ()
+    return sorted(found, key=lambda finding: -list(Verdict).index(finding.verdict))
+
+
+def _errors(played: Sequence[Played]) -> Iterator[Finding]:
+    failed = [(one.name, rollout) for one in played for rollout in one.errors]
+    if failed:
+        name, first = failed[0]
+        names = ", ".join(dict.fromkeys(name for name, _ in failed))
+        yield Finding(
+            "raises",
+            Verdict.BROKEN,
+            f"{len(failed)} answers ended as errors: {names}. The first: {first.error}",
+            (
+                f"a reward function or an environment that does not expect the answer {name!r}: models write anything",
+                "catch what a wrong answer can raise, and return 0",
+            ),
+        )
+
+
+def _late(played: Sequence[Played]) -> Iterator[Finding]:
+    late = {one.name: len(one.late) for one in played if one.late}
+    if late:
+        yield Finding(
+            "hangs",
+            Verdict.BROKEN,
+            f"{sum(late.values())} answers took longer than the time limit: {', '.join(late)}.",
+            (
+                "a regular expression or a loop that takes more than proportionally longer for a longer answer",
+                "a call without a deadline",
+            ),
+        )
+
+
+def _unscored(played: Sequence[Played]) -> Iterator[Finding]:
+    num_unscored = sum(len(one.unscored) for one in played)
+    num_rollouts = sum(len(one.rollouts) for one in played)
+    if num_unscored:
+        yield Finding(
+            "unscored",
+            _BROKEN_IF[num_unscored == num_rollouts],
+            f"{num_unscored} of {num_rollouts} answers have no reward.",
+            (
+                "a step of the environment returned no reward",
+                "long or unfinished answers are cut, and the rubric has no truncation_reward",
+            ),
+        )
+
+
+def _unequal(played: Sequence[Played]) -> Iterator[Finding]:
+    num_pairs = sum(one.num_pairs for one in played)
+    num_unequal = sum(one.num_unequal for one in played)
+    if num_unequal:
+        has_turns = any(rollout.num_turns > 1 for one in played for rollout in one.rollouts)
+        yield Finding(
+            "not_the_same_twice",
+            _BROKEN_IF[not has_turns],
+            f"The same answer to the same problem had two rewards in {num_unequal} of {num_pairs} cases.",
+            (
+                "a judge that samples, or random numbers in the reward function: seed them by the rollout",
+                "state that one conversation leaves behind for the next",
+                *(("an opponent or a user that plays at random, which is no mistake",) if has_turns else ()),
+            ),
+        )
+
+
+def _paid(played: Sequence[Played]) -> Iterator[Finding]:
+    known = known_reference([one for one in played if one.kind is Kind.REFERENCE])
+    highest = max((reward for one in played for reward in one.rewards), default=0.0)
+    right = highest if known is None or known.mean is None else known.mean
+    for one in played:
+        if one.kind in (Kind.WORTHLESS, Kind.OTHER) and one.mean is not None and right > 0 and one.mean >= MUCH * right:
+            yield Finding(
+                "pays_for_nothing",
+                # Without a known right answer, what looks worthless may solve some problems.
+                _BROKEN_IF[known is not None],
+                f"{one.name.capitalize()} earns {one.mean:.2f}"
+                + (f", where a right answer earns {right:.2f}." if known else " on average."),
+                (
+                    _CAUSES.get(one.name, "the reward function looks at the form, the length or single words"),
+                    "the model will find it: groups learn the cheapest answer that is paid",
+                ),
+            )
+
+
+_CAUSES = {
+    "another row's answer": "the reward does not depend on the problem: it compares with another row or with nothing",
+    "many answers at once": "the answer is searched for anywhere in the text: take the last one, or a marked one",
+    "nothing": "an empty answer passes: `in`, `startswith` or an empty match is true for it",
+    "the question": "the question's own words count as the answer",
+    "a long text": "length is paid",
+}
+
+
+def _right_fails(played: Sequence[Played]) -> Iterator[Finding]:
+    references = [one for one in played if one.kind is Kind.REFERENCE]
+    rewards = {reward for one in played for reward in one.rewards}
+    if references and len(rewards) == 1:
+        is_named = any(one.name.split(" ")[0] in _NAMES_OF_ANSWERS for one in references)
+        yield Finding(
+            "constant",
+            _BROKEN_IF[is_named],
+            f"Everything that was tried earned {rewards.pop():g}, the columns of the data included.",
+            (
+                "the reward function reads another form than the data has, or another column",
+                "the right answer is none of the columns, which is no mistake",
+            ),
+        )
+        return
+    known = known_reference(references)
+    if known is not None and known.mean is not None:
+        num_without = sum(reward <= 0 for reward in known.rewards)
+        if num_without and num_without < len(known.rewards) and num_without >= 0.02 * len(known.rewards):
+            yield Finding(
+                "right_answers_fail",
+                Verdict.LOOK,
+                f"{num_without} of {len(known.rewards)} reference answers ({known.name}) earned nothing.",
+                ("rows with a wrong reference, or in another form than the reward function reads",),
+            )
+
+
+def _leak(played: Sequence[Played]) -> Iterator[Finding]:
+    known = known_reference([one for one in played if one.kind is Kind.REFERENCE])
+    if known is None:
+        return
+    column = known.name.split(" ")[0]
+    shown = [(_prompt(one), str(one.columns.get(column, ""))) for one in known.rollouts if one.columns.get(column)]
+    if len({answer for _, answer in shown}) < 2:
+        return
+    own = fmean(_has(prompt, answer) for prompt, answer in shown)
+    answers = [answer for _, answer in shown]
+    others = [
+        _has(prompt, other) for place, (prompt, answer) in enumerate(shown) for other in _some(answers, place, answer)
+    ]
+    by_chance = fmean(others) if others else 0.0
+    if own >= 0.5 and own >= 3 * by_chance + 0.2:
+        yield Finding(
+            "answer_in_prompt",
+            Verdict.LOOK,
+            f"{100 * own:.0f} % of the prompts contain their answer, and {100 * by_chance:.0f} % that of another row.",
+            (
+                "the solution was left in the question, in an example or in the system prompt",
+                "the task is to find something in the prompt, which is no mistake",
+            ),
+        )
+
+
+def _some(answers: Sequence[str], place: int, own: str) -> list[str]:
+    """Return up to five answers of the following rows that differ from a row's own one."""
+    following = [*answers[place + 1 :], *answers[:place]]
+    return [answer for answer in following if answer != own][:5]
+
+
+def _prompt(rollout: Rollout) -> str:
+    opening = []
+    for message in rollout.messages:
+        if message["role"] == "assistant":
+            break
+        opening.append(text_of(message.get("content")))
+    return "\n".join(opening)
+
+
+def _has(prompt: str, answer: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(answer.strip())}(?!\w)", prompt) is not None
+
+
+def _large(played: Sequence[Played]) -> Iterator[Finding]:
+    largest = max((abs(reward) for one in played for reward in one.rewards if math.isfinite(reward)), default=0.0)
+    if largest > LARGE_REWARD:
+        yield Finding(
+            "large",
+            Verdict.LOOK,
+            f"Rewards reach {largest:.3g}.",
+            ("a reward that grows with the answer's length or with a number in it: bound it",),
+        )
+
+
+def _slow(played: Sequence[Played]) -> Iterator[Finding]:
+    timed = [one.seconds / len(one.rollouts) for one in played if one.rollouts and not one.late]
+    if timed and fmean(timed) > SLOW_S:
+        yield Finding(
+            "slow",
+            Verdict.LOOK,
+            f"The environment takes {fmean(timed):.1f} s for each answer: a step of 8 groups of 16 waits "
+            f"{128 * fmean(timed) / 60:.0f} minutes, unless answers are scored beside each other.",
+            ("a reward function that blocks: make it asynchronous, or give it processes of its own",),
+        )
+
+
+def _shared(splits: Splits) -> Iterator[Finding]:
+    counts = Counter(splits.train)
+    num_shared = sum(problem in counts for problem in splits.test)
+    if num_shared:
+        share = num_shared / len(splits.test)
+        yield Finding(
+            "splits_share_problems",
+            _BROKEN_IF[share >= 0.05],
+            f"{num_shared} of the {len(splits.test)} problems of the second split, {100 * share:.0f} %, are in the "
+            "first one.",
+            ("both were drawn from the same problems, so evaluations measure memory",),
+        )
+    num_repeated = sum(counts.values()) - len(counts)
+    if num_repeated >= 0.5 * len(splits.train):
+        yield Finding(
+            "problems_repeat",
+            Verdict.LOOK,
+            f"{num_repeated} of the {len(splits.train)} problems of the first split repeat an earlier one.",
+            ("rows were joined twice: an epoch is shorter than it looks",),
+        )

@@ -1,0 +1,194 @@
+"""`audit`: plays prepared answers in an environment and judges what they earn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from torchrl.envs import EnvBase
+
+from llmrl._utils.types import JSON, Row
+from llmrl.audit.answers import Answer, Kind, answers_for, reference_answers
+from llmrl.audit.checks import Splits, diagnose_played, known_reference
+from llmrl.audit.played import Played
+from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.data import Rollout
+from llmrl.engines import Completion, SamplingConfig
+from llmrl.envs.primer import dataset_env_of
+from llmrl.policies import LLMWrapperBase
+from llmrl.rendering import Renderer
+from llmrl.testing import ScriptedEngine
+from llmrl.transforms.parts import writes_reward
+from llmrl.watch.findings import Finding, Verdict, verdict_of
+
+MAX_TURNS = 8
+MAX_COMPARED = 20_000
+"""Maximum number of rows of a split that are compared with those of the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Result of an audit."""
+
+    num_problems: int
+    played: Sequence[Played]
+    findings: Sequence[Finding]
+    """Worst first."""
+    reference: str | None
+    """Name of the answer that is taken to be right; None if no column earns a reward."""
+    not_examined: Sequence[str] = field(default_factory=tuple)
+    """What could not be looked at, as sentences."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of the findings."""
+        return verdict_of(self.findings)
+
+    def to_json(self) -> dict[str, JSON]:
+        """Return the result as JSON."""
+        return {
+            "verdict": self.verdict,
+            "num_problems": self.num_problems,
+            "reference": self.reference,
+            "answers": [
+                {"name": one.name, "kind": one.kind, "reward": one.mean, "num_errors": len(one.errors)}
+                for one in self.played
+            ],
+            "findings": [finding.to_record() for finding in self.findings],
+            "not_examined": list(self.not_examined),
+        }
+
+
+class AnsweringEngine(ScriptedEngine):
+    """Gives each problem the same answer, chosen by the index of its row.
+
+    Args:
+        answer: the answer.
+        renderer: renderer of the prompts.
+    """
+
+    def __init__(self, answer: Answer, renderer: Renderer, max_model_len: int) -> None:
+        super().__init__(lambda prompt_ids: self._said, max_model_len=max_model_len, record_requests=False)
+        self._said: list[int] = []
+        self._given, self._renderer = answer, renderer
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """Return the answer to the row of the group `routing_key`."""
+        text = self._given.of(row_of(routing_key or "0")) or ""
+        # `generate` reads it before it waits for anything.
+        self._said = [*self._renderer.encode(text), *self._renderer.stop_token_ids[:1]]
+        return await super().generate(prompt_ids, sampling, request_id=request_id, routing_key=routing_key)
+
+
+def row_of(group_id: str) -> int:
+    """Return the index of a group's row.
+
+    Example:
+        >>> row_of("train/0/17")
+        17
+    """
+    return int(group_id.rpartition("/")[2])
+
+
+def audit(
+    make_env: Callable[[str], EnvBase],
+    renderer: Renderer,
+    *,
+    num_problems: int = 32,
+    splits: Sequence[str] = ("train", "test"),
+    max_new_tokens: int = 1024,
+    timeout_s: float = 30.0,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
+) -> Audit:
+    """Play prepared answers and return what is wrong with the environment.
+
+    Args:
+        make_env: function that makes the environment of a split anew; with `repeats=2`, each answer is given twice.
+        renderer: renderer of the model that is to be trained.
+        num_problems: maximum number of problems to answer, of the first split.
+        splits: splits to compare; a single one is not compared.
+        max_new_tokens: maximum length of an answer, in tokens.
+        timeout_s: maximum time of one environment step.
+        on_answer: function that is called with each answer before it is played.
+
+    Raises:
+        ValueError: if the environment has no dataset.
+
+    Example:
+        >>> result = audit(make_env, renderer)                                       # doctest: +SKIP
+        >>> result.verdict, [finding.says for finding in result.findings]            # doctest: +SKIP
+        ('fine', [])
+    """
+    first = make_env(splits[0])
+    drawing = dataset_env_of(first)
+    if drawing is None:
+        raise ValueError("the environment has no dataset, and so no problems to answer.")
+    if not writes_reward(first):
+        raise ValueError("no part of the environment writes a reward: append a RubricReward, for one.")
+    query = drawing.data_key
+    rows = list(islice(drawing.prompts.items, num_problems))
+    limits = RolloutLimits(max_turns=MAX_TURNS, step_timeout_seconds=timeout_s)
+
+    def play(answer: Answer) -> Played:
+        on_answer(answer)
+        return _play(make_env(splits[0]), answer, renderer, rows, limits, max_new_tokens)
+
+    references = [play(answer) for answer in reference_answers(rows, query)]
+    known = known_reference(references)
+    chosen = next((one for one in reference_answers(rows, query) if known and one.name == known.name), None)
+    played = [*references, *(play(answer) for answer in answers_for(rows, query, reference=chosen))]
+    others = {split: _rows_of(make_env(split)) for split in splits} if len(splits) > 1 else {}
+    compared = Splits.of(others, query)
+    findings = diagnose_played(played, splits=compared)
+    return Audit(
+        num_problems=len(rows),
+        played=played,
+        findings=findings,
+        reference=None if known is None else known.name,
+        not_examined=list(_not_examined(played, known, compared)),
+    )
+
+
+def _rows_of(env: EnvBase) -> list[Row]:
+    drawing = dataset_env_of(env)
+    return [] if drawing is None else list(islice(drawing.prompts.items, MAX_COMPARED))
+
+
+def _play(
+    env: EnvBase, answer: Answer, renderer: Renderer, rows: Sequence[Row], limits: RolloutLimits, max_new_tokens: int
+) -> Played:
+    drawing = dataset_env_of(env)
+    assert drawing is not None  # the first one of this function had it
+    drawing.prompts.items = rows
+    drawing.prompts.shuffle = False
+    engine = AnsweringEngine(answer, renderer, max_model_len=1 << 20)
+    policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": max_new_tokens})
+    started = time.perf_counter()
+    with LLMCollector(env, policy=policy, yield_completed_trajectories=True, limits=limits) as collector:
+        rollouts: list[Rollout] = collector.play(len(rows) * drawing.prompts.num_samples)
+    said = [rollout for rollout in rollouts if answer.of(row_of(rollout.group_id)) is not None]
+    return Played(answer.name, answer.kind, said, time.perf_counter() - started)
+
+
+def _not_examined(played: Sequence[Played], known: Played | None, splits: Splits | None) -> list[str]:
+    reasons = []
+    if not any(one.num_pairs for one in played):
+        reasons.append(
+            "Whether equal answers have equal rewards: the environment plays each problem once (it takes no repeats)."
+        )
+    if known is None:
+        reasons.append("What a right answer earns: no column of the data, said as it is, earns more than nothing does.")
+    if splits is None:
+        reasons.append("Whether the splits share problems: there is one, or all problems ask the same.")
+    if not any(one.kind is Kind.OTHER and one.rewards for one in played):
+        reasons.append("Whether rewards depend on the problem: no two rows have different known answers.")
+    return reasons

@@ -1,0 +1,79 @@
+"""`llmrl audit`: what is wrong with an environment, before a run costs money."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from torchrl.envs import EnvBase
+
+from llmrl._utils.types import JSON
+from llmrl.audit import Audit, audit
+from llmrl.cli.models import make_chat_renderer, model_path
+from llmrl.envs import make_task_env
+from llmrl.envs.tasks.registry import load_function
+from llmrl.envs.tasks.task import TASKS
+
+
+def splits_of(name: str) -> tuple[str, ...]:
+    """Return the splits to compare: one if the environment's function takes no split."""
+    file, _, function = name.rpartition(":")
+    make = load_function(Path(file), function) if file.endswith(".py") else TASKS.get(name, (make_task_env, ""))[0]
+    return ("train", "test") if "split" in inspect.signature(make).parameters else ("train",)
+
+
+def run_audit(
+    env: str,
+    *,
+    model: str,
+    data: str | None,
+    chat_template: Path | None,
+    num_problems: int,
+    options: Mapping[str, JSON],
+    console: Console,
+) -> Audit:
+    """Play the prepared answers; return the result."""
+    renderer = make_chat_renderer(model_path(model), chat_template)
+    takes_data = {} if data is None else {"data": data}
+
+    def make(split: str) -> EnvBase:
+        return make_task_env(env, split, repeats=2, **takes_data, **options)  # type: ignore[arg-type]
+
+    # With data of one's own, both splits would be the same rows.
+    splits = splits_of(env) if data is None else ("train",)
+    with console.status("") as status:
+        return audit(
+            make,
+            renderer,
+            num_problems=num_problems,
+            splits=splits,
+            on_answer=lambda answer: status.update(f"playing {answer.name}"),
+        )
+
+
+def print_audit(result: Audit, console: Console) -> None:
+    """Print the rewards of all answers, the findings and the verdict."""
+    table = Table("answer", "deserves", "mean reward", title=f"{result.num_problems} problems")
+    deserved = {"reference": "all" if result.reference else "all, if right"}
+    for one in result.played:
+        mean = "–" if one.mean is None else f"{one.mean:.2f}"
+        table.add_row(one.name, deserved.get(one.kind, "nothing"), mean)
+    console.print(table)
+    for finding in result.findings:
+        console.print(f"[bold]{finding.verdict}[/bold] {finding.name}: {finding.says}", highlight=False)
+        for cause in finding.causes:
+            console.print(f"    {cause}", highlight=False, markup=False)
+    for reason in result.not_examined:
+        console.print(f"[dim]not examined: {reason}[/dim]", highlight=False)
+    console.print(f"verdict: [bold]{result.verdict}[/bold]", highlight=False)
+
+
+def write_page(result: Audit, path: Path) -> None:
+    """Write what `print_audit` prints as an HTML page."""
+    with path.open("w", encoding="utf-8") as nothing:
+        recorder = Console(record=True, width=110, file=nothing)
+        print_audit(result, recorder)
+    path.write_text(recorder.export_html(), encoding="utf-8")

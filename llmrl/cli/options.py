@@ -1,0 +1,31 @@
+"""What commands share: their common options, the console, and how one fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+console = Console()
+Model = Annotated[str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")]
+MaxModelLen = Annotated[int, typer.Option(min=16, help="Maximum number of tokens of the whole conversation.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object, and everything else on stderr.")]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        help="Jinja file of the chat template, for a model that has no template, such as a base model.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+
+
+def fail(message: object, *, exit_code: int = 2) -> typer.Exit:
+    """Print an error and return the exit; the default exit code is that of wrong usage."""
+    Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {escape(str(message))}", highlight=False, soft_wrap=True)
+    return typer.Exit(exit_code)

@@ -1,0 +1,130 @@
+"""Commands about a recorded run: its steps again, its rewards anew, its conversations, two runs, a fork."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmrl.cli.options import AsJSON, console, fail
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+
+
+def replay(
+    run: Run,
+    step: Annotated[int, typer.Option(min=1, help="Step to compute again.")],
+    entries: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Entries to change, to see what the step would have been: loss=dapo, train.clip_epsilon=0.3"
+        ),
+    ] = None,
+    quantities: Annotated[
+        str, typer.Option(help="What to compare, separated by commas; rewards and advantages need no model.")
+    ] = "prompts,rewards,advantages,log_probs,metrics,weights",
+    reward: Annotated[
+        str | None,
+        typer.Option(help="Reward function of the run, FILE.py:FUNCTION; with --what-if, another one to train with."),
+    ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Compare with the step under --reward; changed entries imply it.")
+    ] = False,
+    drop_rollout: Annotated[list[str] | None, typer.Option(help="Rollout to leave out of batch and baseline.")] = None,
+    last_step: Annotated[
+        int | None, typer.Option(help="Last step of a what-if over several steps, each side on its own weights.")
+    ] = None,
+    page: Annotated[Path | None, typer.Option(help="HTML file to write, with the what-if beside the steps.")] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Compute a recorded step again and name the first quantity that differs; or compute it with something changed.
+
+    Exits with 1 if a quantity differs by more than rounding.
+    """
+    from llmrl.cli.replay import run_replay
+
+    try:
+        is_equal = run_replay(
+            run,
+            step,
+            quantities.split(","),
+            reward,
+            entries or [],
+            drop_rollout or [],
+            console,
+            last_step=last_step,
+            page=page,
+            is_what_if=what_if,
+            is_json=as_json,
+        )
+    except (ValueError, TypeError, OSError) as error:
+        raise fail(error) from None
+    raise typer.Exit(not is_equal)
+
+
+def rescore(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, or a JSON lines file of conversations (OpenAI).")
+    ],
+    reward: Annotated[str, typer.Option(help="Reward function: FILE.py:FUNCTION.")],
+    as_json: AsJSON = False,
+) -> None:
+    """Score the rollouts of a run, or the conversations of a file, by a reward function, and compare the rewards."""
+    from llmrl.cli.replay import run_rescore
+
+    try:
+        run_rescore(run, reward, console, is_json=as_json)
+    except (ValueError, TypeError, OSError) as error:
+        raise fail(error) from None
+
+
+def conversations(
+    run: Run,
+    file: Annotated[Path | None, typer.Argument(help="New JSON lines file.")] = None,
+    form: Annotated[
+        str, typer.Option("--as", help="messages, sft, preferences, or spans (OpenTelemetry, to its OTLP endpoint).")
+    ] = "messages",
+    split: Annotated[str, typer.Option(help="train, or the name of an evaluation: eval/sums.")] = "train",
+    as_json: AsJSON = False,
+) -> None:
+    """Write the conversations of a run in OpenAI's format, as a data set, or send them as spans."""
+    from llmrl.cli.replay import run_conversations
+
+    try:
+        run_conversations(run, file, form, split, is_json=as_json)
+    except (ValueError, OSError) as error:
+        raise fail(error) from None
+
+
+def bisect(
+    run: Run,
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Folder of a run that should be equal.")],
+    page: Annotated[Path | None, typer.Option(help="HTML file to write, with the step of both runs.")] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Name the first step, row, token and quantity in which two runs differ.
+
+    Exits with 1 if they do.
+    """
+    from llmrl.cli.replay import run_bisect
+
+    try:
+        is_equal = run_bisect(run, other, console, page=page, is_json=as_json)
+    except (ValueError, OSError) as error:
+        raise fail(error) from None
+    raise typer.Exit(not is_equal)
+
+
+def fork(
+    run: Run,
+    entries: Annotated[list[str], typer.Argument(help="run.path=FOLDER of the new run, and entries that it changes.")],
+    step: Annotated[int, typer.Option(min=1, help="Last step that both runs share.")],
+) -> None:
+    """Make a new run from the middle of an old one; resuming it trains on."""
+    from llmrl.cli.replay import run_fork
+
+    try:
+        run_fork(run, step, entries, console)
+    except (ValueError, OSError) as error:
+        raise fail(error) from None
