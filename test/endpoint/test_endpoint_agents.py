@@ -443,14 +443,13 @@ def test_a_record_has_what_became_of_an_agents_requests(renderer):
         engine.fail_next(1, EngineError("out of memory"))
         with contextlib.suppress(openai.InternalServerError):
             await ask_once(row, model)
-        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
-        for refused in ({"response_format": schema}, {"n": 1000}):  # before the session is looked for
+        for num_answers in (1000, 2000):  # refused before the session is looked for
             with pytest.raises(openai.BadRequestError):
-                await ask_once(row, model, **refused)
+                await ask_once(row, model, n=num_answers)
         with pytest.raises(openai.BadRequestError, match="prompt is too long"):
             await ask_once({"query": "word " * 400}, model)
         for _ in range(3):  # of one prompt: each is a row
-            await ask_once(row, model, response_format={"type": "json_object"})
+            await ask_once(row, model, temperature=0.2)
 
     limits = RolloutLimits(num_engine_retries=0, max_prompt_tokens=250)
     rollout = play_failing(renderer, play, limits=limits)
@@ -460,7 +459,7 @@ def test_a_record_has_what_became_of_an_agents_requests(renderer):
         "num_answered": 3,
         "num_failed": 1,
         "refused": {"invalid_request_error": 2, "context_length_exceeded": 1},
-        "overridden": {"response_format": 3},
+        "overridden": {"temperature": 3},
     }
     metrics = rollout_metrics([rollout])
     assert metrics["agent/refused"] == 3 / 7 and metrics["agent/lost"] == 0
