@@ -25,6 +25,9 @@ Advantages = Mapping[str, float]
 """Advantage of each trained rollout, by its id."""
 
 
+_NEAR_ZERO = 1e-5
+
+
 @dataclass(slots=True)
 class ChangedStep:
     """A recorded step beside the same step with something changed."""
@@ -200,5 +203,6 @@ def _sum(numbers: Iterable[torch.Tensor]) -> float:
     return math.fsum(float(whole(number)) for number in numbers)
 
 
-def _sign(number: float) -> int:
-    return (number > 0) - (number < 0)
+def _sign(advantage: float) -> int:
+    # A reward at its group's mean has an advantage that is zero but for rounding, which the order of the group decides.
+    return (advantage > _NEAR_ZERO) - (advantage < -_NEAR_ZERO)
