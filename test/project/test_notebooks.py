@@ -29,9 +29,18 @@ def cells_of(path, nbformat):
     return notebook.cells
 
 
+NEEDED_GB = 12
+
+
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory, real_vllm, own_programs, model_path):
     """The cells of all notebooks, after their execution."""
+    # Killed for want of memory, a process would take other tests with it.
+    free = int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1]) / 1e6
+    if free < NEEDED_GB:
+        pytest.skip(
+            f"a kernel with an engine and a trainer needs {NEEDED_GB} GB of free memory, and {free:.0f} are free"
+        )
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     cells = [cell for path in NOTEBOOKS for cell in cells_of(path, nbformat)]
     engines = [cell for cell in cells if "engine" in cell.metadata.get("tags", [])]
