@@ -14,7 +14,8 @@ from llmrl._utils.types import Row
 from llmrl.audit.answers import Kind
 from llmrl.audit.played import Played
 from llmrl.data import Rollout, text_of
-from llmrl.watch.findings import Finding, Verdict
+from llmrl.data.message import prompt_of
+from llmrl.watch.findings import Finding, Verdict, worst_first
 
 LARGE_REWARD = 1e3
 SLOW_S = 1.0
@@ -48,9 +49,9 @@ def _words(value: object) -> str:
     return " ".join(text.casefold().split())
 
 
-def known_reference(references: Sequence[Played]) -> Played | None:
+def known_reference(played: Sequence[Played]) -> Played | None:
     """Return the reference answer that earns most; None if none earns more than nothing."""
-    scored = [one for one in references if one.mean is not None and one.mean > 0]
+    scored = [one for one in played if one.kind is Kind.REFERENCE and one.mean is not None and one.mean > 0]
     return max(scored, key=lambda one: one.mean or 0.0, default=None)
 
 
@@ -67,7 +68,7 @@ def diagnose_played(played: Sequence[Played], *, splits: Splits | None = None) -
     checks = (_errors, _late, _unscored, _unequal, _paid, _right_fails, _leak, _large, _slow)
     found = [finding for check in checks for finding in check(played)]
     found += _shared(splits) if splits is not None else ()
-    return sorted(found, key=lambda finding: -list(Verdict).index(finding.verdict))
+    return worst_first(found)
 
 
 def _errors(played: Sequence[Played]) -> Iterator[Finding]:
@@ -133,7 +134,7 @@ def _unequal(played: Sequence[Played]) -> Iterator[Finding]:
 
 
 def _paid(played: Sequence[Played]) -> Iterator[Finding]:
-    known = known_reference([one for one in played if one.kind is Kind.REFERENCE])
+    known = known_reference(played)
     highest = max((reward for one in played for reward in one.rewards), default=0.0)
     right = highest if known is None or known.mean is None else known.mean
     for one in played:
@@ -175,7 +176,7 @@ def _right_fails(played: Sequence[Played]) -> Iterator[Finding]:
             ),
         )
         return
-    known = known_reference(references)
+    known = known_reference(played)
     if known is not None and known.mean is not None:
         num_without = sum(reward <= 0 for reward in known.rewards)
         if num_without and num_without < len(known.rewards) and num_without >= 0.02 * len(known.rewards):
@@ -188,7 +189,7 @@ def _right_fails(played: Sequence[Played]) -> Iterator[Finding]:
 
 
 def _leak(played: Sequence[Played]) -> Iterator[Finding]:
-    known = known_reference([one for one in played if one.kind is Kind.REFERENCE])
+    known = known_reference(played)
     if known is None:
         return
     column = known.name.split(" ")[0]
@@ -220,12 +221,7 @@ def _some(answers: Sequence[str], place: int, own: str) -> list[str]:
 
 
 def _prompt(rollout: Rollout) -> str:
-    opening = []
-    for message in rollout.messages:
-        if message["role"] == "assistant":
-            break
-        opening.append(text_of(message.get("content")))
-    return "\n".join(opening)
+    return "\n".join(text_of(message.get("content")) for message in prompt_of(rollout.messages))
 
 
 def _has(prompt: str, answer: str) -> bool:

@@ -17,6 +17,7 @@ from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import Rollout
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.envs.primer import dataset_env_of
+from llmrl.envs.sampler import index_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.rendering import Renderer
 from llmrl.testing import ScriptedEngine
@@ -83,20 +84,10 @@ class AnsweringEngine(ScriptedEngine):
         routing_key: str | None = None,
     ) -> Completion:
         """Return the answer to the row of the group `routing_key`."""
-        text = self._given.of(row_of(routing_key or "0")) or ""
+        text = self._given.of(index_of(routing_key or "0")) or ""
         # `generate` reads it before it waits for anything.
         self._said = [*self._renderer.encode(text), *self._renderer.stop_token_ids[:1]]
         return await super().generate(prompt_ids, sampling, request_id=request_id, routing_key=routing_key)
-
-
-def row_of(group_id: str) -> int:
-    """Return the index of a group's row.
-
-    Example:
-        >>> row_of("train/0/17")
-        17
-    """
-    return int(group_id.rpartition("/")[2])
 
 
 def audit(
@@ -142,10 +133,12 @@ def audit(
         on_answer(answer)
         return _play(make_env(splits[0]), answer, renderer, rows, limits, max_new_tokens)
 
-    references = [play(answer) for answer in reference_answers(rows, query)]
-    known = known_reference(references)
-    chosen = next((one for one in reference_answers(rows, query) if known and one.name == known.name), None)
-    played = [*references, *(play(answer) for answer in answers_for(rows, query, reference=chosen))]
+    references = {answer.name: answer for answer in reference_answers(rows, query)}
+    played = [play(answer) for answer in references.values()]
+    known = known_reference(played)
+    reference = None if known is None else known.name
+    chosen = None if reference is None else references[reference]
+    played += [play(answer) for answer in answers_for(rows, query, reference=chosen)]
     others = {split: _rows_of(make_env(split)) for split in splits} if len(splits) > 1 else {}
     compared = Splits.of(others, query)
     findings = diagnose_played(played, splits=compared)
@@ -153,8 +146,8 @@ def audit(
         num_problems=len(rows),
         played=played,
         findings=findings,
-        reference=None if known is None else known.name,
-        not_examined=list(_not_examined(played, known, compared)),
+        reference=reference,
+        not_examined=_not_examined(played, compared),
     )
 
 
@@ -175,17 +168,17 @@ def _play(
     started = time.perf_counter()
     with LLMCollector(env, policy=policy, yield_completed_trajectories=True, limits=limits) as collector:
         rollouts: list[Rollout] = collector.play(len(rows) * drawing.prompts.num_samples)
-    said = [rollout for rollout in rollouts if answer.of(row_of(rollout.group_id)) is not None]
+    said = [rollout for rollout in rollouts if answer.of(index_of(rollout.group_id)) is not None]
     return Played(answer.name, answer.kind, said, time.perf_counter() - started)
 
 
-def _not_examined(played: Sequence[Played], known: Played | None, splits: Splits | None) -> list[str]:
+def _not_examined(played: Sequence[Played], splits: Splits | None) -> list[str]:
     reasons = []
     if not any(one.num_pairs for one in played):
         reasons.append(
             "Whether equal answers have equal rewards: the environment plays each problem once (it takes no repeats)."
         )
-    if known is None:
+    if known_reference(played) is None:
         reasons.append("What a right answer earns: no column of the data, said as it is, earns more than nothing does.")
     if splits is None:
         reasons.append("Whether the splits share problems: there is one, or all problems ask the same.")

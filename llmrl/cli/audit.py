@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,7 +74,6 @@ def print_audit(result: Audit, console: Console) -> None:
 
 def write_page(result: Audit, path: Path) -> None:
     """Write what `print_audit` prints as an HTML page."""
-    with path.open("w", encoding="utf-8") as nothing:
-        recorder = Console(record=True, width=110, file=nothing)
-        print_audit(result, recorder)
+    recorder = Console(record=True, width=110, file=io.StringIO())
+    print_audit(result, recorder)
     path.write_text(recorder.export_html(), encoding="utf-8")

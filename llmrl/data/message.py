@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -142,6 +143,16 @@ def _copied(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _copied(entry) for key, entry in value.items()}
     return value
+
+
+def prompt_of(messages: Iterable[Message]) -> list[Message]:
+    """Return the messages before the first answer.
+
+    Example:
+        >>> prompt_of([{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}])
+        [{'role': 'user', 'content': '1 + 1 ='}]
+    """
+    return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
 def text_of(content: object) -> str:

@@ -159,7 +159,7 @@ class PromptSampler:
             >>> PromptSampler([{"query": "a"}, {"query": "b"}]).item_of("train/3/1")
             {'query': 'b'}
         """
-        return self.items[int(group_id.rpartition("/")[2])]
+        return self.items[index_of(group_id)]
 
     def skip_to_group(self) -> None:
         """Skip the rest of partly drawn groups, so that single draws do not shift later groups.
@@ -222,6 +222,16 @@ class PromptSampler:
         self._position = state["position"]
         self._first_epoch = state["first_epoch"]
         self._again = deque(state["again"])
+
+
+def index_of(group_id: str) -> int:
+    """Return the index of a group's item.
+
+    Example:
+        >>> index_of("train/3/17")
+        17
+    """
+    return int(group_id.rpartition("/")[2])
 
 
 def columns_of(items: Sequence[Row]) -> tuple[str, ...]:

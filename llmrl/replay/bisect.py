@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
 
 from llmrl._utils.numbers import is_same
 from llmrl.config.resumed import changes_of
-from llmrl.data import Message
+from llmrl.data.message import prompt_of
 from llmrl.replay.recorded import RecordedRun
-from llmrl.viewer.run_data import Record
 from llmrl.watch.token_log import TokenRow
 from llmrl.watch.tracking import is_performance
 
@@ -68,7 +66,7 @@ def _differences(first: RecordedRun, second: RecordedRun, step: int) -> Iterator
         return
     for column in _COLUMNS:
         for key in rows[0]:
-            is_same_prompt = _prompt(ours[key[0]]) == _prompt(theirs[key[0]])
+            is_same_prompt = prompt_of(ours[key[0]]["messages"]) == prompt_of(theirs[key[0]]["messages"])
             yield from _in_column(step, column, rows[0][key], rows[1][key], is_same_prompt=is_same_prompt)
     for name in ours:
         for entry, meaning in (
@@ -86,10 +84,6 @@ def _differences(first: RecordedRun, second: RecordedRun, step: int) -> Iterator
         values = (first.metrics(step)[name], second.metrics(step).get(name, math.nan))
         if not is_performance(name) and not is_same(*values):
             yield Parting(step, name, "metrics.csv", *values, "the loss, its options, or the optimizer")
-
-
-def _prompt(record: Record) -> list[Message]:
-    return list(takewhile(lambda message: message["role"] != "assistant", record["messages"]))
 
 
 def _in_column(step: int, column: str, ours: TokenRow, theirs: TokenRow, *, is_same_prompt: bool) -> Iterator[Parting]:

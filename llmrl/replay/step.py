@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import takewhile, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -14,6 +14,7 @@ import torch
 from llmrl._utils.numbers import is_same
 from llmrl._utils.types import Tokenizer
 from llmrl.config.ranks import call_on_ranks
+from llmrl.data.message import prompt_of
 from llmrl.data.template_limit import written_in_time
 from llmrl.objectives.advantages.normalization import Normalization
 from llmrl.replay.loop import Computed, OnStep, ReplayLoop, pass_over, whole
@@ -161,7 +162,7 @@ def _compare_prompts(run: RecordedRun, step: int) -> Compared:
         compared.note = f"the tokenizer of {model.path} cannot be loaded: {error}"
         return compared
     for record in run.records(step):
-        prompt = [dict(one) for one in takewhile(lambda one: one["role"] != "assistant", record["messages"])]
+        prompt = [dict(one) for one in prompt_of(record["messages"])]
         sides = [_prompt_ids(tokenizer, prompt) for tokenizer in (recorded, current)]
         for place, (ours, theirs) in enumerate(zip_longest(*sides, fillvalue=math.nan)):
             compared.add(f"token {place} of the prompt of rollout {record['rollout_id']}", ours, theirs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -81,6 +81,11 @@ class Finding:
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
     """Return the worst verdict."""
     return max((finding.verdict for finding in findings), key=list(Verdict).index, default=Verdict.FINE)
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings by verdict, worst first; those of one verdict stay in their order."""
+    return sorted(findings, key=lambda finding: list(Verdict).index(finding.verdict), reverse=True)
 
 
 def failing_rollouts(selection: Selection, records: Sequence[Mapping[str, JSON]]) -> list[Mapping[str, JSON]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 
 from llmrl._utils.types import Row
-from llmrl.watch.findings import Finding, HealthLog, Selection, Verdict
+from llmrl.watch.findings import Finding, HealthLog, Selection, Verdict, worst_first
 from llmrl.watch.metric_history import NUM_SMOOTHED, SURE, MetricHistory, Metrics
 
 _LEAST_CHANGE = 1e-6
@@ -39,7 +39,7 @@ def diagnose(
     for check in (functools.partial(_staleness, max_staleness=max_staleness), *_CHECKS):
         history.take_read()
         found += [dataclasses.replace(finding, steps=history.take_read()) for finding in check(history)]
-    return sorted(found, key=lambda finding: -list(Verdict).index(finding.verdict))
+    return worst_first(found)
 
 
 class HealthJudge:
