@@ -111,7 +111,9 @@ class ReplaceableLoop:
             async with asyncio.timeout(timeout_seconds):
                 return await future
         except (asyncio.CancelledError, TimeoutError) as interruption:
-            if not future.cancelled():  # a TimeoutError of the coroutine itself
+            if not future.cancelled():
+                if isinstance(interruption, TimeoutError):
+                    return future.result()  # the coroutine's own TimeoutError, or a result that came with the limit
                 raise
             ended = errand.cancel()
             # Cancellation may itself take time, so the owner of the limit waits longer.

@@ -34,6 +34,8 @@ from llmrl.rewards.rubric import scores_of
 from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubric, outcomes_of, states_of, write_score
 
 _SOLO_IDS = itertools.count()
+_GRACE_SECONDS = 1.0
+"""Time after a rubric's own limit, which names the function that is late, until it is ended from outside."""
 # Without its opening there is nothing to score: neither an answer, nor the state of the tools.
 _UNOPENED = "The time limit of the rollout ended it while its environment opened it."
 
@@ -324,13 +326,16 @@ class RolloutRunner:
     async def score(self, rollouts: Sequence[Rollout]) -> None:
         """Score ended rollouts that no step has scored; a group is scored together if the rubric says so."""
         assert self.rubric is not None
+        limit = self.rubric.timeout_seconds
         try:
             scoring = scores_of(self.rubric, [_reward_input(rollout) for rollout in rollouts])
-            scores = await self.judge_loop.wait(scoring, self.rubric.timeout_seconds)
+            scores = await self.judge_loop.wait(scoring, limit and limit + _GRACE_SECONDS)
         except Exception as error:
             text = describe(error)
             if self.rubric.is_group_scored:
                 text += f"; score_group ({location_of(self.rubric.score_group, error)})"
+            elif isinstance(error, TimeoutError):
+                text += f"; {self.rubric.located()}"
             scores = [self.rubric.failed(text)] * len(rollouts)
         for rollout, score in zip(rollouts, scores, strict=True):
             rollout.add_reward(score.reward)

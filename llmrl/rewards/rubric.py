@@ -118,12 +118,12 @@ class Rubric:
             return Score(self.truncation_reward)
         if rollout.status in (RolloutStatus.ERROR, RolloutStatus.ABORTED):
             return self.failed(rollout.reason)
-        gathered = asyncio.gather(*(guarded(fn.score(rollout)) for fn in self.reward_fns), return_exceptions=True)
+        scoring = (guarded(fn.score(rollout)) for fn in self.reward_fns)
         try:
-            results = await asyncio.wait_for(gathered, self.timeout_seconds)
+            async with asyncio.timeout(self.timeout_seconds):
+                results = await asyncio.gather(*scoring, return_exceptions=True)
         except TimeoutError:
-            names = ", ".join(fn.located() for fn in self.reward_fns if fn.is_async)
-            return self.failed(f"TimeoutError: scoring took more than {self.timeout_seconds} s: {names}.")
+            return self.failed(f"TimeoutError: scoring took more than {self.timeout_seconds} s: {self.located()}.")
         raw: dict[str, float] = {}
         for fn, result in zip(self.reward_fns, results, strict=True):
             if isinstance(result, UnknownRewardInput):
@@ -143,6 +143,10 @@ class Rubric:
     async def score_group(self, rollouts: Sequence[RewardInput]) -> list[Score]:
         """Score the rollouts of one group, in order; override to compare them with each other."""
         return list(await asyncio.gather(*(self.score(rollout) for rollout in rollouts)))
+
+    def located(self) -> str:
+        """Return the names, files and lines of the async functions, which a time limit can end."""
+        return ", ".join(fn.located() for fn in self.reward_fns if fn.is_async)
 
     def failed(self, error: str) -> Score:
         """Return the score of a rollout that failed or could not be scored."""

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.engines.environment import starting_environment
 
 
@@ -46,6 +47,21 @@ def test_errors_arrive(background):
         asyncio.run(background.wait(fail()))
     with pytest.raises(KeyError):
         background.run(fail())
+
+
+def test_a_result_that_comes_as_the_time_is_up_is_the_result():
+    loop = ReplaceableLoop("test")
+
+    async def both_at_once(value):
+        waiting = asyncio.ensure_future(loop.wait(double(value), 0.01))
+        await asyncio.sleep(0)  # begins the wait
+        loop.current.run(asyncio.sleep(0.05))  # blocks this thread: it finds the result and the limit together
+        return await waiting
+
+    assert asyncio.run(both_at_once(2)) == 4
+    with pytest.raises(TypeError):
+        asyncio.run(both_at_once(None))
+    loop.close()
 
 
 def test_cancelling_the_wait_cancels_the_work(background):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
 
 import pytest
@@ -213,6 +215,28 @@ def test_a_scorer_that_fails_gives_the_error_reward_within_the_step_and_after_it
         [rollout] = collector.play(1)
     assert rollout.is_scored and rollout.reward == 0.0 and rollout.breakdown == {"exact": 1.0}
     assert "broken" in rollout.error
+
+
+async def late(completion):
+    await asyncio.sleep(60)
+
+
+async def late_and_stubborn(completion):
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("judge", [late, late_and_stubborn])
+def test_a_late_judge_is_named_and_leaves_nothing_in_the_log(make_policy, judge, caplog):
+    env = DatasetChatEnv(DATASET * 8).append_transform(RubricReward(Rubric(judge, timeout_seconds=0.01)))
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
+        rollouts = collector.play(32)
+    gc.collect()  # what was never retrieved is logged when it is freed
+    where = f"reward function {judge.__name__!r} ({__file__}:{judge.__code__.co_firstlineno})"
+    assert all("TimeoutError" in one.error and where in one.error and not one.is_scored for one in rollouts)
+    assert caplog.records == []
 
 
 class PlaceInGroup(Rubric):
