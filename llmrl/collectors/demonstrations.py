@@ -13,7 +13,7 @@ from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rows import rollout_rows
 from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
 from llmrl.data import Rollout, RolloutStatus
-from llmrl.data.chat_logs import read_chat_log
+from llmrl.endpoint.chat_logs import read_chat_log
 from llmrl.envs import EndOfData
 from llmrl.envs.sampler import Drawn, PromptSampler
 from llmrl.envs.sources import Source, load_rows

@@ -12,7 +12,7 @@ from typing import Literal, cast
 from llmrl._utils.files import open_file
 from llmrl._utils.spans import span
 from llmrl.data import Message
-from llmrl.data.chat_logs import as_openai, read_chat_log
+from llmrl.endpoint.chat_logs import as_openai, read_chat_log
 from llmrl.envs.sources import load_rows
 from llmrl.replay.recorded import RecordedRun
 from llmrl.viewer.run_data import Record, read_records

@@ -134,7 +134,7 @@ def written(path, *rows):
         ({"messages": CHAT[:1]}, "row 1 .* nothing to train: none is the assistant's"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "row 1 .* nothing to train"),
         ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": ["add"]}]}, "row 1 .* a tool call must be"),
-        ({"messages": [CHAT[0], MISCALLING]}, "row 1 .* arguments of a call of 'f' are not JSON"),
+        ({"messages": [CHAT[0], MISCALLING]}, "row 1 .* arguments of a call of 'f', is no JSON"),
     ],
 )
 def test_a_conversation_that_cannot_be_trained_on_is_named_before_training(tmp_path, renderer, row, message):

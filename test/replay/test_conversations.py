@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 
 import pytest
@@ -15,6 +16,7 @@ from llmrl.collectors import Demonstrations, LLMCollector
 from llmrl.config.model import ModelConfig
 from llmrl.config.resumed import save_config
 from llmrl.config.sections import CollectConfig, EnvConfig, GRPOConfig, GRPOTrainConfig, RunConfig
+from llmrl.endpoint.chat_logs import read_chat_log
 from llmrl.envs import AgentEnv, DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.replay.conversations import conversations_of, send_conversations
@@ -172,3 +174,117 @@ def test_a_file_of_logs_without_rewards_is_scored_and_a_bad_line_is_named(tmp_pa
     path.write_text(json.dumps({"prompt": "Hi"}) + "\n")
     called = call("rescore", path, "--reward", f"{tmp_path}/reward.py:size")
     assert called.exit_code == 2 and "row 0" in called.output and "'messages'" in called.output
+
+
+ASKED = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2 ="}]
+CALLED = {"type": "function", "id": "call_1", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+TOLD = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
+PLAIN = [
+    *ASKED,
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    TOLD,
+    {"role": "assistant", "content": "It is 3."},
+]
+WRITTEN = {**CALLED, "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+ABSENT = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
+COMPLETIONS = {
+    "request": {
+        "model": "gpt",
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "Add"}, {"type": "text", "text": "."}]},
+            {"role": "user", "content": "1 + 2 =", "name": None},
+            {"role": "assistant", "content": None, "tool_calls": [WRITTEN], **ABSENT},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "3"}]},
+        ],
+    },
+    "response": {
+        "id": "chatcmpl-1",
+        "choices": [
+            {"index": 0, "message": {"role": "assistant", "content": "It is 3.", "tool_calls": None, **ABSENT}}
+        ],
+    },
+}
+RESPONSES = {
+    "request": {
+        "model": "gpt",
+        "instructions": "Add.",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "1 + 2 ="}]},
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {
+                "type": "function_call",
+                "id": "fc_1",
+                "call_id": "call_1",
+                "name": "add",
+                "status": "completed",
+                "arguments": '{"a": 1, "b": 2}',
+            },
+            {"type": "function_call_output", "call_id": "call_1", "output": "3"},
+        ],
+        "previous_response_id": None,
+    },
+    "response": {
+        "id": "resp_1",
+        "output": [
+            {
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "It is 3.", "annotations": []}],
+            }
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("logged", [COMPLETIONS, RESPONSES], ids=["completions", "responses"])
+def test_logs_of_agents_are_what_their_messages_are(logged, tmp_path, renderer):
+    shown = Demonstrations([logged], renderer, conversations_per_batch=1).all_rows()
+    expected = Demonstrations([{"messages": PLAIN}], renderer, conversations_per_batch=1).all_rows()
+    assert [row["tokens", "full"].tolist() for row in shown] == [row["tokens", "full"].tolist() for row in expected]
+    (tmp_path / "log.jsonl").write_text(json.dumps(logged) + "\n")
+    (tmp_path / "reward.py").write_text("def size(completion):\n    return len(completion)\n")
+    called = call("rescore", tmp_path / "log.jsonl", "--reward", f"{tmp_path}/reward.py:size", "--json")
+    assert json.loads(called.output)["rewards"] == {"row 0": len("It is 3.")}
+
+
+def test_other_shapes_of_logs_are_read():
+    said = read_chat_log({"messages": [
+        {"role": "user", "content": "1 + 2 ="},
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}},
+        {"role": "function", "name": "add", "content": "3"},
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "assistant", "reasoning": "Hm.", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]})["messages"]  # fmt: skip
+    assert said[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}} and said[2]["role"] == "tool"
+    assert said[3] == {"role": "assistant", "content": "No."}
+    assert (said[4]["reasoning_content"], said[4]["content"]) == ("Hm.", "No.")
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    row = read_chat_log(
+        {"request": {"input": "Hi", "tools": [tool, {"type": "web_search"}]}, "response": {"output": []}}
+    )
+    assert row["tools"] == [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def calling(arguments):
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (calling("{"), "'f', is no JSON"),
+        (calling("[" * 100_000), "'f', is no JSON"),
+        (calling("[1]"), "must be an object"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "a tool call must be"),
+        ({"request": {"messages": []}, "response": {"choices": []}}, "no choices[0].message"),
+        ({"request": {"input": "Hi"}, "response": "Hi"}, "no list of 'output' items"),
+        ({"request": {"input": "Hi", "previous_response_id": "resp_1"}, "response": {"output": []}}, "resp_1"),
+        ({"request": {"input": [{"type": "item_reference", "id": "1"}]}, "response": {"output": []}}, "item_reference"),
+        ({"request": {"input": "Hi"}, "response": {"output": [{"type": "mcp_call"}]}}, "'mcp_call'"),
+        ({"request": {"input": [7]}, "response": {"output": []}}, "must be an object"),
+    ],
+)
+def test_a_log_that_cannot_be_read_is_refused_by_what_is_wrong(row, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        read_chat_log(row)

@@ -18,6 +18,8 @@ _KINDS = {
 }  # fmt: skip
 _MAX_DEPTH = 64
 _ROLES = {"system", "user", "assistant", "tool"}
+TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+"""Types of parts that are text, in chat completions and in responses."""
 
 
 def parse_body(text: bytes) -> Body:
@@ -79,7 +81,8 @@ def text_parts(content: Json, *, where: str, kinds: Sequence[str] = ("text",)) -
         part = object_of(part, where=f"{where}[{number}]")
         if part.get("type") not in kinds:
             raise RefusedRequest(f"{where}[{number}] is of type {part.get('type')!r:.80}; only text is read here.")
-        texts.append(entry_of(part, "text", str, where=f"{where}[{number}].", default=""))
+        name = "refusal" if "refusal" in part else "text"
+        texts.append(entry_of(part, name, str, where=f"{where}[{number}].", default=""))
     return "".join(texts)
 
 

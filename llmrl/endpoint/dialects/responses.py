@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from llmrl.data import Message
 from llmrl.endpoint.dialects.reading import (
+    TEXTS,
     Body,
     arguments_of,
     call_of,
@@ -30,7 +31,6 @@ _READ = (
     "background", "conversation", "input", "instructions", "max_output_tokens", "model", "previous_response_id",
     "stream", "text", "tools", "train",
 )  # fmt: skip
-_TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 _ID = "resp_"
 
 
@@ -52,7 +52,7 @@ def read(body: Body) -> ModelRequest:
     opening: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     previous = entry_of(body, "previous_response_id", str)
     return ModelRequest(
-        messages=checked([*opening, *_messages(body.get("input"))]),
+        messages=checked([*opening, *messages_of(body.get("input"))]),
         model=entry_of(body, "model", str, default=""),
         tools=tools,
         max_tokens=positive(entry_of(body, "max_output_tokens", int), "max_output_tokens"),
@@ -71,8 +71,11 @@ def read(body: Body) -> ModelRequest:
     )
 
 
-def _messages(items: Json) -> list[Message]:
-    """Return the input's messages; the items of one answer (reasoning, text, calls) make one message."""
+def messages_of(items: Json) -> list[Message]:
+    """Return the messages of input and output items; the items of one answer (reasoning, text, calls) make one.
+
+    Raises RefusedRequest if an item is malformed or is not read here.
+    """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
@@ -93,7 +96,7 @@ def _messages(items: Json) -> list[Message]:
         kind = item.get("type", "message")
         if kind == "reasoning":
             thoughts = item.get("content") or item.get("summary")
-            text = text_parts(thoughts, where=f"{where}.content", kinds=_TEXTS)
+            text = text_parts(thoughts, where=f"{where}.content", kinds=TEXTS)
             if text:
                 answer()["reasoning_content"] = answer().get("reasoning_content", "") + text
         elif kind == "function_call":
@@ -102,14 +105,14 @@ def _messages(items: Json) -> list[Message]:
             answer().setdefault("tool_calls", []).append(call_of(call_id, name, arguments))
         elif kind == "function_call_output":
             call_id = entry_of(item, "call_id", str, where=f"{where}.", default="")
-            output = text_parts(item.get("output"), where=f"{where}.output", kinds=_TEXTS)
+            output = text_parts(item.get("output"), where=f"{where}.output", kinds=TEXTS)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             is_answer_open = False
         elif kind == "item_reference":
             answer().setdefault(REFERENCES, []).append(entry_of(item, "id", str, where=f"{where}.", default=""))
         elif kind == "message":
             role = entry_of(item, "role", str, where=f"{where}.", default="")
-            content = text_parts(item.get("content"), where=f"{where}.content", kinds=_TEXTS)
+            content = text_parts(item.get("content"), where=f"{where}.content", kinds=TEXTS)
             if role == "assistant":
                 answer()["content"] += content
             else:

@@ -1,0 +1,128 @@
+"""Conversations in OpenAI's formats, as people log them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from llmrl._utils.types import Row
+from llmrl.data import Message
+from llmrl.endpoint.dialects.reading import TEXTS, arguments_of, function_of, text_parts, tools_of
+from llmrl.endpoint.dialects.responses import messages_of
+from llmrl.endpoint.requests import REFERENCES, RefusedRequest
+
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+def read_chat_log(row: Row) -> Row:
+    """Return a logged conversation as a row with `messages`, of text and with read arguments, and its other columns.
+
+    The log has `messages` and optionally `tools`, or a `request` and the `response` to it, of chat completions, of
+    which the first choice is read, or of responses. Role `developer` is `system`; parts of text are joined.
+
+    Raises ValueError if it has no messages, if a tool call is malformed, or if it goes on from what it does not hold.
+
+    Example:
+        >>> row = read_chat_log({"request": {"model": "m", "messages": [{"role": "developer", "content": "Add."}]},
+        ...                      "response": {"choices": [{"message": {"role": "assistant", "content": "3"}}]}})
+        >>> row["messages"]
+        [{'role': 'system', 'content': 'Add.'}, {'role': 'assistant', 'content': '3'}]
+        >>> row = read_chat_log({"request": {"input": "1 + 2 ="}, "response": {"output": [
+        ...     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "3"}]}]}})
+        >>> row["messages"]
+        [{'role': 'user', 'content': '1 + 2 ='}, {'role': 'assistant', 'content': '3'}]
+    """
+    columns = {name: value for name, value in row.items() if name not in ("request", "response")}
+    request = row.get("request")
+    try:
+        if row.get("messages") is None and isinstance(request, Mapping):
+            read_request = _read_responses if "input" in request else _read_completions
+            columns |= read_request(dict(request), row.get("response"))
+        messages = columns.get("messages")
+        if messages is None:
+            raise ValueError(f"it has no 'messages', nor a 'request' with them, only {sorted(map(str, row))}.")
+        if isinstance(messages, Sequence) and not isinstance(messages, str):
+            columns["messages"] = [_read(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    except RefusedRequest as refused:
+        raise ValueError(refused.message) from refused
+    return columns
+
+
+def _read_completions(request: Row, response: object) -> Row:
+    choices = response.get("choices") if isinstance(response, Mapping) else None
+    first = choices[0] if isinstance(choices, Sequence) and choices else None
+    message = first.get("message") if isinstance(first, Mapping) else None
+    if not isinstance(message, Mapping):
+        raise ValueError(f"its 'response' has no choices[0].message, got {response!r:.200}.")
+    functions = [{"type": "function", "function": one} for one in request.get("functions") or ()]
+    tools = request.get("tools") or functions
+    return {"messages": [*(request.get("messages") or ()), message], **({"tools": tools} if tools else {})}
+
+
+def _read_responses(request: Row, response: object) -> Row:
+    output = response.get("output") if isinstance(response, Mapping) else None
+    if not isinstance(output, list):
+        raise ValueError(f"its 'response' has no list of 'output' items, got {response!r:.200}.")
+    for name in ("previous_response_id", "conversation"):
+        if request.get(name) is not None:
+            raise ValueError(f"its request goes on from {name}={request[name]!r:.80}; log the whole input instead.")
+    opening = [{"role": "system", "content": request["instructions"]}] if request.get("instructions") else []
+    given = request["input"]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages = messages_of([*(items or ()), *output])
+    if any(REFERENCES in message for message in messages):
+        raise ValueError("its input has an item_reference, to what is not in the row; log the whole input instead.")
+    tools = [function_of(tool, "parameters", where="tools[].") for tool in tools_of(request, "function")]
+    return {"messages": [*opening, *messages], **({"tools": tools} if tools else {})}
+
+
+def _read(message: object, where: str) -> object:
+    if not isinstance(message, Mapping):
+        return message
+    # Clients write None for what a message does not have.
+    read = {name: value for name, value in message.items() if value is not None or name == "content"}
+    if isinstance(role := read.get("role"), str):
+        read["role"] = _ROLES.get(role, role)
+    if isinstance(reasoning := read.get("reasoning"), str):
+        read.setdefault("reasoning_content", reasoning)
+    content = read.get("content")
+    if content is None and "refusal" in read:
+        read["content"] = read.pop("refusal")
+    elif isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") in TEXTS for part in content):
+        read["content"] = text_parts(content, where=f"{where}.content", kinds=TEXTS)
+    legacy = read.pop("function_call", None)
+    calls = read.pop("tool_calls", None) or ([{"function": legacy}] if legacy else [])
+    if calls:
+        read["tool_calls"] = [_with_arguments(call, where) for call in calls]
+    return read
+
+
+def _with_arguments(call: object, where: str) -> Message:
+    """Return a tool call with arguments that are a dict, not a JSON string."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"a tool call must be {{'function': {{'name', 'arguments'}}}}, got {call!r:.200}.")
+    arguments = arguments_of(function.get("arguments"), where=f"{where}, arguments of a call of {function['name']!r},")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def as_openai(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in OpenAI's format, in which the arguments of calls are JSON strings.
+
+    Example:
+        >>> call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
+        >>> as_openai([{"role": "assistant", "content": "", "tool_calls": [call]}])[0]["tool_calls"][0]["function"]
+        {'name': 'add', 'arguments': '{"a": 1}'}
+    """
+    return [_written(message) for message in messages]
+
+
+def _written(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "content": message.get("content") or None, "tool_calls": calls}
