@@ -149,6 +149,9 @@ class RunRecorder:
         if is_new:
             states = random_states()
             self.view.doing("evaluate")
+            if not step and evaluator.num_rollouts:
+                num_answers = sum(evaluator.num_rollouts.values())
+                self._console.print(f"before training: {num_answers} answers to held-out problems", highlight=False)
             reports = evaluator.evaluate()
             restore_random_states(states)
             metrics = metrics_of_evaluation(reports) | {f"eval/{name}": value for name, value in measured.items()}

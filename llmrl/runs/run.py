@@ -426,6 +426,8 @@ class Run:
         print_next_steps(self.console, recorder.folder, self._continued_by(self.cfg.run.path, changes), self.cfg.env)
 
     def __enter__(self) -> Run:
+        words = f"{self.cfg.run.path}: engine and trainer load {self.cfg.model.path}"
+        self.console.print(words, highlight=False, markup=False, soft_wrap=True)
         if self._recorder is not None and threading.current_thread() is threading.main_thread():
             previous = signal.signal(signal.SIGINT, self._interrupt)
             self._exit.callback(signal.signal, signal.SIGINT, previous)

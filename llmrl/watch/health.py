@@ -227,15 +227,12 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
         )
 
 
-def _is_constant(history: MetricHistory) -> bool:
-    return history.now("reward_std") == 0
-
-
 def _lengths(history: MetricHistory) -> Iterator[Finding]:
     share = history.share("cut_share", "num_rollouts")
     verdict = _graded(share, look=0.2, broken=0.5)
     # A model learns to end its answers along with the task, so a run that has just begun, or learns, needs no advice.
-    if share is not None and verdict != Verdict.FINE and (_is_constant(history) or history.has_settled("cut_share")):
+    is_clear = history.is_constant() and history.has_many_prompts()
+    if share is not None and verdict != Verdict.FINE and (is_clear or history.has_settled("cut_share")):
         yield Finding(
             "answers_cut",
             verdict,
@@ -287,8 +284,9 @@ def _signal(history: MetricHistory) -> Iterator[Finding]:
         learned = f"{_percent(right)} of the prompts are all right" if right > 0.5 else highest
         yield Finding("learned", Verdict.FINE, f"The task is learned: {learned}.", ())
         return
-    is_constant = _is_constant(history)
-    if not is_constant and share[0] < 1 and not history.has_settled("groups_all_equal"):
+    is_constant = history.is_constant()
+    is_clear = (is_constant or share[0] == 1) and history.has_many_prompts()
+    if not is_clear and not history.has_settled("groups_all_equal"):
         return
     if is_constant:
         says += f": all rewards are {history.now('reward_mean') or 0.0:g}"

@@ -103,6 +103,9 @@ class LiveView:
         elif self.console.is_terminal:
             self._live = Live(self._render(), console=self.console, refresh_per_second=4)
             self._live.start()
+        else:
+            (task,) = self._progress.tasks
+            self.console.print(f"step {task.completed + 1:g} of {task.total:g} begins", highlight=False)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -158,12 +161,12 @@ class LiveView:
             self.console.print(Panel(Text(said), title=Text(printable(title)), title_align="left"))
 
     def show_dropped(self, step: int, findings: Sequence[Finding], records: Sequence[Row]) -> None:
-        """Show why no rollout of a step is trained on: the findings, and some of the rollouts."""
+        """Show that no rollout of a step is trained on so far: the findings, if any, and some of the rollouts."""
         lines = [_sentence(finding) for finding in findings]
         lines += [Text(f"  or: {cause}") for finding in findings[:1] for cause in finding.causes[1:]]
         panels = [conversation_panel(record["messages"], _title(record)) for record in records]
         self.console.print(
-            f"step {step}: nothing can be learned from what was played; more is played in its place.",
+            f"step {step}: no answer was better than the others to its prompt so far; other prompts are asked.",
             *lines,
             *panels,
             sep="\n",

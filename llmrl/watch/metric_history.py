@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TypeAlias
 
+from llmrl.collectors.groups import SIGNAL_PATIENCE
+
 Metrics: TypeAlias = Mapping[str, float]
 NUM_SMOOTHED = 3
 """Number of steps to average, because a batch of few prompts is noisy."""
@@ -127,6 +129,14 @@ class MetricHistory:
     def has_settled(self, name: str) -> bool:
         """Return whether a metric was measured for a few steps, and the reward does not rise any more."""
         return len(self._places(name)) >= NUM_SMOOTHED and not self.is_learning()
+
+    def is_constant(self) -> bool:
+        """Return whether all rewards of the last step are equal."""
+        return self.now("reward_std") == 0
+
+    def has_many_prompts(self) -> bool:
+        """Return whether the last step has enough prompts to judge it alone: a hard task begins with equal rewards."""
+        return (self.now("num_groups") or math.inf) >= SIGNAL_PATIENCE
 
     def is_learned(self) -> bool:
         """Return whether most answers are right, or have the highest reward seen so far."""

@@ -122,6 +122,13 @@ def test_answers_that_stay_cut_are_found_once_the_reward_does_not_rise():
     assert verdicts(alike) == {"answers_cut": "broken", "no_signal": "broken"}  # no need to wait
 
 
+def test_a_hard_task_has_no_finding_before_its_first_right_answer_is_late():
+    """Of a healthy run in which the first of 384 answers was right in the third batch of 16 prompts."""
+    alike = {**DEMO[0], "reward_mean": 0.0, "reward_std": 0.0, "groups_all_equal": 1.0}
+    assert verdicts([{**alike, "num_groups": 16.0}]) == verdicts([{**alike, "num_groups": 48.0}]) == {}
+    assert verdicts([{**alike, "num_groups": 64.0}]) == {"answers_cut": "broken", "no_signal": "broken"}
+
+
 def test_equal_rewards_are_no_finding_where_a_teacher_teaches():
     step = {"groups_all_equal": 1.0, "groups_all_wrong": 1.0}
     assert verdicts([step] * 3) == {"no_signal": "broken"}

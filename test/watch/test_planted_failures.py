@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
 from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.collectors.groups import SIGNAL_PATIENCE
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.runs import grpo as loop
@@ -269,7 +270,7 @@ def test_a_reward_that_is_hacked_is_one_answer_and_falls_where_it_is_held_out(ju
 
 def test_a_template_that_is_not_the_models_is_all_wrong_and_cut_at_the_first_step(judged, tmp_path):
     """A model that was trained with other marks does not end its turns, and goes on with the user's."""
-    said, printed = judged(sums(right), lambda step, prompt: "user: and " * 60)
+    said, printed = judged(sums(right), lambda step, prompt: "user: and " * 60, num_rollouts=2 * SIGNAL_PATIENCE)
     assert said == [{"answers_cut": "broken", "no_signal": "broken"}]
     assert "the template or the prompt" in str(HealthLog(tmp_path / "health.jsonl").read())
     assert "all rewards are 0. Likely: the answers are cut" in printed
@@ -286,7 +287,7 @@ def test_a_tool_that_always_fails_is_seen_at_the_first_step(judged):
 def test_success_says_what_is_right_whatever_the_reward_pays(judged, scale):
     said, printed = judged(sums(paid(scale)), lambda step, prompt: f"{sum_in(prompt)}<|im_end|>")
     assert said == [{"learned": "fine"}] and "100 % of the prompts are all right" in printed
-    said, printed = judged(sums(paid(scale)), lambda step, prompt: "no<|im_end|>")
+    said, printed = judged(sums(paid(scale)), lambda step, prompt: "no<|im_end|>", num_rollouts=2 * SIGNAL_PATIENCE)
     assert said == [{"no_signal": "broken"}], printed
 
 
