@@ -92,8 +92,8 @@ class CollectConfig(Section):
     """Number of answers per prompt."""
     max_new_tokens: int = field(metadata=at_least(1))
     """Maximum number of tokens per turn."""
-    max_turns: int = field(default=1, metadata=at_least(1))
-    """Maximum number of answers per conversation; 1 is a question and its answer."""
+    max_turns: int = field(default=8, metadata=at_least(1))
+    """Maximum number of answers per conversation; an environment that asks once ends after one."""
     temperature: float = field(default=1.0, metadata=at_least(0.01))
     """Sampling temperature; 1 samples from the policy itself."""
     top_p: float = field(default=1.0, metadata=above(0, at_most=1))

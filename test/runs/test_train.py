@@ -18,6 +18,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from rich.console import Console
+from script_configs import config
 
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
 from llmrl.config.sections import GRPOConfig
@@ -63,7 +64,7 @@ def test_a_call_trains_evaluates_and_leaves_a_run_that_goes_on(train_tiny, tiny_
     options |= {"schedule": "cosine", "warmup_steps": 1, "kl_to_ref_coeff": 0.1, "max_model_len": 128}
     options |= {"export_every": 1, "save_total_limit": 1}
     path, printed = train_tiny(**options)
-    assert "all 2 steps are done" in printed and "sums pass@1" in printed
+    assert "all 2 steps are done" in printed and "sums pass@1" in printed and "before training: " in printed
     metrics = {int(row["step"]): row for row in RunFolder(path, read_only=True).read_metrics()}
     assert set(metrics) == {0, 1, 2} and {"eval/sums/pass@2", "eval/more/reward"} <= metrics[0].keys()
     assert "eval/sums/pass@1" not in metrics[1] and metrics[2]["eval/sums/reward"] >= 0
@@ -180,6 +181,10 @@ def test_on_a_gpu_it_is_configured_as_the_file_for_one_gpu(monkeypatch, configur
     for section in ("model", "engine", "sync", "train"):
         for entry, value in file[section].items():
             assert getattr(getattr(cfg, section), entry) == value, f"{section}.{entry}"
+
+
+def test_a_conversation_may_have_as_many_turns_as_on_the_command_line(configured):
+    assert configured().collect.max_turns == config("grpo", "task=own").collect.max_turns == 8
 
 
 def test_every_keyword_is_an_entry_of_the_configuration_and_has_its_type(configured):
