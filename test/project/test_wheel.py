@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import llmrl
 from llmrl.cli.new import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCE_URL = "https://example.org/llmrl"
 TRAINING = """
 import sys
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
@@ -37,10 +40,10 @@ def installed(tmp_path_factory):
     for part in ("llmrl", "examples", "sota-implementations"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / part, source / part, symlinks=True, ignore=ignored)
-    for part in ("pyproject.toml", "README.md", "LICENSE"):
+    for part in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / part, source / part)
     build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, source]
-    subprocess.run(build, check=True)
+    subprocess.run(build, check=True, env={**os.environ, "SOURCE_URL": SOURCE_URL})
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     (wheel,) = folder.glob("*.whl")
     python = folder / "venv/bin/python"
@@ -66,6 +69,16 @@ def test_the_wheel_has_the_scripts_configurations(installed, own_programs):
     assert str(ROOT) not in where and "site-packages" in where
     text = installed("llmrl", "train", "--help")
     assert "num_digits: 1" in text and "hardware: cpu, cpu-2ranks, gpu1" in text
+
+
+def test_links_of_the_description_lead_to_files_of_this_version(installed, own_programs):
+    text = installed("python", "-c", "from importlib import metadata; print(metadata.metadata('llmrl').get_payload())")
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    begins = {mark: f"{SOURCE_URL}/{mark}/v{llmrl.__version__}/" for mark in ("blob", "raw")}
+    assert len(targets) > 20 and f"]({begins['raw']}docs/token-view.png)" in text
+    for target in targets:
+        place = target.removeprefix(begins["blob"]).removeprefix(begins["raw"])
+        assert place != target and (ROOT / place.partition("#")[0]).exists(), target
 
 
 def test_train_runs_from_the_wheel_and_its_run_is_looked_at(installed, tiny_model_path, own_programs):
