@@ -61,6 +61,15 @@ def test_padding_of_rows_of_many_lengths_is_bounded():
     assert num_computed <= 4 / 3 * sum(length - 1 for length in lengths)
 
 
+def test_padding_of_one_row_a_bin_is_bounded_too():
+    lengths = [3 + 17 * index % 997 for index in range(64)]
+    rows = [torch.full((length,), index) for index, length in enumerate(lengths)]
+    masks = [torch.arange(len(row)) > 0 for row in rows]
+    micro_batches = pack_rows(rows, masks, token_budget=1 << 20, one_row_per_bin=True)
+    assert sum(packed.num_packed_tokens for packed in micro_batches) <= 4 / 3 * sum(length - 1 for length in lengths)
+    assert len(micro_batches) < 20  # of lengths from 2 to 996, each at most 4/3 of the next
+
+
 def test_segments_of_several_prompts_are_computed_together():
     prompts = [torch.full((40 + index,), index) for index in range(3)]
     rows = [torch.cat([prompt, torch.tensor([10 + sample, 1])]) for prompt in prompts for sample in range(4)]

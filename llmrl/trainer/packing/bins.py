@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, insort
+import operator
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -58,6 +59,7 @@ def arrange(
     token_budget: int,
     bin_length: int | None = None,
     attention_length: float = math.inf,
+    shortest_share: float = 0.0,
 ) -> list[MicroBatch]:
     """Return the cheapest micro-batches found, by computed tokens with padding and the cost of attention in each bin.
 
@@ -67,6 +69,7 @@ def arrange(
         token_budget: computed tokens per micro-batch; a longer row is a micro-batch of its own.
         bin_length: tokens per bin; None tries several, up to the longest trie, and takes the cheapest.
         attention_length: bin length at which attention costs as much as the rest of the model.
+        shortest_share: lower bound of the shortest bin of a micro-batch, as a share of its longest.
 
     Example:
         >>> [[[piece]]] = [[b.pieces for b in bins] for bins in arrange([5, 5, 5], [0, 4, 4], token_budget=100)]
@@ -85,7 +88,7 @@ def arrange(
     for length in candidates:
         is_full = False
         for bins in _fillings(tries, length):
-            micro_batches = _split_evenly(bins, token_budget)
+            micro_batches = _split_evenly(bins, token_budget, shortest_share)
             sizes = [(len(held) * held[0].num_nodes, held[0].num_nodes) for held in micro_batches]
             cost = sum(num_tokens * (1 + longest / attention_length) for num_tokens, longest in sizes)
             if cost < lowest:
@@ -208,16 +211,16 @@ def _fill_evenly(pieces: list[Piece], num_bins: int) -> list[Bin]:
     return [held for held in bins if held.pieces]
 
 
-def _split_evenly(bins: list[Bin], token_budget: int) -> list[MicroBatch]:
+def _split_evenly(bins: list[Bin], token_budget: int, shortest_share: float) -> list[MicroBatch]:
     """Split bins into as few micro-batches as the budget allows, of similar size, with bins of similar length."""
     bins = sorted(bins, key=lambda held: -held.num_nodes)
     lengths = [held.num_nodes for held in bins]
-    best = _ends(lengths, token_budget)
+    best = _ends(lengths, token_budget, shortest_share)
     low = 1
     high = token_budget
     while low < high:
         middle = (low + high) // 2
-        ends = _ends(lengths, middle)
+        ends = _ends(lengths, middle, shortest_share)
         if len(ends) <= len(best):
             best = ends
             high = middle
@@ -226,11 +229,12 @@ def _split_evenly(bins: list[Bin], token_budget: int) -> list[MicroBatch]:
     return [bins[start:end] for start, end in pairwise([0, *best])]
 
 
-def _ends(lengths: list[int], token_budget: int) -> list[int]:
+def _ends(lengths: list[int], token_budget: int, shortest_share: float) -> list[int]:
     """Return the end of each micro-batch of bins, longest first, such that each fits the budget with padding."""
     ends: list[int] = []
     start = 0
     while start < len(lengths):
-        start = min(start + max(1, token_budget // lengths[start]), len(lengths))
+        num_alike = bisect_right(lengths, -shortest_share * lengths[start], key=operator.neg)
+        start = min(start + max(1, token_budget // lengths[start]), num_alike)
         ends.append(start)
     return ends

@@ -37,6 +37,7 @@ from llmrl.data.routed_experts import unknown_experts
 from llmrl.data.sampling_mask import SamplingMask
 from llmrl.trainer.packing.bins import MicroBatch, arrange
 
+_SHORTEST_SHARE = 0.75
 DEFAULT_TOKEN_BUDGET = 8192
 
 
@@ -141,7 +142,8 @@ def pack_rows(
             None chooses the cheapest of several lengths.
         attention_length: bin length at which attention costs as much as the rest of the model.
         share_prefixes: False lays out every row separately, for comparison.
-        one_row_per_bin: one row per bin, which needs no mask; for models that are not exact otherwise.
+        one_row_per_bin: one row per bin, which needs no mask; for models that are not exact otherwise. Rows of similar
+            length are padded together, by at most a third of their tokens.
         routed_experts: `[num_tokens, num_layers, top_k]` int16 per row; tokens with different experts are not shared.
 
     Raises:
@@ -190,7 +192,12 @@ def pack_rows(
             shared[place] = shared_length(alike[order[place - 1]], alike[order[place]])
     lengths = [len(rows[index]) for index in order]
     micro_batches = arrange(
-        lengths, shared, token_budget=token_budget, bin_length=bin_length, attention_length=attention_length
+        lengths,
+        shared,
+        token_budget=token_budget,
+        bin_length=bin_length,
+        attention_length=attention_length,
+        shortest_share=_SHORTEST_SHARE if one_row_per_bin else 0.0,
     )
     packed = [_lay_out(bins, order, shared, rows, tails, scored, token_ids[0].device) for bins in micro_batches]
     return packed if experts is None else [_with_experts(one, experts) for one in packed]
