@@ -60,6 +60,22 @@ def ragged_batch(seed: int = 0, *, num_rows: int = 6) -> TensorDictBase:
     return lazy_stack(rows, 0)
 
 
+def with_prompts(batch: TensorDictBase, prompts: list[torch.Tensor]) -> TensorDictBase:
+    """The rows after prompts that are not trained."""
+    rows = []
+    for row, prompt in zip(batch.unbind(0), prompts, strict=True):
+        longer = row.copy()
+        longer["tokens", "full"] = torch.cat([prompt, row["tokens", "full"]])
+        for key, fill in (
+            (("masks", "all_assistant_mask"), False), (("masks", "all_attention_mask"), True),
+            (("log_probs", "full"), 0.0), (("policy_versions", "full"), -1), (("next", "ref_log_probs", "full"), 0.0),
+        ):  # fmt: skip
+            column = row[key]
+            longer[key] = torch.cat([torch.full_like(prompt, fill, dtype=column.dtype), column])
+        rows.append(longer)
+    return lazy_stack(rows, 0)
+
+
 def flat(batch: TensorDictBase, *key: str) -> torch.Tensor:
     """An entry of one number per token, row after row."""
     return torch.cat([row[key] for row in batch.unbind(0)])

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loss_batches import ragged_batch, tiny_model, with_lora
+from causal_types import tiny_model as tiny_type
+from loss_batches import VOCAB_SIZE, ragged_batch, tiny_model, with_lora, with_prompts
 from torch.distributed.tensor import DTensor
 
 from llmrl.engines import EngineError, TransformersEngine
@@ -17,19 +18,32 @@ from llmrl.trainer import EngineTeacher, TransformersWrapper, shard_model, train
 
 
 def make_policy(kind: str):
-    """`tied`, `untied` or `lora`."""
+    """`tied`, `untied`, `lora`, or packed layers with a state: `hybrid`, `hybrid lora`."""
+    if kind.startswith("hybrid"):
+        model = tiny_type("qwen3_5_text")
+        model = with_lora(model, ["in_proj_qkv", "out_proj", "q_proj", "down_proj"]) if "lora" in kind else model
+        return TransformersWrapper(model, generate=False, token_budget=60, bin_length=60)
     model = tiny_model(is_tied=kind == "tied")
     model = with_lora(model, ["q_proj", "lm_head"]) if kind == "lora" else model
     return TransformersWrapper(model, generate=False, token_budget=24)
 
 
-def step(policy):
+def step_batch(kind: str, seed: int):
+    """Rows of a step; those of hybrids share prompts that are long enough to be computed once."""
+    batch = ragged_batch(seed, num_rows=9)
+    if not kind.startswith("hybrid"):
+        return batch
+    prompts = [torch.arange(length) % VOCAB_SIZE for length in (40, 23)]
+    return with_prompts(batch, [prompts[place % 2] for place in range(9)])
+
+
+def step(policy, kind: str):
     """Two steps; what they report, and the parameters after them."""
     model = policy.model
     # Every loss term, so that each needs the right denominator; SGD, so that a wrong scale shows.
     loss = GRPOLoss(policy, clip_epsilon=(1.0, 1e4), kl_to_ref_coeff=0.1, aggregation="sequence_mean")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    reports = [train_step(loss, ragged_batch(seed, num_rows=9), optimizer, max_grad_norm=1.0) for seed in (0, 1)]
+    reports = [train_step(loss, step_batch(kind, seed), optimizer, max_grad_norm=1.0) for seed in (0, 1)]
     parameters = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
@@ -148,7 +162,7 @@ def main() -> None:
         policy = make_policy(one)
         shard_model(policy.model)
         num_held = sum(p.to_local().numel() for p in policy.model.parameters())
-        reports, parameters = step(policy)
+        reports, parameters = step(policy, one)
         results[one] = {
             "reports": [report.to_metrics() for report in reports],
             "parameters": parameters,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from loss_batches import plain_gradients, plain_log_probs, tiny_model
-from sharded_training import NUM_MICRO_BATCHES, PRECISIONS, gradient_batch, make_policy, step
+from sharded_training import NUM_MICRO_BATCHES, PRECISIONS, gradient_batch, make_policy, step, step_batch
 from warm_processes import WarmPopen
 
-KINDS = ["tied", "untied", "lora"]
+KINDS = ["tied", "untied", "lora", "hybrid", "hybrid lora"]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,14 @@ def test_two_ranks_make_the_step_of_one(sharded: dict[str, Any], kind: str) -> N
     policy = make_policy(kind)
     model = policy.model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    reports, parameters = step(policy)
+    columns = (
+        [row[name] for row in step_batch(kind, 0).unbind(0)]
+        for name in (("tokens", "full"), ("masks", "all_assistant_mask"))
+    )
+    num_computed = sum(packed.num_packed_tokens for packed in policy.pack(*columns))
+    reports, parameters = step(policy, kind)
+    if kind.startswith("hybrid"):  # prompts of two groups, once in each of the micro-batches
+        assert num_computed < 0.7 * reports[0].num_row_tokens
     assert reports[0].num_micro_batches > 2 and reports[0].grad_norm > 1
     for ours, theirs in zip(reports, sharded[kind]["reports"], strict=True):
         expected = ours.to_metrics() | {"seconds": theirs["seconds"]}
