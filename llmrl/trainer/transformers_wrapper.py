@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack
@@ -16,13 +15,13 @@ from torchrl.modules import LLMMaskedCategorical
 
 from llmrl._utils.model_parts import load_language_model
 from llmrl._utils.ranks import rank_and_size, share_of
-from llmrl.data import History, LogProbs, Masks, Text, Tokens
-from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, has_padding_mask, ragged_column, write_column
-from llmrl.data.routed_experts import ROUTED_EXPERTS_KEY, Replay, read_replay
-from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, SamplingMask
-from llmrl.data.tensordicts import batch_elements, plain, restacked
+from llmrl.data import LogProbs
+from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, ragged_column
+from llmrl.data.routed_experts import Replay
+from llmrl.data.sampling_mask import SamplingMask
 from llmrl.engines import TransformersEngine
-from llmrl.policies import LLMWrapperBase, WrapperOptions
+from llmrl.policies import WrapperOptions
+from llmrl.policies.scored_rows import LOSS_MASK_KEY, TOKENS_KEY, ScoresRows
 from llmrl.trainer.head.fused_head import check_fused_head, fused_log_probs
 from llmrl.trainer.head.log_probs import Head, chunked_log_probs
 from llmrl.trainer.head.truncated import HeadOptions, kept_logits, truncated_log_probs
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class TransformersWrapper(LLMWrapperBase):
+class TransformersWrapper(ScoresRows):
     """Policy of a transformers model that generates, or with `generate=False` scores tokens; the latter is trained.
 
     *Generating*, it is a policy over a `TransformersEngine` of the model; see `LLMWrapperBase`.
@@ -83,8 +82,6 @@ class TransformersWrapper(LLMWrapperBase):
         torch.Size([1, 3])
     """
 
-    _can_score = True
-
     def __init__(
         self,
         model: PreTrainedModel | str | os.PathLike[str],
@@ -130,7 +127,7 @@ class TransformersWrapper(LLMWrapperBase):
         trained_model(self.model).compute_dtype = compute_dtype
         if self.input_mode != "text":
             # The sampling mask is optional and therefore not an input key.
-            self.in_keys = list(dict.fromkeys([self.input_key, _TOKENS, _MASK, ATTENTION_MASK_KEY]))
+            self.in_keys = list(dict.fromkeys([self.input_key, TOKENS_KEY, LOSS_MASK_KEY, ATTENTION_MASK_KEY]))
         self._causal_model = CausalModel(self.model, temperature=self.temperature)
         if self.head_kernel not in ("torch", "liger"):
             raise ValueError(f"head_kernel must be 'torch' or 'liger', got {self.head_kernel!r}.")
@@ -236,7 +233,7 @@ class TransformersWrapper(LLMWrapperBase):
         if self.generate:
             return super().forward(tensordict)
         scored = tensordict if self.inplace else tensordict.copy()
-        token_ids, masks, replay = self._scored_tokens(scored)
+        token_ids, masks, replay = self.scored_tokens(scored)
         if not assistant_only:
             masks = [torch.ones_like(mask) for mask in masks]
         row_starts = torch.tensor([0, *(ids.shape[0] for ids in token_ids)], device=self.device).cumsum(0)
@@ -250,7 +247,7 @@ class TransformersWrapper(LLMWrapperBase):
             log_probs = log_probs.detach()
             torch.distributed.all_reduce(log_probs, group=process_group)
         columns = log_probs.split([ids.shape[0] for ids in token_ids])
-        self._write(scored, self.log_probs_key, LogProbs, {"full": columns})
+        self.write_scored(scored, self.log_probs_key, LogProbs, {"full": columns})
         return self._returned(tensordict, scored, ())
 
     def log_prob(self, data: TensorDictBase, **options: object) -> torch.Tensor | list[torch.Tensor]:
@@ -268,7 +265,7 @@ class TransformersWrapper(LLMWrapperBase):
         """
         self._check_scores("get_dist")
         batch = flat_batch(tensordict.copy())
-        token_ids, _, replay = self._scored_tokens(batch)
+        token_ids, _, replay = self.scored_tokens(batch)
         is_all = mask_key is None or mask_key == ATTENTION_MASK_KEY
         masks = [torch.ones_like(ids).bool() for ids in token_ids] if is_all else ragged_column(batch, mask_key)
         return self._masked_dist(token_ids, masks, replay)
@@ -297,14 +294,14 @@ class TransformersWrapper(LLMWrapperBase):
 
     def _get_sft_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         batch = flat_batch(tensordict.copy())
-        token_ids, masks, replay = self._scored_tokens(batch)
+        token_ids, masks, replay = self.scored_tokens(batch)
         if has_entry(batch, ("tokens", "prompt")):
             prompts = ragged_column(batch, ("tokens", "prompt"))
             masks = [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(token_ids, prompts, strict=True)]
         return self._masked_dist(token_ids, masks, replay)
 
     def _get_rlhf_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
-        return self._masked_dist(*self._scored_tokens(flat_batch(tensordict.copy())))
+        return self._masked_dist(*self.scored_tokens(flat_batch(tensordict.copy())))
 
     def _get_generic_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         return self.get_dist(tensordict)
@@ -312,79 +309,3 @@ class TransformersWrapper(LLMWrapperBase):
     def _check_scores(self, method: str) -> None:
         if self.generate:
             raise RuntimeError(f"{method} needs generate=False: policy.get_new_version(generate=False) scores.")
-
-    def _scored_tokens(self, tensordict: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor], Replay]:
-        """Return each row's token ids, scored mask and replayed columns, tokenizing text if necessary."""
-        if has_entry(tensordict, self.attention_mask_key) and not has_entry(tensordict, ATTENTION_MASK_KEY):
-            attention = tensordict.get(self.attention_mask_key).bool()
-            tensordict.set("masks", Masks(all_attention_mask=attention, batch_size=tensordict.batch_size))
-        if self.input_mode == "history" and not self.prefer_tokens:
-            for replaced in ("tokens", "masks", SAMPLING_MASK_KEY, ROUTED_EXPERTS_KEY):
-                tensordict.pop(replaced, None)
-        is_given = self.input_mode == "tokens" or (self.input_mode == "history" and has_entry(tensordict, _TOKENS))
-        if not is_given:
-            self._tokenize(tensordict)
-        batch = flat_batch(tensordict)
-        key = self.input_key if self.input_mode == "tokens" else _TOKENS
-        token_ids = ragged_column(batch, key)
-        replay = read_replay(batch, [len(ids) for ids in token_ids]) if is_given else Replay()
-        if not has_entry(batch, _MASK):
-            return token_ids, [torch.ones_like(ids).bool() for ids in token_ids], replay
-        return token_ids, [mask.bool() for mask in ragged_column(batch, _MASK)], replay
-
-    def _tokenize(self, tensordict: TensorDictBase) -> None:
-        if self.tokenizer is None or not has_entry(tensordict, self.input_key):
-            raise ValueError(
-                f"Expected {_TOKENS!r} in the tensordict, or {self.input_key!r} and a policy with tokenizer=; it has "
-                f"{sorted(map(str, tensordict.keys(True, True)))}."
-            )
-        texts = []
-        tokens = []
-        masks = []
-        for element in batch_elements(tensordict):
-            given = plain(element.get(self.input_key))
-            if self.input_mode == "text":
-                texts.append(given)
-                tokens.append(torch.tensor(self.tokenizer.encode(given, add_special_tokens=False)))
-                continue
-            if not isinstance(given, History):
-                raise TypeError(f"Expected History object at {self.input_key!r}, got {given!r:.80}.")
-            render = partial(
-                given.apply_chat_template,
-                self.tokenizer,
-                add_generation_prompt=False,
-                chat_template=self.chat_template,
-            )
-            texts.append(render(tokenize=False))
-            written = render(return_dict=True, return_assistant_tokens_mask=True)
-            tokens.append(written["input_ids"])
-            masks.append(written["assistant_masks"])
-        tensordict.set("text", restacked([Text(full=text) for text in texts], tensordict.batch_size))
-        self._write(tensordict, "tokens", Tokens, {"full": tokens})
-        written_masks = {"all_attention_mask": [torch.ones_like(ids).bool() for ids in tokens]}
-        if masks:
-            written_masks["all_assistant_mask"] = masks
-        self._write(tensordict, "masks", Masks, written_masks)
-
-    def _write(
-        self, tensordict: TensorDictBase, key: str, cls: type, columns: Mapping[str, Sequence[torch.Tensor]]
-    ) -> None:
-        if self.pad_output:
-            columns = {
-                name: pad_sequence(list(rows), batch_first=True, padding_side="left").unbind()
-                for name, rows in columns.items()
-            }
-        shape = tensordict.batch_size
-        if not has_entry(tensordict, key):
-            if has_padding_mask(tensordict):
-                is_padded = self.pad_output or not bool(tensordict.get(ATTENTION_MASK_KEY).all())
-                made = cls(padded=is_padded, batch_size=shape)
-            else:
-                made = restacked([cls(padded=self.pad_output) for _ in range(shape.numel())], shape)
-            tensordict.set(key, made)
-        for name, rows in columns.items():
-            write_column(tensordict, (key, name), rows)
-
-
-_TOKENS: NestedKey = ("tokens", "full")
-_MASK: NestedKey = ("masks", "all_assistant_mask")

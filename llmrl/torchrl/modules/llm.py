@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from llmrl.data import ChatHistory, LogProbs, Masks, Text, Tokens
 from llmrl.engines import AsyncVLLM
-from llmrl.policies import LLMWrapperBase, vLLMWrapper
+from llmrl.policies import LLMWrapperBase
 from llmrl.torchrl.modules.trl import HFRewardModelWrapper, TorchRLBufferDataset
+from llmrl.torchrl.modules.wrappers import TransformersWrapper, vLLMWrapper
 from llmrl.torchrl.names import namespace
-from llmrl.trainer import TransformersWrapper
 
 __all__ = [
     "AsyncVLLM",

@@ -76,8 +76,8 @@ class HFRewardModelWrapper(KnownArguments, TensorDictModuleBase):
         scores = next((getattr(output, name) for name in ("logits", "rewards") if hasattr(output, name)), output)
         if not isinstance(scores, torch.Tensor) or scores.shape not in ((len(token_ids),), (len(token_ids), 1)):
             raise RuntimeError(
-                f"The reward model must return one scalar reward per input, [{len(token_ids)}] or "
-                f"[{len(token_ids)}, 1]; got {getattr(scores, 'shape', type(scores).__name__)}."
+                "HFRewardModelWrapper could not extract rewards: the model must return one scalar reward per input, "
+                f"[{len(token_ids)}] or [{len(token_ids)}, 1]; got {getattr(scores, 'shape', type(scores).__name__)}."
             )
         return tensordict.set(self.out_keys[0], scores.float().reshape(tensordict.shape))
 

@@ -1,0 +1,88 @@
+"""TorchRL's wrappers with what its calls ask of them: a `vllm.LLM`, scores by vLLM, and arguments of batching."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Self
+
+from tensordict import TensorDictBase
+
+from llmrl import policies, trainer
+from llmrl._utils.arguments import keywords_of, refuse_unknown
+from llmrl._utils.asynchronous import run_sync
+from llmrl.data import LogProbs
+from llmrl.engines import Engine
+from llmrl.engines.scores import ScoresTokens, TokenScores
+from llmrl.policies.scored_rows import ScoresRows
+from llmrl.torchrl.modules.given_llm import GivenLLM
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+_BATCHING = {"batching", "batching_timeout", "max_batch_size", "min_batch_size"}
+
+
+class _TakesBatching:
+    """Ignores TorchRL's arguments of batching: an engine batches the requests of all threads."""
+
+    _takes: tuple[str, ...]
+
+    def __new__(cls, *args: object, **options: object) -> Self:
+        refuse_unknown(cls.__name__, options.keys() - _BATCHING, cls._takes)
+        return super().__new__(cls, *args, **_others(options))
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **_others(options))
+
+    def cleanup_batching(self) -> None:
+        """Do nothing: nothing waits for other requests."""
+
+
+def _others(options: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in options.items() if name not in _BATCHING}
+
+
+class TransformersWrapper(_TakesBatching, trainer.TransformersWrapper):
+    """`llmrl.trainer.TransformersWrapper`, which also takes TorchRL's arguments of batching."""
+
+    _takes = keywords_of(trainer.TransformersWrapper.__init__) or ()
+
+
+class _ScoresByEngine(policies.vLLMWrapper, ScoresRows):
+    def __init__(
+        self, model: Engine | LLM | str | os.PathLike[str], *, generate: bool = True, **options: object
+    ) -> None:
+        is_engine = isinstance(model, (Engine, str, os.PathLike))
+        engine = model if is_engine else GivenLLM(model)
+        super().__init__(engine, generate=generate, **options)  # type: ignore[arg-type]
+        if generate:
+            return
+        if not isinstance(engine, ScoresTokens):
+            raise TypeError(f"generate=False needs an engine that scores tokens, got {type(engine).__name__}.")
+        if self.sampling.temperature != 1:
+            raise ValueError(f"an engine scores at temperature 1, got {self.sampling.temperature:g}.")
+        self.model = engine
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Generate, or write the log-probs of the masked tokens, without gradients."""
+        if self.generate:
+            return super().forward(tensordict)
+        scored = tensordict if self.inplace else tensordict.copy()
+        token_ids, masks, _ = self.scored_tokens(scored)
+
+        async def score_all() -> list[TokenScores]:
+            return await asyncio.gather(*(self.model.score(ids.tolist()) for ids in token_ids))
+
+        columns = [row.log_probs * mask for row, mask in zip(run_sync(score_all()), masks, strict=True)]
+        self.write_scored(scored, self.log_probs_key, LogProbs, {"full": columns})
+        return self._returned(tensordict, scored, ())
+
+
+class vLLMWrapper(_TakesBatching, _ScoresByEngine):
+    """`llmrl.policies.vLLMWrapper`, which also takes a `vllm.LLM` and batching's arguments, and may score.
+
+    A `vllm.LLM` generates what waits in one call; an `AsyncVLLM` is faster, and takes new weights.
+    """
+
+    _takes = keywords_of(policies.vLLMWrapper.__init__) or ()

@@ -1,0 +1,75 @@
+"""A `vllm.LLM` that the caller made is a policy's engine, as in TorchRL's own programs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+import torch
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
+from vllm import LLM
+
+from llmrl.collectors import LLMCollector
+from llmrl.envs import DatasetChatEnv
+from llmrl.torchrl.data.llm import History
+from llmrl.torchrl.modules.llm import ChatHistory, TransformersWrapper, vLLMWrapper
+
+folder = sys.argv[1]
+model = LLM(folder, max_model_len=256, enforce_eager=True, dtype="float32")
+policy = vLLMWrapper(model, generate_kwargs={"max_new_tokens": 6, "ignore_eos": True})
+chats = [[{"role": "user", "content": text}] for text in ("7 + 8 =", "Say hi.", "Name three colours.")]
+prompts = ChatHistory(prompt=History.from_chats(chats), batch_size=(3,))
+turns = policy(TensorDict(history=prompts, batch_size=(3,)))
+assert [len(ids) for ids in turns.get(("tokens", "response"), as_list=True)] == [6] * 3
+assert all((versions[-6:] == 0).all() for versions in turns.get(("policy_versions", "full"), as_list=True))
+
+# A second model of the same weights gives the tokens the same log-probs.
+scorer = TransformersWrapper(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), generate=False)
+scored = scorer(turns.copy())
+both = [one.get(("log_probs", "full"), as_list=True) for one in (turns, scored)]
+for ours, theirs in zip(*both, strict=True):
+    assert (ours != 0).sum() == 6 and torch.allclose(ours, theirs, atol=1e-3), (ours - theirs)
+
+judge = vLLMWrapper(model, generate=False, log_probs_key="judged", min_batch_size=4, batching_timeout=1.0)
+judged = judge(turns.copy())
+both = [judged.get(("judged", "full"), as_list=True), scored.get(("log_probs", "full"), as_list=True)]
+for ours, theirs in zip(*both, strict=True):
+    assert torch.allclose(ours, theirs, atol=1e-3), (ours - theirs)
+
+env = DatasetChatEnv(["7 + 8 =", "8 + 7 ="], repeats=2)
+collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=8)
+assert [batch.shape for batch in collector] == [(4,), (4,)]
+collector.shutdown()
+
+try:
+    vLLMWrapper(model, generate_kwargs={"temperature": 0.7})
+except ValueError as error:
+    assert "logprobs_mode='processed_logprobs'" in str(error), error
+else:
+    raise SystemExit("log-probs before the temperature were taken")
+long = History.from_chats([{"role": "user", "content": "a " * 300}])
+try:
+    policy(TensorDict(history=ChatHistory(prompt=long)))
+except ValueError as error:
+    assert "context is 256" in str(error), error
+else:
+    raise SystemExit("a prompt without room was taken")
+print("all is so")
+"""
+
+
+@pytest.mark.usefixtures("real_vllm", "takes_long", "own_programs")
+def test_a_given_llm_generates_what_a_scorer_scores_alike(tiny_model_path, tmp_path):
+
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, program, tiny_model_path]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    assert ended.returncode == 0 and ended.stdout.endswith("all is so\n"), ended.stdout[-2000:] + ended.stderr[-4000:]
