@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from torchrl.envs import Compose, RewardClipping, RewardScaling, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import Compose, RewardClipping, RewardScaling, RewardSum, StepCounter, TransformedEnv, transforms
 
 from llmrl.data import ChatHistory, History
 from llmrl.envs import ChatEnv, DatasetChatEnv
 from llmrl.objectives import SFTLoss
+from llmrl.torchrl.envs import VecNormV2
 from llmrl.torchrl.envs import llm as torchrl_envs
 from llmrl.torchrl.envs.llm.transforms import AddThinkingPrompt
 from llmrl.transforms import IncrementalTokenizer, PolicyVersion, RubricReward
@@ -151,3 +152,37 @@ def test_a_task_of_torchrls_takes_apply_template_and_scores_an_answer(tokenizer)
     assert isinstance(env.transform, torchrl_envs.GSM8KRewardParser)
     with pytest.raises(TypeError, match="apply_templates"):
         torchrl_envs.DatasetChatEnv([row], apply_templates=True)
+
+
+@pytest.mark.filterwarnings("ignore:Support of VecNormV2")
+@pytest.mark.parametrize("batch_size", [None, (2,)])
+def test_rewards_of_a_batch_are_normalized_as_one_after_another(batch_size):
+    def length(completion):
+        return float(len(completion))
+
+    def alone(text):
+        data = one.reset(TensorDict(query="7 + 8 ="))
+        answer = {"role": "assistant", "content": text}
+        data["history"].full = data["history"].prompt.append(answer, inplace=False)
+        return one.step(data)["next", "reward"].item()
+
+    env = ChatEnv(batch_size=batch_size).append_transform(RubricReward(length)).append_transform(VecNormV2(["reward"]))
+    one = ChatEnv().append_transform(RubricReward(length)).append_transform(transforms.VecNormV2(["reward"]))
+    rewards, expected = [], []
+    for texts in (["15", "It is fifteen."], ["No.", "fifteen"]):
+        rewards += answered(env, *texts)["reward"].flatten().tolist()
+        expected += [alone(text) for text in texts]
+    assert rewards == pytest.approx(expected, abs=1e-5) and len(set(rewards)) == 4
+
+
+def test_following_answers_are_scored_with_torchrls_entry_of_ifeval(tokenizer):
+    row = {"prompt": "Name colours.", "kwargs": [{}, {"relation": "less than", "num_words": 10}]}
+    row["instruction_id_list"] = ["punctuation:no_comma", "length_constraints:number_words"]
+    env = torchrl_envs.IFEvalEnv([row] * 2, tokenizer=tokenizer, num_envs=2)
+    data = env.reset()
+    texts = ["<think>a</think> <answer>red and blue</answer>", "<think>a</think> <answer>red, blue</answer>"]
+    answers = lazy_stack([History(role="assistant", content=text) for text in texts])
+    data["history"].full = data["history"].prompt.append(answers, inplace=False)
+    first, second = env.step(data)["next", "ifeval_score"].unbind(0)
+    assert first.all() and first.inst_level_strict_acc.tolist() == [True, True]
+    assert second.inst_level_strict_acc.tolist() == [False, True] and not second.prompt_level_strict_acc.any()

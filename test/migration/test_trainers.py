@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.record.loggers import CSVLogger
 from torchrl.trainers import LogScalar, MixedPrecisionOptimizationStepper, Trainer
 from torchrl.trainers.algorithms.grpo import GRPOTrainer
@@ -39,7 +40,9 @@ def make_collector(renderer):
         env = DatasetChatEnv(["7 + 8 =", "8 + 7 ="], repeats=4).append_transform(RubricReward(is_right))
         policy = LLMWrapperBase(ScriptedEngine(ANSWERS, encode=renderer.encode), renderer=renderer)
         collectors.append(
-            LLMCollector(env, policy=policy, groups_per_batch=2, postproc=MCAdvantage(grpo_size=4), **arguments)
+            LLMCollector(
+                env, **{"policy": policy, "groups_per_batch": 2, "postproc": MCAdvantage(grpo_size=4), **arguments}
+            )
         )
         return collectors[-1]
 
@@ -148,6 +151,25 @@ def test_trainer_runs_its_hooks_over_a_collector(make_collector, policy, tmp_pat
     trainer.train()
     assert shapes == [(8,), (8,)] and logged(tmp_path, "reward") == [0.5, 0.5]
     assert trainer.collector.init_random_frames == 0
+
+
+def test_a_ray_replay_buffer_of_torchrls_completes_the_groups_of_a_collector(make_collector, policy, ray_cluster):
+    buffer = RayReplayBuffer(
+        storage=partial(LazyStackStorage, 64),
+        transform_factory=partial(MCAdvantage, grpo_size=4),
+        batch_size=4,
+        remote_config={"num_cpus": 0},
+    )
+    try:
+        collector = make_collector(postproc=None, replay_buffer=buffer)
+        assert next(iter(collector)) is None and len(buffer) == 8
+        rows = buffer.sample()
+        assert rows["advantage"].abs().flatten().tolist() == pytest.approx([0.75**0.5] * 4, abs=1e-5)
+        loss = GRPOLoss(policy)(rows)
+        loss.loss_objective.backward()
+        assert torch.isfinite(loss.loss_objective) and rows.batch_size == (4,)
+    finally:
+        buffer.close()
 
 
 def test_a_collector_that_is_dropped_leaves_nothing_pending(model_path, own_programs):

@@ -2,7 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from llmrl.torchrl.envs.vecnorm import VecNormV2
 from llmrl.torchrl.names import area
+
+__all__ = ["VecNormV2"]
 
 if not TYPE_CHECKING:
     __getattr__ = area(__name__)

@@ -7,10 +7,20 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-from tensordict import tensorclass
+from tensordict import TensorDictBase, tensorclass
+from torchrl.data import Composite, Unbounded
 
 from llmrl import envs
-from llmrl.rewards import boxed_answer, extract_tag, is_countdown_right, is_math_right
+from llmrl.data.message import text_of
+from llmrl.data.tensordicts import batch_elements, dataset_columns, restacked
+from llmrl.rewards import (
+    boxed_answer,
+    extract_answer,
+    extract_tag,
+    is_countdown_right,
+    is_math_right,
+    score_instructions,
+)
 
 
 class _ReadsTags:
@@ -85,11 +95,33 @@ class IFEvalScoreData:
 
 
 class IfEvalScorer(envs.IfEvalScorer):
-    """`llmrl.envs.IfEvalScorer` with TorchRL's function for one answer."""
+    """`llmrl.envs.IfEvalScorer` with TorchRL's function for one answer, and its entry `("next", "ifeval_score")`."""
 
-    def __init__(self, *, format_weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1), **options: object) -> None:
-        super().__init__(format_weights=format_weights, **options)  # type: ignore[arg-type]
+    def __init__(
+        self, *, format_weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1), reasoning: bool = True, **options: object
+    ) -> None:
+        super().__init__(format_weights=format_weights, reasoning=reasoning, **options)  # type: ignore[arg-type]
         self.format_weights = tuple(format_weights)
+        self.reasoning = reasoning
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        next_elements = batch_elements(super()._step(tensordict, next_tensordict))
+        for element, next_element in zip(batch_elements(tensordict), next_elements, strict=True):
+            columns = dataset_columns(element)
+            text = text_of(self._messages(element, next_element)[-1].get("content"))
+            answer = extract_answer(text, reasoning=self.reasoning) or ""
+            score = score_instructions(answer, columns["instruction_id_list"], columns["kwargs"])  # type: ignore[arg-type]
+            accuracies = {name: torch.tensor(getattr(score, name)).reshape(-1) for name in _ACCURACIES}
+            next_element.set("ifeval_score", IFEvalScoreData(**accuracies))
+        return restacked(next_elements, next_tensordict.batch_size)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Add the accuracies to the specs of the reward."""
+        reward_spec = super().transform_reward_spec(reward_spec)
+        shape = reward_spec.shape
+        entries = {name: Unbounded((*shape, -1), dtype=torch.bool) for name in _ACCURACIES}
+        reward_spec["ifeval_score"] = Composite(entries, shape=shape, data_cls=IFEvalScoreData)
+        return reward_spec
 
     def default_reward_aggregator(
         self,
@@ -106,6 +138,9 @@ class IfEvalScorer(envs.IfEvalScorer):
         bonus = 0.1 * (len(answer_blocks or ()) == 1) + 0.05 * (len(think_blocks or ()) == 1)
         shares = torch.stack(torch.broadcast_tensors(*means), -1)
         return (shares @ torch.tensor(self.format_weights)).unsqueeze(-1) + bonus
+
+
+_ACCURACIES = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
 
 
 class _TakesApplyTemplate:

@@ -1,0 +1,25 @@
+"""TorchRL's `VecNormV2` over batches of conversations."""
+
+from __future__ import annotations
+
+from tensordict import TensorDictBase
+from torchrl.envs import transforms
+
+from llmrl.data.tensordicts import batch_elements, restacked
+
+
+class VecNormV2(transforms.VecNormV2):
+    """TorchRL's `VecNormV2` with the statistics of single conversations, taken one after another.
+
+    TorchRL's own cannot read lazily stacked batches, which ragged conversations are.
+    """
+
+    def _maybe_stateful_init(self, data: TensorDictBase) -> None:
+        super()._maybe_stateful_init(batch_elements(data)[0])
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        if not next_tensordict.batch_size or not self.stateful:
+            return super()._step(tensordict, next_tensordict)
+        pairs = zip(batch_elements(tensordict), batch_elements(next_tensordict), strict=True)
+        normalized = [super(VecNormV2, self)._step(*pair) for pair in pairs]
+        return restacked(normalized, next_tensordict.batch_size)
