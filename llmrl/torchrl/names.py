@@ -39,12 +39,38 @@ ELSEWHERE: tuple[tuple[str, str | None, str], ...] = (
     ("SGLangWeightSyncScheme", None, "SGLang is reached as a server; it loads weights itself"),
     ("SGLangWeightSender SGLangCollectiveTransport get_sglang_model_metadata", None, ""),
 )
+# Names of the toolkit `torchrl.envs.llm.agentic`, in the same form.
+AGENTIC: tuple[tuple[str, str | None, str], ...] = (
+    ("ToolCompose", "llmrl.tools.ToolTransform", ""),
+    ("DispatchResult ParsedCall ParseResult", None, "`llmrl.tools.outcomes_of` reads what became of the calls"),
+    ("as_tool", "llmrl.tools.function_tool", ""),
+    ("PythonTool", "llmrl.tools.PythonInterpreter", '`calls="tool_call"`'),
+    ("MCPToolset MCPServerConfig", "llmrl.tools.MCPToolTransform", "servers are dicts"),
+    (
+        "ToolCallParser AnthropicToolUseParser JSONToolCallParser OpenAIToolCallParser XMLToolCallParser",
+        None,
+        "calls are read in the chat template's format, or by `tool_parser=`",
+    ),
+    ("ToolContext", "llmrl.tools.ToolSession", ""),
+    ("validate_args json_schema_from_pydantic", None, "a tool's arguments are held to its schema by the transform"),
+    ("Repl ReplResult SubprocessRepl", "llmrl.tools.PythonExecutorService", ""),
+    ("JupyterRepl ReplDisplay ReplError", None, "there are no notebooks' kernels, and results are text"),
+    ("default_sandbox BubblewrapSandbox SeatbeltSandbox", "llmrl.tools.ConfinedSandbox", ""),
+    (
+        "DockerSandbox E2BSandbox ModalSandbox UnsafeSubprocessSandbox",
+        "llmrl.tools.Sandbox",
+        "a protocol for those of others; `llmrl.testing.check_sandbox` tries one",
+    ),
+    ("ResourceLimits", "llmrl.tools.PythonLimits", ""),
+    ("SandboxError", "llmrl.tools.ToolError", ""),
+)
 # Submodules from which TorchRL's programs import, by namespace. Here they are the namespace itself.
 _SUBMODULES = {
     "data.llm": "dataset history prompt reward topk utils",
     "envs.llm": "chat envs datasets datasets.countdown datasets.gsm8k datasets.ifeval datasets.math libs libs.mlgym "
     "reward reward.countdown reward.gsm8k reward.ifeval reward.math",
     "envs.llm.transforms": "browser dataloading format kl policy_version reason tokenizer tools",
+    "envs.llm.agentic": "compose parsers protocols rate_limit repl sandbox schema tools",
     "modules.llm": "backends backends.vllm backends.vllm.vllm_async backends.vllm.vllm_sync policies policies.common "
     "policies.transformers_wrapper policies.vllm_wrapper trl_interop utils",
     "objectives.llm": "distillation grpo sft",
@@ -58,11 +84,16 @@ def namespace(name: str) -> Callable[[str], object]:
 
     `ImportError` is raised for such a name, since `from … import` would drop the text of an `AttributeError`.
     """
-    for submodule in _SUBMODULES[name.removeprefix("llmrl.torchrl.")].split():
-        sys.modules[f"{name}.{submodule}"] = sys.modules[name]
+    module = sys.modules[name]
+    submodules = _SUBMODULES[name.removeprefix("llmrl.torchrl.")].split()
+    for submodule in submodules:
+        sys.modules[f"{name}.{submodule}"] = module
+    steps = {step for submodule in submodules for step in submodule.split(".")}
 
     def get(attribute: str) -> object:
-        for names, ours, remark in ELSEWHERE:
+        if attribute in steps:
+            return module
+        for names, ours, remark in (*ELSEWHERE, *AGENTIC):
             if attribute in names.split():
                 advice = f"use {ours}" + f" ({remark})" * bool(remark) if ours else remark
                 raise ImportError(f"llmrl has no {attribute}: {advice}.", name=attribute)

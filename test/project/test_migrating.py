@@ -17,7 +17,7 @@ from llmrl._utils.arguments import keywords_of
 from llmrl._utils.other_libraries import TABLE, instead_of
 from llmrl.collectors import RayLLMCollector
 from llmrl.envs.tasks.task import DeclaredTaskEnv
-from llmrl.torchrl.names import ELSEWHERE
+from llmrl.torchrl.names import AGENTIC, ELSEWHERE
 
 pytestmark = pytest.mark.usefixtures("takes_long")
 
@@ -52,11 +52,23 @@ def counterparts():
     return found
 
 
-def test_the_page_prints_the_names_that_are_elsewhere():
-    _, _, other = section("Names").partition("Another name")
-    rows = re.findall(r"^\| (`.*?`) \| (?:`([\w.]+)`|—) \| ?(.*?) ?\|$", other, re.MULTILINE)
-    printed = [(" ".join(re.findall(r"`(\w+)`", names)), ours or None, remark) for names, ours, remark in rows]
-    assert printed == list(ELSEWHERE)
+@pytest.mark.parametrize(("title", "names"), [("Names", ELSEWHERE), ("The agentic toolkit", AGENTIC)])
+def test_the_page_prints_the_names_that_are_elsewhere(title, names):
+    text = section(title).rpartition("| TorchRL | llmrl | |")[2]
+    rows = re.findall(r"^\| (`.*?`) \| (?:`([\w.]+)`|—) \| ?(.*?) ?\|$", text, re.MULTILINE)
+    printed = [(" ".join(re.findall(r"`(\w+)`", theirs)), ours or None, remark) for theirs, ours, remark in rows]
+    assert printed == list(names)
+    for _, ours, _ in names:
+        assert ours is None or resolved(ours)
+
+
+def test_names_of_the_agentic_toolkit_are_here_or_refused_with_what_has_their_place():
+    toolkit = importlib.import_module("llmrl.torchrl.envs.llm.agentic")
+    tools = importlib.import_module("llmrl.tools")
+    assert all(getattr(toolkit, name) is getattr(tools, name) for name in toolkit.__all__)
+    assert importlib.import_module("llmrl.torchrl.envs.llm.agentic.repl") is toolkit
+    with pytest.raises(ImportError, match="llmrl has no JupyterRepl: there are no notebooks' kernels"):
+        toolkit.JupyterRepl  # noqa: B018
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
@@ -66,7 +78,7 @@ def test_every_namespace_of_torchrl_has_its_names_here(namespace):
     assert set(theirs.__all__) - elsewhere <= set(here.__all__)
     for name in here.__all__:
         ours = getattr(here, name)
-        assert ours is resolved(counterparts()[name]) or ours.__module__ == "llmrl.torchrl.envs.tasks"
+        assert ours is resolved(counterparts()[name]) or ours.__module__.startswith("llmrl.torchrl.")
     for name in elsewhere & set(theirs.__all__):
         with pytest.raises(ImportError, match=f"llmrl has no {name}: "):
             getattr(here, name)
@@ -81,7 +93,9 @@ def test_public_submodules_of_torchrl_are_importable_here():
             is_private = any(part.startswith("_") for part in found.name.split("."))
             is_inner = "sglang" in found.name or found.name.endswith(("vllm.base", "_plugin", "_utils"))
             if not is_private and not is_inner:
-                importlib.import_module(f"llmrl.{found.name}")
+                ours = importlib.import_module(f"llmrl.{found.name}")
+                around, _, name = f"llmrl.{found.name}".rpartition(".")
+                assert getattr(importlib.import_module(around), name) is ours
 
 
 def resolved(path):
