@@ -14,6 +14,7 @@ from torchrl.objectives.common import LossModule
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
+from llmrl.data.ragged import check_entry
 from llmrl.objectives.kl import kl_term
 from llmrl.objectives.losses.base import MicroLoss, PackedTokens
 from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, TokenInputs, read_vectors
@@ -137,6 +138,7 @@ class DistillationLoss(KnownArguments, SequenceLoss):
         batch = self._with_tokens(tensordict)
         token_columns = {}
         if self.teacher is None:
+            check_entry(batch, keys.teacher_log_prob, owner="Teacher log-probs are missing: the batch")
             token_columns["teacher_log_probs"] = keys.teacher_log_prob
         inputs = self._read(batch, token_columns)
         if self.teacher is not None:
