@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import os
 import sys
 
@@ -17,6 +19,15 @@ server = MCPServer("tests")
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
+
+
+@server.tool()
+def run_python_code(python_code: str) -> str:
+    """Run Python code, and return what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(python_code, {})
+    return printed.getvalue()
 
 
 @server.tool(annotations=ToolAnnotations(readOnlyHint=True))

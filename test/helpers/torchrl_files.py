@@ -22,7 +22,9 @@ from collections import Counter
 from pathlib import Path
 
 import torchrl_hub
-from torchrl_reasons import ELSEWHERE, NOT_RUN, REASONS
+from torchrl_reasons import HERE, NOT_RUN, REASONS
+
+from llmrl.torchrl.names import ELSEWHERE
 
 FILES = (
     "test_conversions.py",
@@ -58,6 +60,10 @@ def main() -> None:
 def compare(source: Path, name: str, folder: Path, select: str) -> dict[str, str]:
     """Return what became of each valid case of a file: "unchanged", "as the page says", or a reason."""
     text = (source / name).read_text()
+    for file, old, new in HERE:
+        if file == name and old not in text:
+            raise ValueError(f"{name} does not contain {old!r}; correct torchrl_reasons.py.")
+        text = text.replace(old, new) if file == name else text
     ours, kept = with_our_imports(text)
     theirs = run(text, source, folder / "theirs", name, select)
     here = run(ours, source, folder / "ours", name, select)
@@ -113,7 +119,12 @@ def is_here(module: str, name: str) -> bool:
 
 
 def names_that_cases_use(text: str, kept: set[str]) -> dict[str, tuple[set[str], set[str]]]:
-    """For each test function: names that it takes from TorchRL, and private attributes of others that it reads."""
+    """For each test function: names that it takes from TorchRL, and private attributes of others that it reads.
+
+    What a function of the same file does that it calls counts, too, and names of attributes that are given as text.
+    """
+    tree = ast.parse(text)
+    helpers = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
     found: dict[str, tuple[set[str], set[str]]] = {}
 
     def look(body: list[ast.stmt], prefix: str) -> None:
@@ -122,13 +133,16 @@ def names_that_cases_use(text: str, kept: set[str]) -> dict[str, tuple[set[str],
                 look(node.body, f"{prefix}{node.name}::")
             elif isinstance(node, ast.FunctionDef):
                 inner = list(ast.walk(node))
+                called = {one.id for one in inner if isinstance(one, ast.Name)} & helpers.keys()
+                inner += [one for name in called for one in ast.walk(helpers[name])]
                 names = {one.id for one in inner if isinstance(one, ast.Name)} & kept
                 names |= {one.arg for one in inner if isinstance(one, ast.arg)} & kept
                 read = {one.attr for one in inner if isinstance(one, ast.Attribute) and not is_of_self(one)}
-                private = {one for one in read if re.match(r"_[a-z]", one)}
+                read |= {one.value for one in inner if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+                private = {one for one in read if re.fullmatch(r"_[a-z]\w+", one)}
                 found[prefix + node.name] = (names - _DATA, private)
 
-    look(ast.parse(text).body, "")
+    look(tree.body, "")
     return found
 
 
@@ -141,9 +155,9 @@ def function_of(case: str) -> str:
 
 
 def reason_of_names(names: set[str]) -> str:
-    for name in sorted(names):
-        if name in ELSEWHERE:
-            return ELSEWHERE[name]
+    elsewhere = {name for ours, _, _ in ELSEWHERE for name in ours.split()}
+    for name in sorted(names & elsewhere):
+        return f"`{name}` has another name here, or none"
     return "private name"
 
 
@@ -172,7 +186,7 @@ def run(text: str, source: Path, folder: Path, name: str, select: str) -> dict[s
     results = folder / f"{name}.json"
     results.unlink(missing_ok=True)
     places = [str(Path(__file__).parent), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    hub = torchrl_hub.folder_of(source, folder.parent)
+    hub = torchrl_hub.folder_of([file.read_text() for file in source.glob("*.py")], folder.parent)
     environment = os.environ | torchrl_hub.environment(hub) | {"PYTHONPATH": ":".join(places)}
     command = [sys.executable, "-m", "pytest", name, "-q", "-p", "torchrl_hub", "-p", "no:cacheprovider", "--tb=short"]
     command += ["-k", select] if select else []

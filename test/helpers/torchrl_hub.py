@@ -5,11 +5,25 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
+from llmrl.data import templated_text
 from llmrl.testing import make_tiny_model
 
 _NAME = re.compile(r"""["']([\w.-]+/[\w.-]*\d[\w.-]*|[Gg][Pp][Tt]2)["']""")
+# Their tokenizers have no chat template on the hub.
+_BASE_MODELS = {
+    "gpt2",
+    "GPT2",
+    "facebook/opt-125m",
+    "microsoft/phi-2",
+    "bigscience/bloom-560m",
+    "EleutherAI/pythia-70m",
+}
 _GSM8K = [
     ("Natalia sold clips to 48 of her friends in April, and half as many in May. How many in all?", "48 / 2 = 24", 72),
     ("Mary saw 3 balls of 8 snakes and 6 pairs of snakes. How many snakes did she see?", "24 + 12 = 36", 36),
@@ -24,18 +38,32 @@ _IFEVAL = {
 }
 
 
-def folder_of(tests: Path, folder: Path) -> Path:
-    """Make a cache of the hub in which each model that the tests name is the tiny one, and return its folder."""
+def folder_of(texts: Iterable[str], folder: Path) -> Path:
+    """Make a cache of the hub in which each model that the texts name is the tiny one, and return its folder."""
     hub = folder / "hub"
-    if not hub.exists():
-        model = make_tiny_model(folder / "model")
-        for name in {name for file in tests.glob("*.py") for name in _NAME.findall(file.read_text())}:
-            home = hub / ("models--" + name.replace("/", "--"))
-            (home / "snapshots").mkdir(parents=True, exist_ok=True)
-            (home / "refs").mkdir(exist_ok=True)
+    for name in sorted({name for text in texts for name in _NAME.findall(text)}):
+        home = hub / ("models--" + name.replace("/", "--"))
+        if not home.exists():
+            (home / "snapshots").mkdir(parents=True)
+            (home / "refs").mkdir()
             (home / "refs/main").write_text("0" * 40)
-            (home / "snapshots" / ("0" * 40)).symlink_to(Path(model).resolve())
+            model = _model(folder, has_template=name not in _BASE_MODELS)
+            (home / "snapshots" / ("0" * 40)).symlink_to(model.resolve())
     return hub
+
+
+def _model(folder: Path, *, has_template: bool) -> Path:
+    model = folder / "model"
+    if not model.exists():
+        make_tiny_model(model)
+    base = folder / "base-model"
+    if not has_template and not base.exists():
+        shutil.copytree(model, base)
+        (base / "chat_template.jinja").unlink(missing_ok=True)
+        config = json.loads((base / "tokenizer_config.json").read_text())
+        config.pop("chat_template", None)
+        (base / "tokenizer_config.json").write_text(json.dumps(config))
+    return model if has_template else base
 
 
 def environment(hub: Path) -> dict[str, str]:
@@ -44,6 +72,8 @@ def environment(hub: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "RAY_ADDRESS": "local",  # not one that happens to run on this machine
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `vllm.LLM` in the same process starts in seconds
+        "TORCH_COMPILE_DISABLE": "1",
     }
 
 
@@ -66,6 +96,17 @@ def pytest_configure(config):
         return data if split else datasets.DatasetDict(train=data, test=data)
 
     datasets.load_dataset = load_dataset
+
+
+@pytest.fixture(autouse=True)
+def _templates_of_one_case():
+    """Forget the templates that a case registers, as the files do themselves through private names of TorchRL."""
+    tables = [table for table in vars(templated_text).values() if isinstance(table, dict)]
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
 
 
 def pytest_runtest_makereport(item, call):
