@@ -87,6 +87,12 @@ def test_vllm_on_cpu_and_on_gpu_are_the_same_release():
     assert gpu.specifier.contains(str(cpu.specifier).removeprefix("=="))
 
 
+def test_the_container_is_built_from_files_that_are_not_ignored():
+    kept = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Containerfile").read_text(), re.MULTILINE)
+    assert sorted(kept) == sorted(name for names in copied for name in names.split())
+
+
 def test_every_extra_that_an_error_names_exists():
     named = {}
     for path in (ROOT / "llmrl").rglob("*.py"):
