@@ -45,7 +45,7 @@ def training_shape(model: ModelConfig, train: TrainerConfig, *, budget: int = 0)
         longest_row=model.max_model_len or budget,
         gradient_checkpointing=train.gradient_checkpointing,
         offload_activations=train.offload_activations,
-        is_bfloat16=model.dtype == "bfloat16",
+        is_half=model.dtype != "float32",
         lora_rank=model.lora.rank,
         has_reference=getattr(train, "kl_to_ref_coeff", None) is not None,
         is_gpu=train.device != "cpu",

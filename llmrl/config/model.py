@@ -18,7 +18,7 @@ from llmrl.trainer import LoRAConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    ComputeDtype = Literal["float32", "bfloat16"]
+    ComputeDtype = Literal["float32", "bfloat16", "float16"]
 else:  # OmegaConf does not support Literal: it checks for strings, and `one_of` checks their values
     ComputeDtype = str
 
@@ -54,8 +54,9 @@ class ModelConfig(Section):
     """Maximum number of tokens of a whole conversation; null is the model's limit."""
     chat_template: str | None = field(default=None, metadata=NAMED)
     """Chat template instead of the model's, for example for base models: a file, or Jinja text."""
-    dtype: ComputeDtype = field(default="float32", metadata=one_of("float32", "bfloat16"))
-    """Dtype of engine and trainer; one for both, since updates below the engine's precision have no effect on it."""
+    dtype: ComputeDtype = field(default="float32", metadata=one_of("float32", "bfloat16", "float16"))
+    """Dtype of engine and trainer; one for both, since updates below the engine's precision have no effect on it.
+    `float16` is for GPUs without bfloat16 (T4, V100); the loss is scaled."""
     lora: LoRAEntries = field(default_factory=LoRAEntries)
     """LoRA adapters; `sync.lora` sets how the engine receives them."""
 
@@ -67,7 +68,7 @@ class ModelConfig(Section):
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """Dtype of the trainer's computation over its float32 weights; None for float32."""
-        return None if self.dtype == "float32" else torch.bfloat16
+        return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.dtype]
 
     def template_text(self) -> str | None:
         """Return the text of `chat_template`, None for the model's own; ValueError if it is neither file nor Jinja."""

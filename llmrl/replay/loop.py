@@ -24,7 +24,7 @@ from llmrl.runs.grpo import grpo
 from llmrl.runs.null_engine import NullEngine
 from llmrl.runs.run import Run
 from llmrl.runs.run_folder import random_states, restore_random_states, seed_all
-from llmrl.runs.tracked import Stateful, restore_tracked
+from llmrl.runs.tracked import Stateful, restore_tracked, with_scaler
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.watch.step_metrics import Learned, log_probs_before, metrics_of
 
@@ -133,7 +133,7 @@ class ReplayLoop:
 
     def track(self, collector: BatchMaker, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Restore the state to begin with."""
-        self._tracked = dict(objects)
+        self._tracked = with_scaler(objects)
         if self._start is not None:
             restore_tracked(self._tracked, self._start, self._run.folder.checkpoint_path)
         engine.policy_version = self._first - 2  # the version numbers continue

@@ -34,7 +34,7 @@ from llmrl.runs.exports import Exports, open_repository
 from llmrl.runs.recorder import RunRecorder
 from llmrl.runs.report import ContinuedBy, RunResults, print_next_steps, resume_command
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, seed_all
-from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked
+from llmrl.runs.tracked import Stateful, restore_tracked, save_tracked, with_scaler
 from llmrl.watch.live_view import LiveView
 from llmrl.watch.step_metrics import Learned
 
@@ -157,7 +157,7 @@ class Run:
         """
         self._collector = collector
         self._engine = engine
-        self._tracked = dict(objects)
+        self._tracked = with_scaler(objects)
         if self._recorder is not None:
             self._recorder.folder.save_tokenizer(tokenizer)
         checkpoint = self._load_checkpoint() if self.cfg.resume else None

@@ -21,6 +21,7 @@ from llmrl._utils.files import open_file
 from llmrl._utils.ranks import rank_and_size
 from llmrl._utils.types import StateDict
 from llmrl.data.state_file import DamagedFileError
+from llmrl.trainer.trained_model import trained_model
 
 Place = tuple[str | int, ...]
 """Keys from the outermost dictionary to a tensor."""
@@ -38,6 +39,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: StateDict) -> object:
         """Restore a state."""
         ...
+
+
+def with_scaler(tracked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a loop's objects with the scaler of its model's loss, if it computes in float16."""
+    model = tracked.get("model")
+    scaler = trained_model(model).scaler if isinstance(model, torch.nn.Module) else None
+    return dict(tracked) if scaler is None else {**tracked, "scaler": scaler}
 
 
 def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> StateDict:

@@ -27,6 +27,7 @@ from llmrl.runs.grpo import grpo
 from llmrl.runs.run import Run
 from llmrl.runs.setup import check_reward, start_engine
 from llmrl.runs.trainer_device import TrainerDevice
+from llmrl.trainer.trained_model import half_dtype
 
 _EXPLAINED = {
     **dict.fromkeys(
@@ -101,7 +102,6 @@ _DEFAULTS = {
 }
 # Engine and trainer share the GPU, as in `hardware/gpu1.yaml`.
 _ON_GPU = {
-    "model.dtype": "bfloat16",
     "engine.gpu_memory_utilization": 0.4,
     "engine.enforce_eager": False,
     "sync.transport": "ipc",
@@ -161,7 +161,7 @@ def train(
     given |= {"model": str(model), "path": str(path or time.strftime("runs/train-%Y%m%d-%H%M%S"))}
     if isinstance(given.get("chat_template"), Path):
         given["chat_template"] = str(given["chat_template"])
-    entries = _DEFAULTS | (_ON_GPU if torch.cuda.is_available() else {})
+    entries = _DEFAULTS | (_on_gpu() if torch.cuda.is_available() else {})
     entries |= {"env.name": _dataset_of(env).prompts.name, "collect.group_size": group_size}
     with _named_as_arguments():
         cfg = from_entries(GRPOConfig, entries | {ENTRIES[name]: value for name, value in given.items()})
@@ -172,6 +172,10 @@ def train(
         used: Engine = run.enter(start_engine(cfg)) if engine is None else run.lend(engine)
         grpo(cfg, run, device, used, env, evaluated)
     return Path(cfg.run.path)
+
+
+def _on_gpu() -> dict[str, object]:
+    return {**_ON_GPU, "model.dtype": str(half_dtype()).removeprefix("torch.")}
 
 
 @contextmanager

@@ -90,8 +90,8 @@ class TrainingShape:
     gradient_checkpointing: bool = False
     offload_activations: bool = False
     """Whether activations kept by checkpointing are stored in host memory."""
-    is_bfloat16: bool = True
-    """Whether to compute in bfloat16 over float32 weights."""
+    is_half: bool = True
+    """Whether to compute in bfloat16 or float16 over float32 weights."""
     lora_rank: int | None = None
     has_reference: bool = False
     """Whether the loss has a KL to the initial model, which with adapters needs no second copy."""
@@ -164,7 +164,7 @@ def _activations(model: ModelShape, training: TrainingShape) -> int:
     keys = model.key_size
     wide = model.intermediate_size
     layer = tokens * 4 * (8 * hidden + 5.5 * queries + 4.5 * keys + 5 * wide)
-    if training.is_bfloat16:
+    if training.is_half:
         layer = tokens * (30 * hidden + 11 * queries + 9 * keys + 10 * wide)
     ends = 16 * tokens * hidden  # embedding, last norm, input of the head
     if not training.gradient_checkpointing:
@@ -182,7 +182,7 @@ def _gathered(model: ModelShape, training: TrainingShape) -> int:
     if training.num_ranks > 1:
         # The current layer, the prefetched next one, and the gradient before it is scattered.
         return layer * (2 * _weight_size(training) + 4)
-    if not training.is_bfloat16:
+    if not training.is_half:
         return 0
     # Cast copies needed by the backward pass; with checkpointing only those of the recomputed layer.
     if training.gradient_checkpointing:
@@ -193,7 +193,7 @@ def _gathered(model: ModelShape, training: TrainingShape) -> int:
 def _head(model: ModelShape, training: TrainingShape) -> int:
     """Return the bytes of the output head besides its weights: a copy, its gradient, and two chunks of logits."""
     num_bytes = 0
-    if training.num_ranks > 1 or training.is_bfloat16:
+    if training.num_ranks > 1 or training.is_half:
         num_bytes += _weight_size(training) * model.head_parameters
     if training.lora_rank is None:
         num_bytes += 4 * model.head_parameters
@@ -204,7 +204,7 @@ def _head(model: ModelShape, training: TrainingShape) -> int:
 
 
 def _weight_size(training: TrainingShape) -> int:
-    return 2 if training.is_bfloat16 else 4
+    return 2 if training.is_half else 4
 
 
 def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> list[str]:

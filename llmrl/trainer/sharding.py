@@ -56,7 +56,8 @@ def shard_model(
     record = trained_model(model)
     record.mesh = mesh or cast(DTensor, next(model.parameters())).device_mesh
     if compute_dtype is not None:
-        record.compute_dtype = record.sharded_dtype = compute_dtype
+        record.compute_in(compute_dtype, next(model.parameters()).device)
+        record.sharded_dtype = compute_dtype
     for module in base.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -61,7 +61,8 @@ def train_step(
     """Do one update on a batch: gradients of micro-batches, clipping, an optimizer step.
 
     The step is skipped, with a warning, if a column of the batch, the loss or a gradient is not finite; it is skipped
-    without a warning if no token is trained or every advantage is zero. Rows with zero advantage are not computed
+    without a warning if no token is trained or every advantage is zero, and if a gradient overflows in float16, after
+    which the loss is scaled by half as much. Rows with zero advantage are not computed
     unless the loss has other terms; they count in averages over the batch but in no measurement. A warning names likely
     causes if the policy's log-probs differ from the engine's with the same weights by more than rounding explains.
 
@@ -104,7 +105,8 @@ def train_step(
     record.routing = None  # discard counts of earlier forward passes
     done: list[MicroLoss] = []
     for micro in loss_module.micro_losses(inputs, batch, token_budget=token_budget, rank=rank, num_ranks=num_ranks):
-        micro.total().backward()
+        total = micro.total()
+        (total if record.scaler is None else record.scaler.scale(total)).backward()
         if not micro.is_repeated:
             done.append(micro.detached())
     if record.process_group is not None:
@@ -119,16 +121,29 @@ def train_step(
     if hasattr(loss_module.tensor_keys, "policy_version"):
         report.measurements |= check_difference(record, batch, report.log_probs, loss_module.tensor_keys)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if record.scaler is not None:
+        report.measurements |= {"loss_scale": record.scaler.get_scale(), "num_overflows": 0.0}
+        record.scaler.unscale_(optimizer)
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     report.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
         optimizer.zero_grad(set_to_none=True)
         name = "loss" if not math.isfinite(report.loss) else "gradient"
+        if record.scaler is not None:
+            is_overflow = name == "gradient" and record.scaler.get_scale() > 1
+            record.scaler.update()
+            if is_overflow:
+                report.measurements["num_overflows"] = 1.0
+                return _skipped(report, "overflow", started)
         warnings.warn(f"The step is skipped: the {name} of the batch is not finite.", stacklevel=2)
         return _skipped(report, f"non_finite_{name}", started)
     if max_grad_norm is not None and report.grad_norm > max_grad_norm:
         _scale_gradients(parameters, max_grad_norm / report.grad_norm)
-    optimizer.step()
+    if record.scaler is None:
+        optimizer.step()
+    else:
+        record.scaler.step(optimizer)
+        record.scaler.update()
     record.num_updates += 1
     optimizer.zero_grad(set_to_none=True)
     report.seconds = time.perf_counter() - started

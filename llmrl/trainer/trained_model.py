@@ -21,6 +21,9 @@ class TrainedModel:
 
     compute_dtype: torch.dtype | None = None
     """dtype of the forward pass: autocast's, that of sharding, or that of the weights."""
+    scaler: torch.amp.GradScaler | None = None
+    """Scaler of the loss, where float16 over float32 weights would lose small gradients; its state is part of a
+    checkpoint."""
     sharded_dtype: torch.dtype | None = None
     """dtype to which sharding casts gathered parameters; None does not cast."""
     mesh: DeviceMesh | None = None
@@ -45,6 +48,14 @@ class TrainedModel:
     """Log-prob difference of the last warning."""
     routing: RoutingCounts | None = None
     """Routing counts since the last `train_step` began."""
+
+    def compute_in(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Set the dtype of the forward pass over float32 weights; float16 gets a scaler."""
+        self.compute_dtype = dtype
+        if dtype != torch.float16:
+            self.scaler = None
+        elif self.scaler is None:
+            self.scaler = torch.amp.GradScaler(device.type)
 
     @property
     def process_group(self) -> torch.distributed.ProcessGroup | None:
@@ -78,6 +89,11 @@ class TrainedModel:
             f"rounding and importance ratios are off on-policy. Start the engine with dtype={trainer!r}, or let the "
             f"trainer compute in {engine}: TransformersWrapper(autocast_dtype=torch.{engine})."
         )
+
+
+def half_dtype() -> torch.dtype:
+    """Return the half-precision dtype of this machine's GPU: bfloat16, or float16 if it has none (T4, V100)."""
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
 _known: WeakKeyDictionary[torch.nn.Module, TrainedModel] = WeakKeyDictionary()

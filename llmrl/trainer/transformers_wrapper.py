@@ -28,7 +28,7 @@ from llmrl.trainer.head.truncated import HeadOptions, kept_logits, truncated_log
 from llmrl.trainer.model.causal_model import CausalModel
 from llmrl.trainer.model.checkpointing import set_scoring_mode
 from llmrl.trainer.packing.packed_rows import DEFAULT_TOKEN_BUDGET, PackedRows, pack_rows
-from llmrl.trainer.trained_model import trained_model
+from llmrl.trainer.trained_model import half_dtype, trained_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,8 +57,9 @@ class TransformersWrapper(ScoresRows):
         bin_length: see `pack_rows`.
         chunk_size: see `chunked_log_probs`.
         autocast_dtype: for example `torch.bfloat16` over float32 weights; None computes in the weights' dtype, and
-            `auto` in bfloat16 over float32 weights on a GPU, else in the weights' dtype. It should be the engine's
-            dtype: updates smaller than the engine's rounding are lost, and weight sync warns.
+            `auto` in half precision over float32 weights on a GPU, else in the weights' dtype. It should be that of the
+            engine: updates smaller than the engine's rounding are lost, and weight sync warns. For `torch.float16`,
+            `train_step` scales the loss.
         head_kernel: `torch`, or `liger`, liger-kernel on a GPU (extra `gpu`), which in bfloat16 rounds logits (an
             error of 0.01 to 0.02 nats per token). Entropies and truncated distributions always use `torch`.
         compile_layers: compile the decoder's layers (`torch.compile`); attention on CUDA is always compiled.
@@ -114,17 +115,21 @@ class TransformersWrapper(ScoresRows):
         weights_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if autocast_dtype == "auto":
             is_cast = weights_dtype == torch.float32 and self.device.type == "cuda"
-            autocast_dtype = torch.bfloat16 if is_cast else None
+            autocast_dtype = half_dtype() if is_cast else None
         self.autocast_dtype = autocast_dtype
         if generate:
             self.engine = TransformersEngine(model, tokenizer=self.tokenizer)
         else:
-            self._prepare_scoring(autocast_dtype or weights_dtype)
+            self._prepare_scoring(weights_dtype)
 
-    def _prepare_scoring(self, compute_dtype: torch.dtype) -> None:
+    def _prepare_scoring(self, weights_dtype: torch.dtype) -> None:
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}; greedy samples have no log-probs.")
-        trained_model(self.model).compute_dtype = compute_dtype
+        record = trained_model(self.model)
+        if self.autocast_dtype is None:
+            record.compute_dtype = weights_dtype
+        else:
+            record.compute_in(self.autocast_dtype, self.device)
         if self.input_mode != "text":
             # The sampling mask is optional and therefore not an input key.
             self.in_keys = list(dict.fromkeys([self.input_key, TOKENS_KEY, LOSS_MASK_KEY, ATTENTION_MASK_KEY]))

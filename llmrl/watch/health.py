@@ -79,7 +79,11 @@ def _graded(share: tuple[float, float] | None, *, look: float, broken: float) ->
 
 
 def _skipped(history: MetricHistory) -> Iterator[Finding]:
-    if history.now("is_skipped"):
+    if (overflows := history.now("num_overflows")) and overflows == history.now("num_skipped"):
+        says = f"{overflows:g} of the step's updates overflowed in float16 and did not change the weights."
+        cause = "the scale of the loss was too large, as in the first steps: it is halved after each overflow"
+        yield Finding("skipped", Verdict.LOOK, says, (cause,))
+    elif history.now("is_skipped"):
         is_again = len(history.values("is_skipped")) > 1 and all(history.values("is_skipped")[-2:])
         yield Finding(
             "skipped",

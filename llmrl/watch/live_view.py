@@ -137,7 +137,9 @@ class LiveView:
         self._progress.update(self._task, completed=step)
         if not self._redraw():
             self.console.print(self._line(row), highlight=False)
-        if metrics.get("is_skipped"):
+        if num_overflows := metrics.get("num_overflows"):
+            self.console.print(f"step {step}: {num_overflows:g} of its updates overflowed in float16", style="yellow")
+        elif metrics.get("is_skipped"):
             text = f"step {step} changed nothing: no row, or a loss that is not finite"
             self.console.print(text, style="bold red")
         elif num_skipped := metrics.get("num_skipped"):

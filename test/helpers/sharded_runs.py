@@ -50,8 +50,8 @@ NUM_STEPS = 10
 ADAPTERS = {"lora": 4}
 REFERENCE = {"kl_to_ref_coeff": 0.05, "num_minibatches": 2, "gradient_checkpointing": True}
 LOSSES = {
-    1: ["grpo", "gspo", "sft", "lora", "float32", "bfloat16"],
-    2: ["gspo", "lora", "bfloat16"],
+    1: ["grpo", "gspo", "sft", "lora", "float32", "bfloat16", "float16"],
+    2: ["gspo", "lora", "bfloat16", "float16"],
     4: ["grpo", "sft"],
 }
 
@@ -177,7 +177,7 @@ def losses(folder, num_ranks):
             model = with_lora(model, ["q_proj", "down_proj"]) if name == "lora" else model
             if name == "sft":
                 model.gradient_checkpointing_enable()
-            dtype = torch.bfloat16 if name == "bfloat16" else None
+            dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
             policy = TransformersWrapper(model, generate=False, token_budget=24, bin_length=24, autocast_dtype=dtype)
             if num_ranks > 1:
                 shard_model(model, compute_dtype=dtype)

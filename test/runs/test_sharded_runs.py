@@ -51,14 +51,15 @@ def test_ten_steps_of_several_ranks_end_with_the_weights_of_one(folder: Path, lo
         torch.testing.assert_close(actual[name], weight, atol=1e-6, rtol=0)
 
 
-def test_in_bfloat16_two_ranks_end_as_near_to_float32_as_one(folder: Path) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_half_precision_two_ranks_end_as_near_to_float32_as_one(folder: Path, dtype: str) -> None:
     one, two = (torch.load(folder / f"losses-{count}.pt") for count in (1, 2))
     exact = one["float32"]
 
     def distance(weights: dict[str, torch.Tensor]) -> float:
         return math.sqrt(sum(float((weights[name] - exact[name]).square().sum()) for name in exact))
 
-    assert 0 < distance(two["bfloat16"]) < 1.5 * distance(one["bfloat16"]) < distance(one["gspo"]) / 5
+    assert 0 < distance(two[dtype]) < 1.5 * distance(one[dtype]) < distance(one["gspo"]) / 5
 
 
 @pytest.mark.parametrize("name", ["reference", "lora"])
@@ -184,7 +185,7 @@ def test_the_memory_that_is_planned_is_what_a_step_takes(folder: Path, name: str
         token_budget=length,
         bin_length=length,
         gradient_checkpointing=name == "checkpointing",
-        is_bfloat16=False,
+        is_half=False,
         is_gpu=False,
     )
     planned = plan_memory(model, training)

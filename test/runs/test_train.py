@@ -174,9 +174,14 @@ def configured(monkeypatch, tmp_path):
     return call
 
 
-def test_on_a_gpu_it_is_configured_as_the_file_for_one_gpu(monkeypatch, configured):
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_on_a_gpu_it_is_configured_as_the_file_for_one_gpu(monkeypatch, configured, has_bfloat16):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bfloat16)
     cfg = configured()
+    if not has_bfloat16:
+        assert cfg.model.dtype == "float16" and cfg.model.autocast_dtype == torch.float16
+        return
     file = OmegaConf.load(ROOT / "sota-implementations/config/hardware/gpu1.yaml")
     for section in ("model", "engine", "sync", "train"):
         for entry, value in file[section].items():

@@ -105,7 +105,8 @@ class EngineOptions(TypedDict, total=False):
     max_model_len: int | None
     """Maximum number of tokens of prompt and completion together; by default the model's."""
     dtype: str | None
-    """dtype of the engine's weights; by default the trainer's: float32 on CPU, bfloat16 on GPU."""
+    """dtype of the engine's weights; by default the trainer's: float32 on CPU, bfloat16 on GPU, or float16 if the
+    GPU has no bfloat16."""
     max_num_seqs: int | None
     """Maximum number of requests decoded together; by default 128 on CPU."""
     kv_cache_memory: int | None
@@ -203,7 +204,7 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
         arguments.setdefault("max_num_seqs", 128)
     arguments.setdefault("enforce_eager", is_cpu)
     # As in `TransformersWrapper`. On CPU bfloat16 is rarely faster, and loses small updates.
-    arguments.setdefault("dtype", "float32" if is_cpu else "bfloat16")
+    arguments.setdefault("dtype", "float32" if is_cpu else _half_dtype())
     weight_transfer = options.get("weight_transfer", True)
     backend = weight_transfer_backend(weight_transfer, is_cpu=is_cpu)
     enable_sleep = options.get("enable_sleep", False)
@@ -243,6 +244,14 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
         use_tqdm_on_load=False,
         **{**arguments, **engine_args},
     )
+
+
+def _half_dtype() -> str:
+    import torch
+
+    from llmrl.engines.vllm.private import current_platform
+
+    return "bfloat16" if torch.bfloat16 in current_platform.supported_dtypes else "float16"
 
 
 def _adapter_args(engine_args: Mapping[str, Any]) -> dict[str, int]:

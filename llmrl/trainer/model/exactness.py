@@ -17,6 +17,7 @@ from llmrl.trainer.model.checkpointing import set_scoring_mode
 from llmrl.trainer.model.decoder import PACKABLE_LAYERS, decoder_hidden_states
 from llmrl.trainer.packing.masks import FUSED_DEVICES, IMPLEMENTATION
 from llmrl.trainer.packing.packed_rows import PackedRows, pack_rows
+from llmrl.trainer.trained_model import half_dtype
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -132,7 +133,7 @@ class ExactnessProbe:
         reference = _copy_of(self.model)
         set_attention(reference, "eager")
         _shrink_windows(reference)
-        with torch.autocast(device_type, dtype=torch.bfloat16):
+        with torch.autocast(device_type, dtype=half_dtype()):
             try:
                 expected = self._logits(reference, self.rows)
             except RuntimeError:  # the model does not support autocast
@@ -154,7 +155,7 @@ class ExactnessProbe:
             return embedded[-1]
 
         model.get_input_embeddings().register_forward_hook(start)
-        with torch.autocast(self.head.device.type, dtype=torch.bfloat16):
+        with torch.autocast(self.head.device.type, dtype=half_dtype()):
             (packed, *_) = self._packed(is_packed=is_packed)
             hidden = _hidden_states(model, packed, is_packed=is_packed)
             torch.autograd.grad(hidden.float().square().sum(), embedded)
