@@ -91,7 +91,7 @@ _GROUPS: list[tuple[Any, str]] = [
 ]
 SIZES: dict[str, Any] = {name: value for value, names in _GROUPS for name in names.split()}
 # What a family needs besides.
-_SPECIAL: dict[str, dict[str, Any]] = {
+SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {
             name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
@@ -171,7 +171,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
 
 def _tiny(kind: Any, changes: dict[str, Any]) -> Any:
-    changes = _SPECIAL.get(kind.model_type, {}) | changes
+    changes = SPECIAL.get(kind.model_type, {}) | changes
     fields = {field.name for field in dataclasses.fields(kind)}
     values = {name: value for name, value in SIZES.items() if name in fields}
     if {"kv_lora_rank", "num_key_value_heads"} <= fields:

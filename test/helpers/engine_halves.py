@@ -3,8 +3,8 @@
 The class is made on this machine without an engine, and asked to load what is sent. That shows names, shapes, and
 weights that are missing or left over. It does not show what its kernels compute.
 
-`python test/helpers/engine_halves.py` examines every causal type that vLLM serves, and writes a table of
-`docs/models.md`; with names of types it prints their rows.
+`python test/helpers/engine_halves.py` examines every causal type that vLLM serves, and every type with images, and
+writes a table of `docs/models.md`; with names of types it writes their rows.
 """
 
 from __future__ import annotations
@@ -15,17 +15,53 @@ import multiprocessing
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
-from causal_types import PAGE, causal_types, tiny_config
+from causal_types import PAGE, SPECIAL, causal_types, tiny_config
 from causal_types import SIZES as TINY_SIZES
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BEGIN = "<!-- what engines take -->\n\n"
 END = "\n<!-- end -->"
 # vLLM's kernels and blocks want multiples of 32.
 SIZES = {8: 32, 16: 64, 32: 128, 48: 128, 61: 64}
+# What sizes of tiny configurations do not fit, and what official configurations have in another way.
+# Parameters of vLLM's classes that it does not use, and checkpoints do not have.
+UNUSED = {"axk1": {"model.layers.0.post_mlp_layernorm.weight"}}
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "emu3": {"vocabulary_map": {"<image>": 3}},
+    "falcon_h1": {"mamba_d_ssm": 256},
+    "gemma4_text": {"num_experts": None, "enable_moe_block": False},
+    "lfm2_moe": {"num_dense_layers": 1},
+    "mamba2": {"head_dim": 64},
+    "qwen2": _FULL,
+    "qwen3": _FULL,
+    "qwen4_exp_text": {"indexer_head_dim": 32},
+}
+# Entries of official configurations that vLLM reads and transformers' classes do not name.
+_OFFICIAL: dict[str, dict[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0},
+    "glm4_moe": {"head_dim": 32},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
+    "lfm2": {"conv_dim": 128, "block_dim": 128},
+    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "layernorm_epsilon": 1e-5,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +72,22 @@ class EngineHalf:
     engine: str = ""
     saved: str = ""
     lora: str = ""
+
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(EngineHalf))
+
+
+def is_shown(cell: str) -> bool:
+    """Whether a cell says yes, perhaps under a condition that is enforced."""
+    return cell in ("yes", "merged", "attention alone", "attention alone, merged")
+
+
+def page_rows() -> dict[str, dict[str, str]]:
+    """The rows of the page by type."""
+    text = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    cells = [[cell.strip("` ") for cell in line.split(" | ")] for line in text.splitlines() if line.startswith("| `")]
+    names = ("type", "class", *COLUMNS)
+    return {(row := dict(zip(names, (cell.strip("|` ") for cell in one), strict=True)))["type"]: row for one in cells}
 
 
 def examine_in_child(model_type: str, class_name: str) -> EngineHalf:
@@ -76,6 +128,8 @@ def examine(model_type: str, class_name: str) -> EngineHalf:
             config.architectures = [class_name]
             whole.save_pretrained(folder / "whole")
             model = load_model(folder / "whole")
+        except ImportError as error:
+            return EngineHalf(**dict.fromkeys(COLUMNS, f"refused: {said(error)}"))
         except Exception as error:
             return EngineHalf(engine=said(error))
         return EngineHalf(
@@ -104,8 +158,13 @@ def enlarged(model_type, kind):
     """The tiny configuration of a type, in sizes that vLLM's layers take."""
     sizes = {name: SIZES.get(size, size) if type(size) is int else size for name, size in TINY_SIZES.items()}
     sizes["use_sliding_window"] = False  # off in checkpoints, and vLLM has it for all layers or none
-    with mock.patch.dict(TINY_SIZES, sizes):
+    special = {name: SPECIAL.get(name, {}) | changes for name, changes in _CHANGES.items()}
+    with mock.patch.dict(TINY_SIZES, sizes), mock.patch.dict(SPECIAL, special):
         config = tiny_config(model_type)
+    text = config.get_text_config()
+    for name, value in _OFFICIAL.get(text.model_type, {}).items():
+        if not hasattr(text, name):
+            setattr(text, name, value)
     if not isinstance(config, kind.config_class):
         config = next(part for part in vars(config).values() if isinstance(part, kind.config_class))
     return config
@@ -133,12 +192,22 @@ def is_lora_base(folder, class_name):
     from llmrl.trainer import load_model
     from llmrl.trainer.loading import LoRAConfig
     from llmrl.weight_sync import get_model_metadata
+    from llmrl.weight_sync.plugin import register
 
+    register()
     expected = get_model_metadata(load_model(folder))
-    adapted = load_model(folder, lora=LoRAConfig(rank=2))
-    assert get_model_metadata(adapted) == expected
+    try:
+        found = "yes"
+        adapted = load_model(folder, lora=LoRAConfig(rank=2))
+        assert get_model_metadata(adapted) == expected
+    except (TypeError, ValueError) as error:
+        assert "adapter of" in str(error) or "incompatible" in str(error), error
+        found = "attention alone"
+        adapted = load_model(folder, lora=LoRAConfig(rank=2, target_modules=ATTENTION))
+        assert get_model_metadata(adapted) == expected
     kind = ModelRegistry.models.get(class_name)
-    return "yes" if kind is not None and getattr(kind.load_model_cls(), "supports_lora", False) else "merged"
+    takes = kind is not None and getattr(kind.load_model_cls(), "supports_lora", False)
+    return found if takes else found.replace("yes", "merged").replace("alone", "alone, merged")
 
 
 def is_saved(model, folder, kind):
@@ -218,12 +287,18 @@ def takes_weights(model, folder, class_name):
             for parameter in engine.parameters():
                 if parameter.is_floating_point():
                     parameter.fill_(torch.nan)
+        # What is no parameter of the trainer stays as the engine read it from the checkpoint.
+        stored = {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
         reads = Reads(buffer)
-        with torch.no_grad(), reads:
-            engine.load_weights(layout.views(buffer))
+        with torch.no_grad():
+            engine.load_weights((name, one) for name, one in stored.items() if name not in sent)
+            with reads:
+                engine.load_weights(layout.views(buffer))
     missing = [name for name, one in engine.named_parameters() if one.is_floating_point() and one.isnan().any()]
+    missing = [name for name in missing if name not in UNUSED.get(model.config.model_type, ())]
     if missing:
-        return f"lacks {len(missing)} weights: {missing[:2]}"
+        left = [name for name in stored if name not in sent]
+        return f"lacks {len(missing)} weights: {missing[:2]}; not sent: {left[:3]}"
     starts = sorted(reads.starts)
     unread = []
     for place in layout.places:
@@ -245,8 +320,7 @@ def write_table(rows: list[dict[str, str]]) -> None:
     import transformers
     import vllm
 
-    columns = ("shards", "engine", "saved", "lora")
-    counts = [sum(row[name] in ("yes", "merged") for row in rows) for name in columns]
+    counts = [sum(is_shown(row[name]) for row in rows) for name in COLUMNS]
     lines = [
         f"vLLM {vllm.__version__}, transformers {transformers.__version__}, {len(rows)} types of both: "
         f"**{counts[0]} shard**, **{counts[1]} engines take every weight**, **{counts[2]} load again after saving**, "
@@ -254,7 +328,7 @@ def write_table(rows: list[dict[str, str]]) -> None:
         "",
         "| type | class | shards | engine takes its weights | saved | adapters |",
         "|---|---|---|---|---|---|",
-        *(f"| `{row['type']}` | `{row['class']}` | {' | '.join(row[name] for name in columns)} |" for row in rows),
+        *(f"| `{row['type']}` | `{row['class']}` | {' | '.join(row[name] for name in COLUMNS)} |" for row in rows),
     ]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -262,7 +336,7 @@ def write_table(rows: list[dict[str, str]]) -> None:
 
 
 def main() -> None:
-    """Examine the types that are given, and print a line of JSON for each; or all, and write the page."""
+    """Examine the types that are given, or all, and write their rows into the page."""
     import sys
 
     import vllm.engine.arg_utils
@@ -276,14 +350,13 @@ def main() -> None:
     torch.set_num_threads(1)
     kinds = {**causal_types(), **wrapper_types()}
     served = set(ModelRegistry.get_supported_archs())
-    rows = []
-    for model_type in sys.argv[1:] or causal_types():
+    rows = page_rows()
+    for model_type in sys.argv[1:] or kinds:
         if kinds[model_type] in served:
             half = examine_in_child(model_type, kinds[model_type])
-            rows.append({"type": model_type, "class": kinds[model_type], **dataclasses.asdict(half)})
-            print(json.dumps(rows[-1]), flush=True)
-    if not sys.argv[1:]:
-        write_table(rows)
+            rows[model_type] = {"type": model_type, "class": kinds[model_type], **dataclasses.asdict(half)}
+            print(json.dumps(rows[model_type]), flush=True)
+            write_table([rows[name] for name in sorted(rows)])
 
 
 if __name__ == "__main__":

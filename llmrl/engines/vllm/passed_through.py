@@ -14,7 +14,7 @@ TESTED: frozenset[str] = frozenset(
 )  # fmt: skip
 
 _SPECULATION = (
-    "vLLM 0.32 reports log-probs of accepted tokens that are off by up to 2.4 nats, so that importance ratios are wrong"
+    "vLLM 0.32 on a CPU drops the temperatures of drafted tokens, so that it samples and reports them at others"
 )
 _DISTRIBUTION = "it changes the distribution that tokens are sampled from, and the trainer does not compute that one"
 _TEXT = "llmrl trains and serves text alone"
@@ -45,7 +45,7 @@ def check_passed_through(engine_args: Mapping[str, object]) -> None:
         >>> check_passed_through({"max_num_batched_tokens": 2048})
         >>> check_passed_through({"speculative_config": {"method": "ngram"}})
         Traceback (most recent call last):
-        ValueError: engine_args may not hold 'speculative_config': vLLM 0.32 reports log-probs of accepted tokens ...
+        ValueError: engine_args may not hold 'speculative_config': vLLM 0.32 on a CPU drops the temperatures ...
     """
     for name, value in engine_args.items():
         if name in REFUSED and value not in (None, "auto"):
