@@ -57,6 +57,10 @@ class HostTorch:
         return getattr(torch, name)
 
 
+# The end of a group waits until what is in flight has timed out: these last as long as their process.
+_groups: list[torch.distributed.ProcessGroupGloo] = []
+
+
 class GlooCommunicator:
     """Takes the place of vLLM's `PyNcclCommunicator`: a broadcast waits for peers, dead or not, until it is aborted."""
 
@@ -65,6 +69,7 @@ class GlooCommunicator:
         timeout = datetime.timedelta(seconds=100)
         self._group = torch.distributed.ProcessGroupGloo(store, group.rank, group.world_size, timeout)
         self._is_destroyed = False
+        _groups.append(self._group)
 
     def broadcast(self, tensor, src, stream=None):
         options = torch.distributed.BroadcastOptions()

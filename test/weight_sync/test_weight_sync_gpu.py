@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from stream_worker import GlooCommunicator, HostTorch, WorkerModel
+from warm_processes import WarmPopen
 from weight_sync_tools import FakeEngine, make_sender
 
 from llmrl.engines import AsyncVLLM, EngineReplicas
@@ -100,7 +101,7 @@ class ProcessEngine(FakeEngine):
     def __init__(self):
         super().__init__()
         command = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "stream_worker.py"), "work"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = WarmPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._lock = threading.Lock()
 
     @property
