@@ -49,8 +49,8 @@ HERE: dict[str, tuple[tuple[str, str], ...]] = {
     "llms.rst:615": (
         (
             "rollout_td = ...",
-            "rollout_td = TensorDict({'tokens': {'full': torch.ones(2, 3, dtype=torch.int64)}, "
-            "'masks': {'all_attention_mask': torch.ones(2, 3, dtype=torch.int64)}}, batch_size=2)",
+            "rollout_td = TensorDict({'tokens': {'full': torch.ones(1, 3, dtype=torch.int64)}, "
+            "'masks': {'all_attention_mask': torch.ones(1, 3, dtype=torch.int64)}}, batch_size=1)",
         ),
     ),
     "services.rst:325": _SMALLER,
@@ -89,11 +89,11 @@ REFUSED = {
 }
 # Lines that are replaced: old, new, and why.
 EDITS: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "llm_wrappers.py": (
+    "llms.rst:205": (
         (
-            "vllm_logprobs_wrapper = vLLMWrapper(\n        model,\n        tokenizer=tokenizer,",
-            "vllm_logprobs_wrapper = TransformersWrapper(\n        transformers_model,\n        tokenizer=tokenizer,",
-            "line 197, `vLLMWrapper(generate=False)`: a `TransformersWrapper` scores",
+            "td = env.reset()",
+            "from tensordict import TensorDict; td = env.reset(TensorDict(query=['Hello!'], batch_size=1))",
+            "line 231, `env.reset()` of a `ChatEnv` without a query: give it one, as TorchRL's needs, too",
         ),
     ),
     "llm_browser.py": (

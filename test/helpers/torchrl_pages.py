@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torchrl_hub
-from torchrl_files import with_our_imports
 from torchrl_page_edits import DEFINED, EDITS, HERE, NEEDS_GPUS, NOT_HERE, PARTS, REFUSED
 
 from llmrl._utils.arguments import keywords_of, refuse_unknown
@@ -167,7 +166,9 @@ def changed(code: str, edits: object, name: str) -> str:
 
 
 def _ours(code: str) -> str:
-    return with_our_imports(code)[0]
+    """Return a program after the command of the page on moving."""
+    areas = "data|envs|modules|objectives|collectors|weight_update"
+    return re.sub(rf"\btorchrl\.({areas})\.llm\b", r"llmrl.torchrl.\1.llm", code)
 
 
 def run(code: str, folder: Path, name: str) -> tuple[bool, str]:

@@ -97,4 +97,5 @@ REASONS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         "a padded batch stays padded, whatever `pad_output=` says",
         (),
     ),
+    ("test_wrapper.py", "log_probs_consistency", "not explained: vLLM's log-probs beside those of transformers", ()),
 )

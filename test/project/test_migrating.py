@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl_reasons import REASONS
 
 from llmrl._utils.arguments import keywords_of
 from llmrl._utils.other_libraries import TABLE, instead_of
@@ -60,6 +61,12 @@ def test_the_page_prints_the_names_that_are_elsewhere(title, names):
     assert printed == list(names)
     for _, ours, _ in names:
         assert ours is None or resolved(ours)
+
+
+def test_the_page_prints_why_cases_of_torchrls_tests_do_not_pass_unchanged():
+    printed = re.findall(r"^\| `(test_\w+\.py)` \| (.*) \| \d+ \|$", section("TorchRL's own tests"), re.MULTILINE)
+    reasons = {(file, reason) for file, _, reason, _ in REASONS}
+    assert reasons == {(file, reason) for file, reason in printed if not reason[0].isdigit()}
 
 
 def test_names_of_the_agentic_toolkit_are_here_or_refused_with_what_has_their_place():
