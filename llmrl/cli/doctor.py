@@ -215,7 +215,7 @@ def examine_server(url: str) -> list[Check]:
     """Check a server for use as a `ServerEngine`: connection, exact sampling and weight updates."""
     from llmrl.engines import EngineError, ServerEngine
     from llmrl.engines.server.updates import WAYS
-    from llmrl.engines.vllm.private import VLLM_VERSION, is_tried
+    from llmrl.engines.vllm.private import VLLM_VERSION
 
     try:
         with ServerEngine(url) as engine:
@@ -223,7 +223,7 @@ def examine_server(url: str) -> list[Check]:
             version = engine.server_version()
     except (EngineError, ValueError) as error:
         return [Check("server", "wrong", str(error), "start it, or give the address under which it is reached")]
-    is_tested = version is not None and is_tried(version)
+    is_tested = version is not None and version.startswith(f"{VLLM_VERSION}.")  # earlier servers report no versions
     found = version or "it does not identify itself as vLLM, so llmrl cannot update its weights"
     advice = "" if is_tested else f"tested with vLLM {VLLM_VERSION}: pip install 'vllm=={VLLM_VERSION}.*'"
     findings.append(Check("vLLM", "good" if is_tested else "note", found, advice))

@@ -78,10 +78,11 @@ def flat_log_probs(*positions):
 
 
 def vllm_output(num_tokens, **columns):
-    from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+    from vllm.outputs import CompletionOutput, RequestOutput
 
-    token_ids, spans = list(range(1, num_tokens + 1)), [WeightVersionSpan("3", 0, num_tokens)]
-    sample = CompletionOutput(0, "", token_ids, None, finish_reason="stop", weight_versions=spans, **columns)
+    token_ids = list(range(1, num_tokens + 1))
+    sample = CompletionOutput(0, "", token_ids, None, finish_reason="stop", **columns)
+    sample.weight_versions = [SimpleNamespace(version="3", start=0, end=num_tokens)]  # vLLM 0.31 has no such field
     return RequestOutput("id", None, [9], None, [sample], True)
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -288,18 +289,23 @@ def test_a_value_that_vllm_does_not_take_is_refused(vllm_engine):
         vllm_engine.generate_batch([[1]], SamplingConfig(temperature=3.0))
 
 
+def version_span(version, start, end):
+    return SimpleNamespace(version=version, start=start, end=end)
+
+
 @pytest.mark.parametrize("column", ["logprobs", "weight_versions"])
 def test_answers_without_a_value_for_each_token_are_refused(column):
     from vllm.logprobs import FlatLogprobs
-    from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+    from vllm.outputs import CompletionOutput, RequestOutput
 
     columns = {
         "logprobs": FlatLogprobs(logprobs=[-0.1, -0.2], token_ids=[1, 2], start_indices=[0, 1], end_indices=[1, 2]),
-        "weight_versions": [WeightVersionSpan("default", 0, 1), WeightVersionSpan("3", 1, 2)],
+        "weight_versions": [version_span("default", 0, 1), version_span("3", 1, 2)],
     }
 
     def output(**changes):
-        sample = CompletionOutput(0, "", [1, 2], None, finish_reason="stop", **{**columns, **changes})
+        sample = CompletionOutput(0, "", [1, 2], None, finish_reason="stop")
+        vars(sample).update(columns | changes)  # vLLM 0.31 has no field for versions
         return RequestOutput("id", None, [9], None, [sample], True)
 
     assert read_completion(output(), 9).versions == [0, 3]

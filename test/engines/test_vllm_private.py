@@ -30,7 +30,7 @@ def test_an_untried_version_that_lacks_a_name_is_refused_by_it(monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.0")
     monkeypatch.setitem(vllm_private._MODULES, "NewName", "vllm.config")
     monkeypatch.setitem(vllm_private._MODULES, "OtherName", "vllm.no_such_module")
-    monkeypatch.setitem(vllm_private._MEMBERS, "outputs.CompletionOutput", ("weight_versions", "new_field"))
+    monkeypatch.setitem(vllm_private._MEMBERS, "outputs.CompletionOutput", ("text", "new_field"))
     lacking = r"vllm.config.NewName, vllm.no_such_module.OtherName, vllm.outputs.CompletionOutput.new_field"
     with pytest.raises(ImportError, match=rf"lacks {lacking}\. Install"):
         require_vllm_version()

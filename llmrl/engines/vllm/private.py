@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     import torch
-    from vllm import SamplingParams
+    from vllm import CompletionOutput, SamplingParams
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.request import LoRARequest as LoRARequest
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.metrics.stats import IterationStats as IterationStats
     from vllm.v1.metrics.stats import SchedulerStats as SchedulerStats
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 VLLM_VERSION = "0.32"
 """Version that the set-up installs and that the tests run with."""
-TRIED_VERSIONS = (VLLM_VERSION,)
+TRIED_VERSIONS = ("0.31", VLLM_VERSION)
 """Versions with which engines and weight updates were tried; vLLM's weight-update API is not stable."""
 PLUGIN_GROUP = "vllm.general_plugins"
 """Group of the entry points that vLLM calls in each of its processes."""
@@ -39,6 +41,7 @@ EXECUTOR = f"{__name__}.InStepExecutor"
 """Name of the executor for vLLM's arguments."""
 _SHARED_MEMORY = "/dev/shm/"
 _SEGMENTS = "llmrl_segments"
+_STARTS = "llmrl_version_starts"
 RELOAD_METHOD = "reload_weights"
 """Method of vLLM's workers that reads weights from a folder."""
 
@@ -83,18 +86,21 @@ _NAMES = {
     "model_executor.model_loader.reload.layerwise": ("_get_original_loader", "get_layerwise_info"),
     "model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
     "model_executor.models.registry": ("ModelRegistry",),
+    "outputs": ("CompletionOutput",),
     "platforms": ("current_platform",),
     "sampling_params": ("RequestOutputKind", "StructuredOutputsParams"),
     "utils.network_utils": ("get_ip",),
     "v1.engine.async_llm": ("AsyncLLM",),
+    "v1.engine.output_processor": ("RequestState",),
     "v1.engine.exceptions": ("EngineDeadError", "EngineGenerateError"),
     "v1.structured_output.backend_types": ("StructuredOutputOptions",),
     "v1.structured_output.backend_xgrammar": ("XgrammarBackend", "has_xgrammar_unsupported_json_features"),
     "v1.executor.multiproc_executor": ("MultiprocExecutor",),
 }
-# Class of vLLM -> its methods and fields that weight updates use. vLLM 0.31 has no versions of tokens.
+# Class of vLLM -> its methods and fields that weight updates use.
 _MEMBERS = {
-    "outputs.CompletionOutput": ("weight_versions",),
+    "v1.engine.core_client.AsyncMPClient": ("get_output_async", "set_weight_version_async"),
+    "v1.engine.output_processor.RequestState": ("_new_completion_output",),
     "v1.engine.async_llm.AsyncLLM": (
         "finish_weight_update",
         "init_weight_transfer_engine",
@@ -171,8 +177,57 @@ def all_stop_token_ids(llm: AsyncLLM, params: SamplingParams) -> set[int]:
 async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM:
     """Start the engine; `stat_logger` receives statistics of each step."""
     llm = _find("AsyncLLM").from_engine_args(arguments, stat_loggers=[lambda config, index: stat_logger])
+    if "weight_versions" not in _find("CompletionOutput").__dataclass_fields__:
+        _report_versions(llm)
     vars(llm)[_SEGMENTS] = _segments_of(llm)
     return llm
+
+
+def _report_versions(llm: AsyncLLM) -> None:
+    """Report the version of each token, as vLLM 0.32 does, for vLLM 0.31.
+
+    The engine's process sends its outputs and the answer to `set_weight_version` in order, and samples nothing while
+    weights change. So what is in the queue when the answer arrives has the version before, and what follows the new.
+    """
+    client = llm.engine_core
+    take = client.get_output_async
+    announce = client.set_weight_version_async
+    current = "default"
+
+    async def announce_in_order(label: str) -> None:
+        await announce(label)
+        client.outputs_queue.put_nowait(label)
+
+    async def take_with_version() -> EngineCoreOutputs:
+        nonlocal current
+        while isinstance(outputs := await take(), str):
+            current = outputs
+        for output in outputs.outputs:  # all before them are counted, and none of them
+            if (state := llm.output_processor.request_states.get(output.request_id)) is not None:
+                starts = vars(state).setdefault(_STARTS, [])
+                if not starts or starts[-1][0] != current:
+                    starts.append((current, state.detokenizer.num_output_tokens()))
+        return outputs
+
+    client.set_weight_version_async = announce_in_order
+    client.get_output_async = take_with_version
+    _add_versions_to_answers()
+
+
+@functools.cache
+def _add_versions_to_answers() -> None:
+    states = _find("RequestState")
+    make = states._new_completion_output
+
+    def make_with_versions(self: RequestState, *arguments: object, **options: object) -> CompletionOutput:
+        output = make(self, *arguments, **options)
+        starts = vars(self).get(_STARTS, [])
+        ends = [start for _, start in starts[1:]] + [self.detokenizer.num_output_tokens()]
+        spans = zip(starts, ends, strict=False)
+        output.weight_versions = [SimpleNamespace(version=v, start=s, end=e) for (v, s), e in spans]
+        return output
+
+    states._new_completion_output = make_with_versions
 
 
 def _segments_of(llm: AsyncLLM) -> set[str]:
