@@ -22,7 +22,7 @@ def test_vllm_has_the_name(name):
 
 def test_an_untried_version_with_all_names_is_warned_of(monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.99.0")
-    with pytest.warns(UserWarning, match=r"tried with vLLM 0.32, found 0.99.0.*weight_transfer=False"):
+    with pytest.warns(UserWarning, match=r"tried with vLLM 0.31 and 0.32, found 0.99.0.*weight_transfer=False"):
         require_vllm_version()
 
 
