@@ -304,7 +304,7 @@ def test_answers_without_a_value_for_each_token_are_refused(column):
     }
 
     def output(**changes):
-        sample = CompletionOutput(0, "", [1, 2], None, finish_reason="stop")
+        sample = CompletionOutput(0, "", [1, 2], None, None, finish_reason="stop")
         vars(sample).update(columns | changes)  # vLLM 0.31 has no field for versions
         return RequestOutput("id", None, [9], None, [sample], True)
 
