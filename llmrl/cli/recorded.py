@@ -120,11 +120,12 @@ def fork(
     run: Run,
     entries: Annotated[list[str], typer.Argument(help="run.path=FOLDER of the new run, and entries that it changes.")],
     step: Annotated[int, typer.Option(min=1, help="Last step that both runs share.")],
+    as_json: AsJSON = False,
 ) -> None:
     """Make a new run from the middle of an old one; resuming it trains on."""
     from llmrl.cli.replay import run_fork
 
     try:
-        run_fork(run, step, entries, console)
+        run_fork(run, step, entries, console, is_json=as_json)
     except (ValueError, OSError) as error:
         raise fail(error) from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import cast, get_args
@@ -17,6 +18,7 @@ from llmrl.cli.json_output import print_json
 from llmrl.replay.bisect import config_changes, first_difference
 from llmrl.replay.conversations import Form, send_conversations, write_conversations
 from llmrl.replay.fork import fork
+from llmrl.replay.loop import OnStep, pass_over
 from llmrl.replay.page import write_step, write_what_if
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rescore
@@ -40,11 +42,7 @@ def run_replay(
 ) -> bool:
     """Replay a step, or compute it with changes; return whether it is as recorded, up to rounding."""
     run = RecordedRun(path)
-
-    def on_step(number: int) -> None:
-        if not is_json:
-            console.print(f"[dim]computing step {number}[/dim]", highlight=False)
-
+    on_step = _announcing(console, is_json=is_json)
     if is_what_if or changes or drop_rollouts or last_step is not None:
         changed = what_if(
             run,
@@ -67,11 +65,19 @@ def run_replay(
     return first is None or not first.is_beyond_rounding
 
 
+def _announcing(console: Console, *, is_json: bool) -> OnStep:
+    """Return what names each step before it is computed; nothing does beside a JSON object."""
+    if is_json:
+        return pass_over
+    return lambda number: console.print(f"[dim]computing step {number}[/dim]", highlight=False)
+
+
 def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
     table = Table("quantity", "numbers", "result", title=f"step {replayed.step}", title_justify="left")
     for compared in replayed.compared:
         table.add_row(compared.quantity, str(compared.num_values), escape(_result(compared)))
     console.print(table)
+    _print_changes_here(replayed.changed_here, console)
     first = replayed.first_difference
     if first is None:
         console.print("Everything that was compared is equal to the record, bit by bit.", highlight=False)
@@ -84,6 +90,12 @@ def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
     )
     if first.is_beyond_rounding:
         console.print(f"This usually means: {first.meaning}.", highlight=False)
+
+
+def _print_changes_here(changes: Mapping[str, tuple[object, object]], console: Console) -> None:
+    for name, (recorded, here) in changes.items():
+        text = f"On this machine {name} is {here} in place of {recorded}: numbers differ by rounding."
+        console.print(text, highlight=False, markup=False)
 
 
 def _result(compared: Compared) -> str:
@@ -151,7 +163,7 @@ def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None
     parting = first_difference(*runs)
     steps = [step for step in runs[0].steps if step in runs[1].steps]
     if page is not None and parting is not None:
-        write_step(runs, parting.step, page)
+        write_step(runs, parting, page)
     if is_json:
         found = None if parting is None else dataclasses.asdict(parting)
         print_json({"config": changes, "num_steps": len(steps), "first_difference": found})
@@ -170,26 +182,25 @@ def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None
     return False
 
 
-def run_fork(path: Path, step: int, entries: Sequence[str], console: Console) -> None:
-    """Make a new run from the middle of an old one."""
+def run_fork(path: Path, step: int, entries: Sequence[str], console: Console, *, is_json: bool) -> None:
+    """Make a new run from the middle of an old one, and print how their configurations differ."""
     folders = [entry.removeprefix("run.path=") for entry in entries if entry.startswith("run.path=")]
     if len(folders) != 1:
         raise ValueError(f"run.path=FOLDER must be given once, the folder of the new run; got {len(folders)} of them.")
     changes = [entry for entry in entries if not entry.startswith("run.path=")]
-    changed = fork(
-        RecordedRun(path),
-        step,
-        folders[0],
-        changes,
-        on_step=lambda number: console.print(f"[dim]computing step {number}[/dim]", highlight=False),
-    )
+    run = RecordedRun(path)
+    changed = fork(run, step, folders[0], changes, on_step=_announcing(console, is_json=is_json))
+    view = shlex.join(["llmrl", "view", str(path), folders[0]])
+    if is_json:
+        return print_json({"path": folders[0], "step": step, "changes": changed, "view": view})
     for name, (old, new) in changed.items():
         console.print(f"{name}: {new} in place of {old}", highlight=False, markup=False)
-    console.print(
+    _print_changes_here(run.changes_here(), console)
+    for line in (
         f"{folders[0]} has the first {step} steps; go on with run.path={folders[0]} resume=true",
-        highlight=False,
-        soft_wrap=True,
-    )
+        f"both in one picture: {view}",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def run_conversations(path: Path, file: Path | None, form: str, split: str, *, is_json: bool) -> None:

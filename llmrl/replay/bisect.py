@@ -31,6 +31,8 @@ class Parting:
     """Its value in the second run."""
     meaning: str
     """What usually causes it."""
+    rollout_id: str = ""
+    """The rollout in which it is; empty for a metric."""
 
 
 def config_changes(first: RecordedRun, second: RecordedRun) -> dict[str, tuple[object, object]]:
@@ -43,8 +45,17 @@ def first_difference(first: RecordedRun, second: RecordedRun) -> Parting | None:
     """Return the first difference of two runs, in the order of steps and of the computations in a step.
 
     Steps that only one of them has made are not compared. Returns None if all others are equal.
+
+    Raises:
+        ValueError: if the runs have no step in common.
+        FileNotFoundError, DamagedFileError: if a file is missing, cut or damaged.
     """
-    for step in sorted(set(first.steps) & set(second.steps)):
+    shared = sorted(set(first.steps) & set(second.steps))
+    if not shared:
+        raise ValueError(f"{first.path} and {second.path} have no step in common: {first.steps} and {second.steps}.")
+    for step in shared:
+        for run in (first, second):
+            run.check_step(step)
         if (parting := next(_differences(first, second, step), None)) is not None:
             return parting
     return None
@@ -55,14 +66,14 @@ def _differences(first: RecordedRun, second: RecordedRun, step: int) -> Iterator
     if ours.keys() != theirs.keys():
         only = sorted(ours.keys() ^ theirs.keys())
         meaning = "other prompts: the data, its order, the seed, or which rollouts were dropped"
-        yield Parting(step, "rollouts", f"rollout {only[0]}", only[0] in ours, only[0] in theirs, meaning)
+        yield Parting(step, "rollouts", f"rollout {only[0]}", only[0] in ours, only[0] in theirs, meaning, only[0])
         return
     rows = [{(row.rollout_id, row.row_index): row for row in run.rows(step)} for run in (first, second)]
     if rows[0].keys() != rows[1].keys():
-        only_rows = sorted(rows[0].keys() ^ rows[1].keys())
+        key = min(rows[0].keys() ^ rows[1].keys())
         meaning = "rows were dropped or forked otherwise"
-        name = f"row {only_rows[0][1]} of rollout {only_rows[0][0]}"
-        yield Parting(step, "rows", name, only_rows[0] in rows[0], only_rows[0] in rows[1], meaning)
+        where = f"row {key[1]} of rollout {key[0]}"
+        yield Parting(step, "rows", where, key in rows[0], key in rows[1], meaning, key[0])
         return
     for column in _COLUMNS:
         for key in rows[0]:
@@ -75,11 +86,12 @@ def _differences(first: RecordedRun, second: RecordedRun, step: int) -> Iterator
         ):
             pair = (ours[name].get(entry), theirs[name].get(entry))
             if pair[0] != pair[1]:
-                yield Parting(step, entry, f"rollout {name}", *pair, meaning)
+                yield Parting(step, entry, f"rollout {name}", *pair, meaning, name)
     for key in rows[0]:
         advantages = (rows[0][key].advantage, rows[1][key].advantage)
         if not is_same(*advantages):
-            yield Parting(step, "advantage", f"rollout {key[0]}", *advantages, "the baseline or its normalization")
+            meaning = "the baseline or its normalization"
+            yield Parting(step, "advantage", f"rollout {key[0]}", *advantages, meaning, key[0])
     for name in first.metrics(step):
         values = (first.metrics(step)[name], second.metrics(step).get(name, math.nan))
         if not is_performance(name) and not is_same(*values):
@@ -105,8 +117,8 @@ def _in_column(step: int, column: str, ours: TokenRow, theirs: TokenRow, *, is_s
                     meaning = (
                         "the chat template or the tokenizer is of another version: the prompts' messages are equal"
                     )
-            yield Parting(step, column, where, *pair, meaning)
+            yield Parting(step, column, where, *pair, meaning, ours.rollout_id)
             return
     if len(values[0]) != len(values[1]):
         where = f"row {ours.row_index} of rollout {ours.rollout_id}, its number of tokens"
-        yield Parting(step, column, where, len(values[0]), len(values[1]), meanings[column])
+        yield Parting(step, column, where, len(values[0]), len(values[1]), meanings[column], ours.rollout_id)

@@ -15,7 +15,7 @@ from llmrl.data import Message
 from llmrl.endpoint.chat_logs import as_openai, read_chat_log
 from llmrl.envs.sources import load_rows
 from llmrl.replay.recorded import RecordedRun
-from llmrl.viewer.run_data import Record, read_records
+from llmrl.viewer.run_data import Record
 
 Form = Literal["messages", "sft", "preferences"]
 """Rows of a file: every conversation; those with an above-average reward; the best beside the worst of each group."""
@@ -55,7 +55,7 @@ def write_conversations(run: RecordedRun, path: str | Path, form: Form = "messag
         FileExistsError: if the file exists.
         ValueError: if there is nothing to write.
     """
-    records = [record for record in read_records(run.folder.rollouts_path) if record["split"] == split]
+    records = [record for record in run.all_records if record["split"] == split]
     groups: dict[tuple[int, str], list[Record]] = defaultdict(list)
     for record in records:
         if record.get("is_scored", True):
@@ -114,7 +114,7 @@ def send_conversations(run: RecordedRun, *, split: str = "train") -> int:
     rollout is recorded.
     """
     num_sent = 0
-    for record in read_records(run.folder.rollouts_path):
+    for record in run.all_records:
         for messages in conversations_of(record) if record["split"] == split else ():
             with span("invoke_agent", split) as current:
                 if current is None:

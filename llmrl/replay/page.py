@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from llmrl.replay.bisect import Parting
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.what_if import ChangedStep, WhatIf
 from llmrl.viewer import read_run, write_page
@@ -49,9 +50,14 @@ def write_what_if(run: RecordedRun, changed: WhatIf, path: str | Path) -> Path:
     return write_page([real, other], path)
 
 
-def write_step(runs: Sequence[RecordedRun], step: int, path: str | Path) -> Path:
-    """Write a page with one step of several runs."""
-    return write_page([_at_steps(read_run(run.path), [step]) for run in runs], path)
+def write_step(runs: Sequence[RecordedRun], parting: Parting, path: str | Path) -> Path:
+    """Write a page with the step in which runs part; it names the difference, and its rollout comes first."""
+    sides = [_at_steps(read_run(run.path), [parting.step]) for run in runs]
+    difference = f"{parting.quantity}, {parting.where}: {parting.first!s:.200} and {parting.second!s:.200}"
+    sides[0] = replace(sides[0], summary={"first difference": difference})
+    for data in sides:
+        data.rollouts.sort(key=lambda one: one["rollout_id"] != parting.rollout_id)
+    return write_page(sides, path)
 
 
 def _at_steps(data: RunData, steps: Collection[int]) -> RunData:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import cast
@@ -13,8 +13,9 @@ import torch
 
 from llmrl._utils.types import StateDict
 from llmrl.config.launch import typed
-from llmrl.config.resumed import Entries, load_config
+from llmrl.config.resumed import Entries, changes_of, load_config
 from llmrl.config.sections import GRPOConfig, GRPOTrainConfig
+from llmrl.data.state_file import DamagedFileError
 from llmrl.runs.batch_source import SavedBatch
 from llmrl.runs.run_folder import RunFolder
 from llmrl.viewer.run_data import Record, read_records
@@ -37,38 +38,67 @@ class RecordedRun:
         self.path = Path(path)
         self.folder = RunFolder(self.path, read_only=True)
         self.entries: Entries = load_config(self.path)
-        self._metrics = {int(row["step"]): row for row in self.folder.read_metrics()}
+
+    @cached_property
+    def _metrics(self) -> dict[int, dict[str, float]]:
+        _check_is_there(self.folder.metrics_path)
+        return {int(row["step"]): row for row in self.folder.read_metrics()}
+
+    @cached_property
+    def all_records(self) -> list[Record]:
+        """The records of all rollouts, those of evaluations included. Raises FileNotFoundError if the file is lost."""
+        _check_is_there(self.folder.rollouts_path)
+        return list(read_records(self.folder.rollouts_path))
 
     @cached_property
     def _records(self) -> dict[int, list[Record]]:
         by_step: dict[int, list[Record]] = defaultdict(list)
-        for record in read_records(self.folder.rollouts_path):
+        for record in self.all_records:
             if record["split"] == "train":
                 by_step[record["step"]].append(record)
         return by_step
 
     @property
     def steps(self) -> list[int]:
-        """The logged steps of training, in ascending order."""
+        """The logged steps of training, in ascending order. Raises FileNotFoundError if `metrics.csv` is lost."""
         return sorted(step for step in self._metrics if step and is_logged(self._metrics, step, "train"))
 
     def check_step(self, step: int) -> None:
-        """Raise ValueError if the step was not logged."""
+        """Check that a step was logged, and that its rollouts and tokens are there.
+
+        Raises:
+            ValueError: if the step was not logged.
+            FileNotFoundError: if the tokens of a step that was trained on are lost.
+            DamagedFileError: if a file is damaged, or lacks rollouts of the step.
+        """
         if step not in self.steps:
             known = f"{self.steps[0]} to {self.steps[-1]}" if self.steps else "none"
-            raise ValueError(f"step must be one that {self.path} has logged ({known}), got {step}.")
+            raise ValueError(f"step must be one that {self.folder.metrics_path} has ({known}), got {step}.")
+        recorded = {record["rollout_id"] for record in self.records(step)}
+        if lost := sorted({row.rollout_id for row in self.rows(step)} - recorded):
+            raise DamagedFileError(
+                f"{self.folder.rollouts_path} is cut or damaged: it lacks {len(lost)} of the rollouts of step {step}, "
+                f"{lost[0]} among them. Put a copy of it in its place."
+            )
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return the recorded metrics of a step, rounded as `metrics.csv` is."""
         return self._metrics.get(step, {})
 
     def records(self, step: int) -> list[Record]:
-        """Return the records of a step's rollouts."""
-        return self._records.get(step, [])
+        """Return the records of a step's rollouts. Raises DamagedFileError if they are lost."""
+        records = self._records.get(step, [])
+        if not records and self.metrics(step).get("num_rollouts"):
+            raise DamagedFileError(f"{self.folder.rollouts_path} is cut: it has no rollout of step {step}.")
+        return records
 
     def rows(self, step: int) -> list[TokenRow]:
-        """Return the rows of a step, those that were trained on first; none if they were not stored."""
-        return self.folder.tokens.read(step) if (step, "train") in self.folder.tokens.steps() else []
+        """Return the rows of a step, those that were trained on first; none if there was nothing to train on.
+
+        Raises FileNotFoundError if they are lost, and DamagedFileError if their file is damaged.
+        """
+        is_stored = (step, "train") in self.folder.tokens.steps()
+        return self.folder.tokens.read(step) if is_stored or self.metrics(step).get("num_rows") else []
 
     def config(self, changes: Sequence[str] = ()) -> GRPOConfig:
         """Return the run's configuration, changed by entries such as `train.clip_epsilon=0.3`, for this machine.
@@ -77,6 +107,17 @@ class RecordedRun:
 
         Raises ValueError if the run is not one of GRPO, or if an entry is unknown or out of range.
         """
+        cfg = self._typed(changes)
+        if cfg.train.device != "cpu":
+            cfg.engine = replace(cfg.engine, use_ray=False)  # no GPU is reserved for the trainer
+            cfg.train = _on_this_machine(cfg.train)
+        return cfg
+
+    def changes_here(self) -> dict[str, tuple[object, object]]:
+        """Return the entries of the trainer that this machine cannot have, with the run's values and its own."""
+        return changes_of({"train": asdict(self._typed().train)}, {"train": asdict(self.config().train)})
+
+    def _typed(self, changes: Sequence[str] = ()) -> GRPOConfig:
         from omegaconf import OmegaConf
 
         if self.entries.get("algorithm") != "grpo":
@@ -86,11 +127,7 @@ class RecordedRun:
             )
         here: Entries = {"collect": {"num_collectors": None, "max_concurrent_rollouts": None}}
         here |= {"resume": False, "dry_run": False}
-        cfg = typed(OmegaConf.merge(self.entries, OmegaConf.from_dotlist(list(changes)), here), GRPOConfig)
-        if cfg.train.device != "cpu":
-            cfg.engine = replace(cfg.engine, use_ray=False)  # no GPU is reserved for the trainer
-            cfg.train = _on_this_machine(cfg.train)
-        return cfg
+        return typed(OmegaConf.merge(self.entries, OmegaConf.from_dotlist(list(changes)), here), GRPOConfig)
 
     def check_batches(self, first: int, last: int) -> None:
         """Raise ValueError if the batch of one of these steps was not kept."""
@@ -121,6 +158,11 @@ class RecordedRun:
         """Return the checkpoint that was taken after a step, if it is there."""
         checkpoint = self._checkpoint
         return checkpoint if checkpoint and checkpoint["step"] == step else None
+
+
+def _check_is_there(path: Path) -> None:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: it was lost, or the run has logged no step. Put a copy there.")
 
 
 def _on_this_machine(train: GRPOTrainConfig) -> GRPOTrainConfig:

@@ -66,6 +66,8 @@ def rescore(source: RecordedRun | str | Path, reward: str, *, num_shown: int = 1
         records = [record for step in source.steps for record in source.records(step)]
     else:
         records = records_of_log(source)
+    if not records:
+        raise ValueError(f"{getattr(source, 'path', source)} has no rollouts to score.")
     scores = score_again(rubric, records)
     both = [
         (record, score.reward)

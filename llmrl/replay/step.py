@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -90,6 +91,9 @@ class ReplayedStep:
 
     step: int
     compared: list[Compared] = field(default_factory=list)
+    changed_here: dict[str, tuple[object, object]] = field(default_factory=dict)
+    """Entries of the trainer that this machine cannot have, such as `train.num_ranks`, with recorded and own values;
+    numbers then differ by rounding. Empty if no model was needed."""
 
     @property
     def first_difference(self) -> Compared | None:
@@ -119,6 +123,8 @@ def replay_step(
 
     Raises:
         ValueError: if the step was not logged or its batch not kept, or if a quantity is unknown.
+        FileNotFoundError, DamagedFileError: if the folder lacks the step's rollouts or tokens, before anything is
+            computed.
     """
     if unknown := sorted(set(quantities) - set(get_args(Quantity))):
         raise ValueError(f"quantities must be among {', '.join(get_args(Quantity))}, got {', '.join(unknown)}.")
@@ -132,6 +138,7 @@ def replay_step(
         replayed.compared.append(_compare_advantages(run, step))
     of_model = [name for name in ("log_probs", "metrics", "weights") if name in quantities]
     if of_model:
+        replayed.changed_here = run.changes_here()
         num_ranks = run.config().train.num_ranks
         on_step = on_step if num_ranks == 1 else pass_over  # it cannot follow into other processes
         replayed.compared += call_on_ranks(num_ranks, _compare_by_model, run.path, step, of_model, on_step)
@@ -161,10 +168,12 @@ def _compare_prompts(run: RecordedRun, step: int) -> Compared:
     except (OSError, ValueError) as error:
         compared.note = f"the tokenizer of {model.path} cannot be loaded: {error}"
         return compared
+    known: dict[str, list[list[int]]] = {}  # those of a group are mostly equal
     for record in run.records(step):
         prompt = [dict(one) for one in prompt_of(record["messages"])]
-        sides = [_prompt_ids(tokenizer, prompt) for tokenizer in (recorded, current)]
-        for place, (ours, theirs) in enumerate(zip_longest(*sides, fillvalue=math.nan)):
+        if (text := json.dumps(prompt)) not in known:
+            known[text] = [_prompt_ids(tokenizer, prompt) for tokenizer in (recorded, current)]
+        for place, (ours, theirs) in enumerate(zip_longest(*known[text], fillvalue=math.nan)):
             compared.add(f"token {place} of the prompt of rollout {record['rollout_id']}", ours, theirs)
     return compared
 
@@ -178,7 +187,12 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: list[dict[str, object]]) -> list[i
 def _compare_rewards(run: RecordedRun, step: int, reward: str | None) -> Compared:
     compared = Compared("rewards")
     records = run.records(step)
-    rubric = rubric_of(run) if reward is None else own_rubric(reward)
+    rubric = None if reward is None else own_rubric(reward)
+    try:
+        rubric = rubric or rubric_of(run)
+    except (OSError, ImportError) as error:  # its data or a package is not on this machine
+        compared.note = f"the environment cannot be made here ({error}): give its reward, --reward FILE.py:FUNCTION"
+        return compared
     if rubric is None:
         compared.note = "the environment is not a task of llmrl: give its reward, --reward FILE.py:FUNCTION"
         return compared
@@ -267,6 +281,7 @@ def as_json(one: ReplayedStep) -> dict[str, object]:
     first = one.first_difference
     return {
         "step": one.step,
+        "changed_here": one.changed_here,
         "first_difference": None if first is None else first.quantity,
         "quantities": [
             {**asdict(compared), "is_equal": compared.is_equal if compared.num_values else None}

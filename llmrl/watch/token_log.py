@@ -136,6 +136,8 @@ class TokenLog:
         path = self._path(step, split)
         try:
             return self._read(path)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path} is missing: the tokens of step {step} were lost or not stored.") from None
         except (ValueError, KeyError, EOFError, TypeError, AttributeError, zlib.error, zipfile.BadZipFile) as error:
             raise DamagedFileError(f"{path} is damaged: {error}. Remove it to see the rest of the run.") from error
 

@@ -15,6 +15,7 @@ import sys
 import httpx
 import pytest
 import torch
+from opened_pages import opened
 from pytest import approx
 from rich.console import Console
 from typer.testing import CliRunner
@@ -276,6 +277,61 @@ def test_a_step_without_its_batch_says_what_would_have_kept_it(run_path):
     assert called.exit_code == 2 and "1 to 4" in called.output
 
 
+def first_line(data):
+    return data.splitlines(keepends=True)[0]
+
+
+def cut(data):
+    return data[: len(data) * 4 // 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("metrics.csv", None),
+        ("metrics.csv", first_line),
+        ("rollouts.jsonl", None),
+        ("rollouts.jsonl", first_line),
+        ("rollouts.jsonl", cut),  # in the middle of step 2
+        ("tokens/000002.npz", None),
+        ("tokens/000002.npz", cut),
+    ],
+)
+def test_a_file_that_is_missing_or_cut_is_named_before_the_model_is_loaded(
+    recorded, run_path, tiny_model_path, tmp_path, name, damage
+):
+    config = run_path / "config.yaml"
+    config.write_text(config.read_text().replace(str(tiny_model_path), str(tmp_path / "no model")))
+    path = run_path / name
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    for arguments in (
+        ("replay", run_path, "--step", 2),
+        ("replay", run_path, "--step", 2, "loss=dapo"),
+        ("bisect", recorded, run_path),
+        ("fork", run_path, f"run.path={tmp_path / 'forked'}", "--step", 2),
+    ):
+        called = call(*arguments)
+        assert called.exit_code == 2 and name in called.output and "no model" not in called.output, called.output
+    assert not (tmp_path / "forked").exists()
+
+
+def test_a_run_of_other_ranks_and_devices_says_what_this_machine_computes_otherwise(run_path, tmp_path, monkeypatch):
+    """The run was made here, on one rank of the CPU; its configuration is that of two GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    config = run_path / "config.yaml"
+    config.write_text(config.read_text().replace("device: cpu", "device: cuda").replace("num_ranks: 1", "num_ranks: 2"))
+    found = json.loads(call("replay", run_path, "--step", 2, "--quantities", "metrics", "--json").output)
+    assert found["changed_here"] == {"train.device": ["cuda", "cpu"], "train.num_ranks": [2, 1]}
+    assert found["first_difference"] is None
+    called = call("fork", run_path, f"run.path={tmp_path / 'forked'}", "--step", 2)
+    said = " ".join(called.output.split())
+    assert called.exit_code == 0 and "train.num_ranks is 1 in place of 2" in said
+    assert f"llmrl view {run_path} {tmp_path / 'forked'}" in said
+
+
 def test_the_reward_with_the_other_sign_turns_every_advantage_and_the_gradient(recorded, rewards, tmp_path):
     changed = what_if(RecordedRun(recorded), 2, reward=f"{rewards}:negative")
     num_unequal = sum(abs(before) > 1e-5 for before, _ in changed.steps[0].advantages.values())
@@ -294,10 +350,25 @@ def test_the_reward_with_the_other_sign_turns_every_advantage_and_the_gradient(r
     assert same.steps[0].turned == [] and same.gradient_cosine == pytest.approx(1.0, abs=1e-6)
 
 
+def test_the_page_of_a_what_if_shows_both_sides(recorded, rewards, tmp_path, own_programs):
+    page = tmp_path / "page.html"
+    called = call("replay", recorded, "--step", 2, "--what-if", "--reward", f"{rewards}:negative", "--page", page)
+    assert called.exit_code == 0, called.output
+    turned = what_if(RecordedRun(recorded), 2, reward=f"{rewards}:negative").steps[0].turned
+    with opened(page) as shown:
+        assert "gradient cosine -1" in shown.inner_text("#summary").replace("\n", " ")
+        shown.select_option("#run", "1")
+        shown.locator(".item").first.click()
+        shown.wait_for_function("document.querySelector('#rollout').innerText.includes('→')")
+        assert any(name in shown.inner_text("#rollout") for name in turned)
+
+
 def fork_with_batches(run, path, *changes):
     """Fork a run after step 2, with the batches that it has made afterwards, since an engine samples others."""
-    called = call("fork", run, f"run.path={path}", *changes, "--step", 2)
-    assert called.exit_code == 0, called.output
+    called = call("fork", run, f"run.path={path}", *changes, "--step", 2, "--json")
+    found = json.loads(called.output)
+    assert (found["path"], found["step"]) == (str(path), 2)
+    assert found["changes"].keys() == {"run.path", *(change.partition("=")[0] for change in changes)}
     for step in (3, 4):
         shutil.copy(run / "batches" / f"{step:06d}.safetensors", path / "batches")
     return path
@@ -357,7 +428,7 @@ def test_two_runs_part_at_the_step_where_one_of_them_was_changed(tiny_model_path
     )
 
 
-def test_an_edited_token_is_where_two_runs_part(recorded, run_path):
+def test_an_edited_token_is_where_two_runs_part(recorded, run_path, tmp_path, own_programs):
     import numpy as np
 
     tokens = run_path / "tokens" / "000003.npz"
@@ -366,8 +437,17 @@ def test_an_edited_token_is_where_two_runs_part(recorded, run_path):
     place = int(arrays["lengths"][0]) + 2
     arrays["token_ids"][place] += 1
     np.savez_compressed(tokens.open("wb"), **arrays)
-    called = call("bisect", recorded, run_path)
+    page = tmp_path / "page.html"
+    called = call("bisect", recorded, run_path, "--page", page)
     assert called.exit_code == 1 and "Step 3: token_ids differs" in called.output and "token 2" in called.output
+    name = arrays["rollout_ids"][0]
+    with opened(page) as shown:
+        assert f"token_ids, row 0 of rollout {name}, token 2" in shown.inner_text("#summary")
+        assert shown.locator("#groups code").all_inner_texts() == [
+            f"llmrl replay {path} --step 3" for path in (recorded, run_path)
+        ]
+        shown.locator(".item").first.click()
+        shown.wait_for_function(f"document.querySelector('#rollout').innerText.includes('{name}')")
     assert call("bisect", recorded, recorded).exit_code == 0
 
 

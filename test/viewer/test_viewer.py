@@ -12,6 +12,7 @@ import shutil
 import openai
 import pytest
 import torch
+from opened_pages import opened
 from rich.console import Console
 from tensordict import NonTensorData, TensorDict
 from typer.testing import CliRunner
@@ -28,8 +29,6 @@ from llmrl.transforms import RubricReward
 from llmrl.viewer import RunPage, follow, last_run, print_run, read_run, write_page
 from llmrl.watch.findings import Finding
 from llmrl.watch.live_view import LiveView
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def right(completion, answer):
@@ -147,20 +146,9 @@ def page(page_of_run):
 @pytest.fixture(scope="module")
 def page_of_run(run_path, tmp_path_factory, own_programs):
     """The page in headless Chromium."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine")
-    playwright = pytest.importorskip("playwright.sync_api")
     path = write_page([read_run(run_path)], tmp_path_factory.mktemp("page") / "page.html")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_context(viewport={"width": 1300, "height": 900}).new_page()
-        errors = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(path.as_uri())
-        page.wait_for_selector("body[data-ready]")
+    with opened(path) as page:
         yield page
-        assert not errors
-        browser.close()
 
 
 def test_the_summary_is_read_as_numbers(page):
