@@ -117,6 +117,12 @@ def _print_what_if(changed: WhatIf, console: Console) -> None:
             f"{len(step.turned)} of {len(step.advantages)} rollouts have an advantage of another sign.",
             highlight=False,
         )
+        if step.left_out:
+            console.print(
+                f"{len(step.left_out)} more have an advantage now. Their group had no signal, so their rows were not "
+                "kept, and the changed step lacks them.",
+                highlight=False,
+            )
     if changed.gradient_cosine is not None:
         console.print(f"The cosine between the gradients is {changed.gradient_cosine:.4f}.", highlight=False)
     if changed.update_cosine is not None and changed.update_ratio is not None:

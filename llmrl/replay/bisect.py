@@ -52,7 +52,8 @@ def first_difference(first: RecordedRun, second: RecordedRun) -> Parting | None:
     """
     shared = sorted(set(first.steps) & set(second.steps))
     if not shared:
-        raise ValueError(f"{first.path} and {second.path} have no step in common: {first.steps} and {second.steps}.")
+        known = (f"{run.folder.metrics_path} has {run.steps or 'none'}" for run in (first, second))
+        raise ValueError(f"the runs must have a step in common: {'; '.join(known)}.")
     for step in shared:
         for run in (first, second):
             run.check_step(step)

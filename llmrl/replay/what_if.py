@@ -39,6 +39,8 @@ class ChangedStep:
     """Advantage of each trained rollout, before and after; 0 for one that is left out."""
     rewards: dict[str, float] = field(default_factory=dict)
     """New reward of each scored rollout, if there is another reward function."""
+    left_out: list[str] = field(default_factory=list)
+    """Ids of the rollouts that have an advantage now, and no row: their group had no signal, so they were not kept."""
 
     @property
     def turned(self) -> list[str]:
@@ -93,8 +95,8 @@ def what_if(
         on_step: called with the number of each step that is computed.
 
     Raises:
-        ValueError: if a step was not logged or its batch not kept, if an entry or a rollout is unknown, or if nothing
-            is changed.
+        ValueError: if a step was not logged or its batch not kept, if an entry or a rollout is unknown, if the adapters
+            are changed, or if nothing is.
     """
     if not changes and reward is None and not drop_rollouts:
         raise ValueError("nothing is changed: give changes, reward or drop_rollouts.")
@@ -104,6 +106,11 @@ def what_if(
     for one in steps:
         run.check_step(one)
     cfg = run.config(changes)
+    if cfg.model.path == run.config().model.path and cfg.model.lora != run.config().model.lora:
+        raise ValueError(
+            "changes cannot be of model.lora: the weights before the step are of other adapters, or of none. Give "
+            "model.path=FOLDER, too, of a model to begin with."
+        )
     known = {record["rollout_id"] for one in steps for record in run.records(one)}
     if unknown := sorted(set(drop_rollouts) - known):
         raise ValueError(f"drop_rollouts must be ids of these steps' rollouts, got {', '.join(unknown)}.")
@@ -118,6 +125,8 @@ def what_if(
     result = call_on_ranks(num_ranks, _compute, run.path, steps, list(changes), advantages, on_step)
     for changed in result.steps:
         changed.rewards = rewards.get(changed.step, {})
+        now = advantages.get(changed.step, {})
+        changed.left_out = [name for name in now if _sign(now[name]) and name not in changed.advantages]
     return result
 
 

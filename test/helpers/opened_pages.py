@@ -12,7 +12,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 @contextlib.contextmanager
 def opened(path):
-    """A page in headless Chromium, whose scripts raise nothing."""
+    """A page in headless Chromium; fails if one of its scripts raises."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
     playwright = pytest.importorskip("playwright.sync_api")

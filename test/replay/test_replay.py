@@ -18,6 +18,7 @@ import torch
 from opened_pages import opened
 from pytest import approx
 from rich.console import Console
+from tensordict import lazy_stack
 from typer.testing import CliRunner
 
 from llmrl import AgentEnv, DatasetChatEnv, RubricReward, TransformersEngine, train
@@ -350,6 +351,26 @@ def test_the_reward_with_the_other_sign_turns_every_advantage_and_the_gradient(r
     assert same.steps[0].turned == [] and same.gradient_cosine == pytest.approx(1.0, abs=1e-6)
 
 
+def test_rollouts_that_a_what_if_has_no_rows_of_are_named(run_path, rewards):
+    """The group had a signal, but its rows are removed from the batch, as those of a group without one are."""
+    path = run_path / "batches" / "000002.safetensors"
+    saved = load_state(path, advice="")
+    group = saved["batch"]["rollout", "group_id"][0]
+    rows = [row for row in saved["batch"].unbind(0) if row["rollout", "group_id"] != group]
+    save_state(path.with_suffix(".new"), {**saved, "batch": lazy_stack(rows)})  # the old one is mapped
+    path.with_suffix(".new").replace(path)
+    expected = {
+        row.rollout_id
+        for row in RecordedRun(run_path).rows(2)
+        if row.rollout_id.startswith(f"{group}/") and abs(row.advantage) > 1e-5
+    }
+    called = call("replay", run_path, "--step", 2, "--what-if", "--reward", f"{rewards}:negative", "--json")
+    [step] = json.loads(called.output)["steps"]
+    assert set(step["left_out"]) == expected and expected and not expected & step["advantages"].keys()
+    called = call("replay", run_path, "--step", 2, "model.lora.rank=4")
+    assert called.exit_code == 2 and "model.lora" in called.output
+
+
 def test_the_page_of_a_what_if_shows_both_sides(recorded, rewards, tmp_path, own_programs):
     page = tmp_path / "page.html"
     called = call("replay", recorded, "--step", 2, "--what-if", "--reward", f"{rewards}:negative", "--page", page)
@@ -440,7 +461,7 @@ def test_an_edited_token_is_where_two_runs_part(recorded, run_path, tmp_path, ow
     page = tmp_path / "page.html"
     called = call("bisect", recorded, run_path, "--page", page)
     assert called.exit_code == 1 and "Step 3: token_ids differs" in called.output and "token 2" in called.output
-    name = arrays["rollout_ids"][0]
+    name = arrays["rollout_ids"][1]
     with opened(page) as shown:
         assert f"token_ids, row 0 of rollout {name}, token 2" in shown.inner_text("#summary")
         assert shown.locator("#groups code").all_inner_texts() == [
