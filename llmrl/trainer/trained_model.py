@@ -92,8 +92,9 @@ class TrainedModel:
 
 
 def half_dtype() -> torch.dtype:
-    """Return the half-precision dtype of this machine's GPU: bfloat16, or float16 if it has none (T4, V100)."""
-    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    """Return the half-precision dtype of this machine: bfloat16, or float16 if its GPU has no bfloat16 (T4, V100)."""
+    is_emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.float16 if is_emulated else torch.bfloat16
 
 
 _known: WeakKeyDictionary[torch.nn.Module, TrainedModel] = WeakKeyDictionary()

@@ -31,7 +31,7 @@ ODD = {
     "model.path": NAME,
     "model.chat_template": NAME,
     "model.max_model_len": (0, -1, 1),
-    "model.dtype": ("float16", ""),
+    "model.dtype": ("float8", ""),
     "model.lora.rank": COUNT,
     "model.lora.alpha": COUNT,
     "model.lora.target_modules": ([], [""]),

@@ -82,7 +82,7 @@ def test_every_algorithm_composes_with_every_task_and_hardware(algorithm):
         (["train.num_steps=many"], "'many' of type 'str' could not be converted to Integer"),
         (["collect.group_size=null"], "collect.group_size"),
         (["sync.transport=nccl"], r"sync\.transport must be one of direct, ipc, files; got 'nccl'"),
-        (["model.dtype=float16"], r"model\.dtype must be one of float32, bfloat16; got 'float16'"),
+        (["model.dtype=float8"], r"model\.dtype must be one of float32, bfloat16, float16; got 'float8'"),
         (["train.head_kernel=lger"], "train.head_kernel must be one of torch, liger"),
         (["train.schedule=cosin"], "train.schedule must be one of"),
         (["sync.pause_mode=stop"], "sync.pause_mode must be one of"),

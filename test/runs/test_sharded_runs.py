@@ -50,15 +50,17 @@ def test_ten_steps_of_several_ranks_end_with_the_weights_of_one(folder: Path, lo
         torch.testing.assert_close(actual[name], weight, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_in_half_precision_two_ranks_end_as_near_to_float32_as_one(folder: Path, dtype: str) -> None:
+def test_in_half_precision_two_ranks_end_as_near_to_float32_as_one(folder: Path) -> None:
     one, two = (torch.load(folder / f"losses-{count}.pt") for count in (1, 2))
     exact = one["float32"]
 
     def distance(weights: dict[str, torch.Tensor]) -> float:
         return math.sqrt(sum(float((weights[name] - exact[name]).square().sum()) for name in exact))
 
-    assert 0 < distance(two[dtype]) < 1.5 * distance(one[dtype]) < distance(one["gspo"]) / 5
+    assert 0 < distance(two["bfloat16"]) < 1.5 * distance(one["bfloat16"]) < distance(one["gspo"]) / 5
+    # Autocast keeps the embedding in float32, a sharded model gathers it in float16, so that one rank is nearer. Both
+    # are nearer than bfloat16, which has three bits fewer.
+    assert 0 < distance(one["float16"]) < distance(two["float16"]) < distance(one["bfloat16"])
 
 
 @pytest.mark.parametrize("name", ["reference", "lora"])
