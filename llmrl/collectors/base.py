@@ -43,20 +43,16 @@ class CollectorSource(RolloutSource, Protocol):
     @property
     def dataset_env(self) -> DatasetChatEnv | DataLoadingPrimer | MixedEnv | None:
         """Environment with its position in the dataset, which is part of the saved state."""
-        ...
 
     @property
     def engine(self) -> object:
         """Engine that receives the weights."""
-        ...
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
         """Draw `count` rollouts, or fewer if the data ends."""
-        ...
 
     def shutdown(self) -> None:
         """Release threads or actors."""
-        ...
 
 
 class BatchCollector:

@@ -23,7 +23,6 @@ class TakesBatches(Protocol):
 
     def extend(self, batch: TensorDictBase, /) -> object:
         """Add a batch, and return the indices of its elements, if any."""
-        ...
 
 
 class TakesItems(Protocol):
@@ -31,7 +30,6 @@ class TakesItems(Protocol):
 
     def put(self, item: TensorDictBase, /, *, timeout: float) -> object:
         """Add an item, or raise `queue.Full` after `timeout` seconds."""
-        ...
 
 
 class BufferFiller:

@@ -146,16 +146,13 @@ class CountsTurns(Protocol):
     @property
     def engine(self) -> object:
         """Engine that generates."""
-        ...
 
     @property
     def policy_version(self) -> int:
         """Number of weight updates of the engine."""
-        ...
 
     def take_turn_counts(self) -> TurnCounts:
         """Return the counts since the last call."""
-        ...
 
 
 class HoldsInFlight(Protocol):
@@ -166,7 +163,6 @@ class HoldsInFlight(Protocol):
 
     def notify(self) -> None:
         """Check again whether rollouts can start."""
-        ...
 
 
 async def follow_load(source: CountsTurns, scheduler: HoldsInFlight, limit: ConcurrencyLimit) -> None:

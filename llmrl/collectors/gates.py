@@ -35,47 +35,36 @@ class Gate(Protocol):
     @property
     def live_ids(self) -> list[str]:
         """Ids of the groups that are being played or ready, in order of admission."""
-        ...
 
     def request_batch(self) -> None:
         """Record that the consumer waits for its next batch."""
-        ...
 
     def run_unasked(self) -> None:
         """Select batches without requests from now on, to fill a buffer."""
-        ...
 
     def num_admissible(self, version: int) -> float:
         """Return the number of groups that may be admitted now."""
-        ...
 
     def admit(self, group_id: str, version: int) -> None:
         """Record that a group was started."""
-        ...
 
     def discard(self, group_id: str) -> None:
         """Record that a group was dropped, which frees its place."""
-        ...
 
     def mark_ready(self, group_id: str, units: int = 1) -> None:
         """Record that a group has settled with `units` units."""
-        ...
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
         """Return a full batch, or None if too few groups are ready; with `is_last`, return what is ready."""
-        ...
 
     def rollback(self) -> None:
         """Undo the last selection: the batch was empty, and another takes its place."""
-        ...
 
     def carry(self, units: int) -> None:
         """Count units that are left over from the batches of an earlier run."""
-        ...
 
     def overdue_ids(self, version: int) -> list[str]:
         """Return the groups, ready or not, that are too old to be delivered."""
-        ...
 
 
 class DemandGate:

@@ -53,19 +53,15 @@ class RolloutSource(Protocol):
     @property
     def policy_version(self) -> int:
         """Version of the weights that a rollout started now would use."""
-        ...
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
         """Draw groups, each as the jobs of its rollouts; fewer if the data ends."""
-        ...
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
         """Play a job to its end; a rollout's failure is recorded in its status."""
-        ...
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
         """Score a settled group together, if its rubric does so."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

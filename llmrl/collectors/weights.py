@@ -18,23 +18,18 @@ class WeightSender(Protocol):
 
     def register_model(self, model: Weights) -> None:
         """Set the model that sends its weights."""
-        ...
 
     def init_all_workers_group(self, model_metadata: Any, engine: Any) -> None:
         """Connect to an engine."""
-        ...
 
     def update_weights(self) -> int:
         """Send the weights, wait until the engine has them, and return their version."""
-        ...
 
     def start_update(self) -> Future[int]:
         """Start to send the weights, and return as soon as the model may change."""
-        ...
 
     def shutdown(self) -> None:
         """Release resources; the engine keeps running."""
-        ...
 
 
 class WeightScheme(Protocol):
@@ -42,7 +37,6 @@ class WeightScheme(Protocol):
 
     def create_sender(self) -> WeightSender:
         """Return the trainer's end."""
-        ...
 
 
 class HasEngine(Protocol):
@@ -51,7 +45,6 @@ class HasEngine(Protocol):
     @property
     def engine(self) -> object:
         """The engine to send weights to; None if this process cannot reach it."""
-        ...
 
 
 class WeightSenders:

@@ -143,22 +143,18 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int | None:
         """Number of token ids; None if unknown."""
-        ...
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that a new request would use."""
-        ...
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         """Set the version from which updates are counted, when a run is resumed."""
-        ...
 
     @property
     def is_alive(self) -> bool:
         """Whether the engine can serve requests; cheap to call."""
-        ...
 
     async def generate(
         self,
@@ -174,15 +170,12 @@ class Engine(Protocol):
         prefix cache. Cancelling the awaiting task aborts the request. Raises ValueError if the prompt leaves no room
         for a token, and EngineError if the engine died or refused.
         """
-        ...
 
     async def abort(self, request_id: str) -> None:
         """Abort a request; its `generate` returns the tokens so far, with finish reason `abort`."""
-        ...
 
     def shutdown(self) -> None:
         """Release processes, threads and memory. May be called twice."""
-        ...
 
 
 @runtime_checkable
@@ -191,7 +184,6 @@ class ReportsProgress(Protocol):
 
     async def progress(self) -> int | None:
         """Return a number that changes with every new token; None if idle or paused. Raises EngineError if it died."""
-        ...
 
 
 @runtime_checkable
@@ -200,7 +192,6 @@ class ChecksSampling(Protocol):
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise ValueError if the engine does not support these parameters; suggests an alternative."""
-        ...
 
 
 @runtime_checkable
@@ -217,7 +208,6 @@ class HasTokenizer(Protocol):
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer."""
-        ...
 
 
 @runtime_checkable
@@ -238,35 +228,27 @@ class UpdatableEngine(Engine, ReportsProgress, Protocol):
     @property
     def weight_transfer_backend(self) -> str | None:
         """vLLM's weight-transfer backend, or None."""
-        ...
 
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """Stop stepping; `clear_cache` also drops the key-value blocks, including those of kept requests."""
-        ...
 
     def resume(self) -> None:
         """Continue after `pause`."""
-        ...
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
         """Drop cached key-value blocks; without `reset_running_requests`, keep those in use and return False."""
-        ...
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
         """Open the engine's side of a weight transfer."""
-        ...
 
     def start_weight_update(self) -> None:
         """Prepare the paused engine for new weights."""
-        ...
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
         """Receive weights; the policy version does not change."""
-        ...
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
         """Activate the received weights and return their version, by default the next one."""
-        ...
 
 
 def refuse_grammar(engine: object, sampling: SamplingConfig) -> None:

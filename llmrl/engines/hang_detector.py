@@ -80,7 +80,6 @@ class WatchedEngine(Engine, ReportsProgress, Protocol):
     @property
     def num_in_flight(self) -> int:
         """Number of requests in flight."""
-        ...
 
 
 class HangWatch:

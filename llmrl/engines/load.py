@@ -66,7 +66,6 @@ class ReportsLoad(Protocol):
 
     def take_load(self, reader: str = METRICS) -> EngineLoad | None:
         """Return the load since this reader's last call, or None if unknown; blocks briefly."""
-        ...
 
 
 def take_load(engine: object, reader: str = METRICS) -> EngineLoad | None:

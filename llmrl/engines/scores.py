@@ -38,7 +38,6 @@ class ScoresTokens(Protocol):
         Raises ValueError if there are fewer than two tokens, no room for one more, or `top_k` is not allowed, and
         EngineError if the engine died, refused, or returned an incomplete answer.
         """
-        ...
 
 
 def check_scored(token_ids: Sequence[int], top_k: int, max_model_len: int) -> None:

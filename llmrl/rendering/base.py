@@ -29,15 +29,12 @@ class Renderer(Protocol):
         add_generation_prompt: bool = False,
     ) -> list[int]:
         """Return the token ids of the whole conversation, `[num_tokens]`; raises RenderingError if it is refused."""
-        ...
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
         """Return whether later turns may change the rendering of an earlier turn in this conversation."""
-        ...
 
     def check_tools(self) -> None:
         """Raise RenderingError, with a remedy, if conversations with tools cannot be rendered."""
-        ...
 
     def bridge(
         self,
@@ -53,7 +50,6 @@ class Renderer(Protocol):
         (`llmrl.rendering.results.name_results`) if the template writes it; results without name and id answer no call.
         Raises RenderingError if the template refuses the messages or a required name is missing.
         """
-        ...
 
     def parse(
         self,
@@ -63,15 +59,12 @@ class Renderer(Protocol):
         prompt_ids: Sequence[int] | None = None,
     ) -> ParsedCompletion:
         """Return sampled tokens as an assistant message; never raises. `prompt_ids` may end within reasoning."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of templated text; special tokens are recognised, none is added."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

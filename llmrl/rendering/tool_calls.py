@@ -38,7 +38,6 @@ class ToolCallParser(Protocol):
 
     def __call__(self, text: str, tools: Sequence[ToolSchema] = (), /) -> ParsedCalls:
         """Return content and calls of `text`; never raises. `tools` provide argument types that the format omits."""
-        ...
 
 
 ToolCallWriter = Callable[[str, Arguments], str]

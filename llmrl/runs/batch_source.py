@@ -31,24 +31,19 @@ class BatchMaker(Protocol):
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         """Yield batches."""
-        ...
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that play the next batch."""
-        ...
 
     def update_policy_weights_(self, model: torch.nn.Module, /) -> int:
         """Send the trainer's weights to the engines."""
-        ...
 
     def state_dict(self) -> StateDict:
         """Return the position in the data."""
-        ...
 
     def load_state_dict(self, state: StateDict) -> None:
         """Continue from a position in the data."""
-        ...
 
 
 class SavedBatch(TypedDict):

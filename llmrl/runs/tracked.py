@@ -34,11 +34,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> StateDict:
         """Return the state, which may contain what `llmrl.data.state_file` can write, and sharded tensors."""
-        ...
 
     def load_state_dict(self, state_dict: StateDict) -> object:
         """Restore a state."""
-        ...
 
 
 def with_scaler(tracked: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,15 +35,12 @@ class Tracker(Protocol):
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> object:
         """Record one step's metrics."""
-        ...
 
     def log_traces(self, records: Sequence[Row], step: int) -> None:
         """Record conversations of a step, given as rollout records."""
-        ...
 
     def close(self) -> None:
         """Write buffered data and close."""
-        ...
 
 
 _PERFORMANCE = ("seconds", "_per_second", "_gib")

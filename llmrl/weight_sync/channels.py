@@ -44,19 +44,15 @@ class Client(Protocol):
     @property
     def num_workers(self) -> int:
         """Number of workers that take weights."""
-        ...
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
         """Open the workers' end."""
-        ...
 
     def start_weight_update(self) -> None:
         """Start an update."""
-        ...
 
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
         """Let the workers take weights."""
-        ...
 
 
 class Connection(Protocol):
@@ -64,11 +60,9 @@ class Connection(Protocol):
 
     def send_weights(self) -> None:
         """Let the client's workers take the staged weights."""
-        ...
 
     def shutdown(self) -> None:
         """Close the connection."""
-        ...
 
 
 class Channel(ABC):

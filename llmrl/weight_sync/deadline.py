@@ -24,11 +24,9 @@ class Communicator(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: torch.cuda.Stream | None = None) -> None:
         """Enqueue a broadcast."""
-        ...
 
     def destroy(self) -> None:
         """Abort pending broadcasts, and leave."""
-        ...
 
 
 class TimedCommunicator:

@@ -19,7 +19,6 @@ class LoadsWeights(Protocol):
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None) -> int:
         """Copy weights, by checkpoint name, between two tokens; return their version."""
-        ...
 
 
 def default_scheme(engine: object) -> InProcessSyncScheme | VLLMWeightSyncScheme:

@@ -31,7 +31,6 @@ class GivesDivergence(Protocol):
     @property
     def packed_divergence(self) -> Callable[..., torch.Tensor]:
         """Function of a student, a micro-batch, a direction and scored entries that returns `[num_scored]` numbers."""
-        ...
 
 
 class DistillationLoss(KnownArguments, SequenceLoss):
