@@ -9,15 +9,24 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Unpack, overload
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar, Unpack, overload
 
-from llmrl.engines.base import Engine, HasTokenizer, SamplingConfig, TakesGrammars, UpdatableEngine, check_supported
+from llmrl.engines.base import (
+    Completion,
+    Engine,
+    EngineError,
+    HasTokenizer,
+    SamplingConfig,
+    TakesGrammars,
+    UpdatableEngine,
+    check_supported,
+)
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetector
 from llmrl.engines.launch import start_engines
 from llmrl.engines.pending import PendingRequest, Waiters
-from llmrl.engines.replica_requests import LOOK_AGAIN_S, EngineT, ReplicaRequests
-from llmrl.engines.router import Router
+from llmrl.engines.router import NoReplicaError, Router
+from llmrl.engines.scores import ScoresTokens, TokenScores
 from llmrl.engines.vllm.arguments import EngineOptions
 from llmrl.engines.vllm.engine import AsyncVLLM
 
@@ -26,8 +35,13 @@ _LOGGER = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+EngineT = TypeVar("EngineT", bound=Engine)
+T = TypeVar("T")
+_LOOK_AGAIN_S = 0.1
+"""Seconds between checks of the replicas while some do not serve."""
 
-class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
+
+class EngineReplicas(Sequence[EngineT]):
     """Several engines used as one: a `Router` distributes requests, which are retried elsewhere if an engine fails.
 
     With `restart`, a dead replica is replaced by a new engine. A replica serves only if it has the same version of the
@@ -94,7 +108,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         self._first_version: int | None = None  # initial version of the weights, if it was set
         self._version = self.last_version = max(engine.policy_version for engine in engines)
         self._are_all_open = True
-        self._looked_s = -LOOK_AGAIN_S
+        self._looked_s = -_LOOK_AGAIN_S
         self._pending: dict[str, PendingRequest] = {}
         self._waiters = Waiters()
         self._ids = itertools.count()
@@ -156,7 +170,7 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
     @property
     def policy_version(self) -> int:
         """Version of the weights that all living replicas have reached."""
-        if self._are_all_open or time.monotonic() - self._looked_s > LOOK_AGAIN_S:  # limits the rate
+        if self._are_all_open or time.monotonic() - self._looked_s > _LOOK_AGAIN_S:  # limits the rate
             self.refresh()
         return min((engine.policy_version for engine in self._living()), default=self._version)
 
@@ -231,6 +245,121 @@ class EngineReplicas(ReplicaRequests[EngineT], Sequence[EngineT]):
         if not isinstance(first := self._engines[0], HasTokenizer):
             raise TypeError(f"{type(first).__name__} has no tokenizer; pass one to the policy.")
         return first.get_tokenizer()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        request_id: str | None = None,
+        routing_key: str | None = None,
+    ) -> Completion:
+        """Sample one completion on one of the replicas; waits while all are being restarted.
+
+        Raises ValueError as the replica's own `generate`, and EngineError if it failed `num_retries` + 1 times, or no
+        replica serves or is being restarted.
+        """
+
+        def ask(engine: Engine, attempt_id: str) -> Awaitable[Completion]:
+            return engine.generate(prompt_ids, sampling, request_id=attempt_id, routing_key=routing_key)
+
+        completion = await self._served(ask, request_id, routing_key)
+        return Completion([], [], [], "abort") if completion is None else completion
+
+    async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
+        """Return the scores of `[num_tokens]` tokens by one of the replicas; waits while all are being restarted.
+
+        Raises TypeError if the engines do not score tokens, ValueError as the replica's own `score`, and EngineError as
+        `generate`.
+        """
+
+        def ask(engine: Engine, attempt_id: str) -> Awaitable[TokenScores]:
+            if not isinstance(engine, ScoresTokens):
+                raise TypeError(f"{type(engine).__name__} does not score given tokens; it has no method score.")
+            return engine.score(token_ids, top_k=top_k)
+
+        scores = await self._served(ask, None, None)
+        assert scores is not None  # its id is generated here, so it cannot be aborted
+        return scores
+
+    async def _served(
+        self, ask: Callable[[Engine, str], Awaitable[T]], request_id: str | None, routing_key: str | None
+    ) -> T | None:
+        """Return a replica's answer; None if the request was aborted before it was assigned."""
+        if request_id is None:
+            request_id = f"replicas-{id(self):x}-{next(self._ids)}"
+        elif request_id in self._pending:
+            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+        pending = self._pending[request_id] = PendingRequest()
+        failed_on: set[int] = set()
+        if self._watch is not None and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.create_task(self.watch_for_hangs(lambda: bool(self._pending)))
+        try:
+            for attempt in itertools.count():
+                pending.attempt_id = request_id if attempt == 0 else f"{request_id}/retry-{attempt}"
+                if (assigned := await self._assign(pending, routing_key, failed_on)) is None:
+                    break
+                index, engine = assigned
+                try:
+                    answer = await ask(engine, pending.attempt_id)
+                    self._restarts_in_a_row[index] = 0
+                    return answer
+                except EngineError:
+                    failed_on.add(index)
+                    self.refresh()
+                    if attempt == self._num_retries or self.is_shut_down:
+                        raise
+                    self.num_retried += 1
+                finally:
+                    pending.engine = None
+                    with self._lock:
+                        self._router.release(pending.attempt_id)
+        finally:
+            del self._pending[request_id]
+        return None
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a request; its `generate` returns the tokens so far, none while it waits for a retry."""
+        if (pending := self._pending.get(request_id)) is None:
+            return
+        pending.is_aborted = True
+        if pending.engine is not None:
+            await pending.engine.abort(pending.attempt_id)
+        else:
+            self._waiters.wake()
+
+    async def _assign(
+        self, pending: PendingRequest, routing_key: str | None, avoid: set[int]
+    ) -> tuple[int, Engine] | None:
+        """Assign the request to a live replica with current weights; None if it was aborted."""
+        while not pending.is_aborted:
+            if not self._are_all_open and time.monotonic() - self._looked_s > _LOOK_AGAIN_S:
+                self.refresh()
+            with self._lock:
+                try:
+                    index = self._router.assign(pending.attempt_id, routing_key, avoid=avoid)
+                except NoReplicaError as error:
+                    if self.is_shut_down or not self._recovering:
+                        raise EngineError(self._why_none()) from error
+                    waiter = self._waiters.add()
+                else:
+                    engine = self._engines[index]
+                    if engine.is_alive and engine.policy_version == self._version:
+                        pending.engine = engine
+                        return index, engine
+                    self._router.release(pending.attempt_id)
+                    self.refresh()
+                    continue
+            await waiter
+        return None
+
+    def _why_none(self) -> str:
+        if len(self._dead) == len(self._engines) or self.is_shut_down:
+            return f"None of the {len(self._engines)} engines is running; start new ones."
+        return (
+            f"None of the {len(self._engines)} engines may serve: {len(self._dead)} are dead, "
+            f"{len(self._unproven)} without weights of version {self._version}; send the weights again."
+        )
 
     def _living(self) -> list[EngineT]:
         return [engine for index, engine in enumerate(self._engines) if index not in self._dead]

@@ -18,7 +18,7 @@ from llmrl.data.sampling_mask import read_sampling_masks
 from llmrl.engines.base import HasTokenizer
 from llmrl.engines.replicas import EngineReplicas
 from llmrl.engines.scores import ScoresTokens, TokenScores
-from llmrl.engines.server.scores import ServerScores
+from llmrl.engines.server.engine import ServerEngine
 from llmrl.trainer.trained_model import trained_model
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class EngineTeacher:
                 "which is computed at the student's."
             )
         for one in engines:
-            if isinstance(one, ServerScores):
+            if isinstance(one, ServerEngine):
                 _check_served_tokenizer(one, tokenizer)
             elif isinstance(one, HasTokenizer) and (theirs := one.get_tokenizer()) is not None:
                 check_same_tokenizer(tokenizer, theirs, teacher=type(one).__name__)
@@ -126,7 +126,7 @@ def check_same_tokenizer(ours: Tokenizer, theirs: Tokenizer, *, teacher: str) ->
         )
 
 
-def _check_served_tokenizer(engine: ServerScores, tokenizer: Tokenizer) -> None:
+def _check_served_tokenizer(engine: ServerEngine, tokenizer: Tokenizer) -> None:
     """Raise ValueError if a server tokenizes the student's vocabulary differently; it cannot report its own."""
     words = [tokenizer.decode([number]) for number in sorted(tokenizer.get_vocab().values())]
     texts = ["\n".join(words[start : start + _NUM_WORDS]) for start in range(0, len(words), _NUM_WORDS)]

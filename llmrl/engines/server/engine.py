@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.imports import require
 from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget, refuse_grammar
+from llmrl.engines.scores import TokenScores, check_scored
 from llmrl.engines.server.messages import (
     LostWeightsError,
     check_sampling,
@@ -25,8 +27,7 @@ from llmrl.engines.server.messages import (
     read_models,
     read_response,
 )
-from llmrl.engines.server.scores import ServerScores
-from llmrl.engines.server.session import close_session, open_session, read_body
+from llmrl.engines.server.scores import read_prompt_scores
 from llmrl.engines.server.updates import ABORT_PATH, ABORT_PREFIX, GENERATE_PATH, ServerUpdates, tokens_so_far
 
 if TYPE_CHECKING:
@@ -43,9 +44,11 @@ _ABORT_TIMEOUT_S = 10.0
 # Limits of an answer's size; a token with its text, id and log-prob takes some hundred bytes.
 _NUM_BASE_BYTES = 1 << 20
 _NUM_TOKEN_BYTES = 1 << 12
+_NUM_SCORES_A_TOKEN = 16
+"""Number of scores with at most as much JSON as one sampled token."""
 
 
-class ServerEngine(ServerUpdates, ServerScores):
+class ServerEngine(ServerUpdates):
     """Engine behind an HTTP server: vLLM, or any server that returns token ids and log-probs.
 
     `vllm serve` needs `--logprobs-mode processed_logprobs` to return log-probs of the sampled distribution; the first
@@ -113,8 +116,8 @@ class ServerEngine(ServerUpdates, ServerScores):
         self._version = self._first_version = policy_version
         self._background = BackgroundLoop("llmrl-server-engine")
         try:
-            self._session: aiohttp.ClientSession = self._background.run(open_session(api_key))
-            self._finalizer = weakref.finalize(self, close_session, self._session, self._background)
+            self._session: aiohttp.ClientSession = self._background.run(_open_session(api_key))
+            self._finalizer = weakref.finalize(self, _close_session, self._session, self._background)
             served = read_models(self._first_answer(start_timeout_seconds), self._base_url)
             self.model = next(iter(served)) if model is None else model
             if self.model not in served:
@@ -175,6 +178,30 @@ class ServerEngine(ServerUpdates, ServerScores):
             raise EngineError("The server engine was shut down.") from None
         finally:
             del self._in_flight[request_id]
+
+    async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
+        """Return token scores as `ScoresTokens.score` does; `top_k` is limited to 20, or the server's `--max-logprobs`.
+
+        Also raises ValueError if the server refuses, and EngineError if it cannot be reached or answers too late.
+        """
+        check_scored(token_ids, top_k, self.max_model_len)
+        body = {"model": self.model, "prompt": list(token_ids), "prompt_logprobs": top_k, "max_tokens": 1}
+        budget = len(token_ids) * (1 + top_k // _NUM_SCORES_A_TOKEN)
+        asked = self._request("POST", "/v1/completions", body | {"temperature": 0.0}, budget=budget)
+        return read_prompt_scores(await self._background.wait(asked), token_ids, top_k, server=self._base_url)
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of a text by the server's tokenizer; special tokens in the text are parsed.
+
+        Raises ValueError if the server refuses, and EngineError if it cannot be reached or returns no ids.
+        """
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        asked = self._request("POST", "/tokenize", body, budget=len(text))
+        answer = await self._background.wait(asked)
+        ids = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(ids, list) or any(type(number) is not int for number in ids):
+            raise EngineError(f"{self._base_url}/tokenize answered without token ids: {str(answer)[:200]}")
+        return ids
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise ValueError for a grammar, or top-p or min-p without top-k: a server cannot report the kept ids."""
@@ -360,7 +387,7 @@ class ServerEngine(ServerUpdates, ServerScores):
             async with asyncio.timeout(seconds) as deadline:
                 self._deadlines.add(deadline)
                 async with self._session.request(method, url, json=body, allow_redirects=False) as response:
-                    return response.status, await read_body(response, max_bytes)
+                    return response.status, await _read_body(response, max_bytes)
         except (aiohttp.ClientConnectionError, OSError) as error:
             self._lose()
             if deadline.expired():
@@ -391,3 +418,33 @@ async def _watch(engine: weakref.ref[ServerEngine]) -> None:
             one._is_reachable = True
             return
         del one
+
+
+async def _open_session(api_key: str | None) -> aiohttp.ClientSession:
+    """Open a session without a connection limit. Raises MissingExtraError if aiohttp is not installed."""
+    aiohttp = require("aiohttp", extra="server")
+    return aiohttp.ClientSession(
+        headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+    )
+
+
+def _close_session(session: aiohttp.ClientSession, background: BackgroundLoop) -> None:
+    """Close a session and its event loop."""
+    if not background.is_closed:
+        with contextlib.suppress(Exception):
+            background.run(session.close(), timeout=10)
+        background.close()
+
+
+async def _read_body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Return the body of a response. Raises ValueError if it exceeds `max_bytes`, without reading the rest."""
+    parts = []
+    num_bytes = 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise ValueError(f"its answer is longer than {max_bytes} bytes.")
+    return b"".join(parts)

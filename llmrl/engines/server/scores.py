@@ -1,57 +1,13 @@
-"""The part of `ServerEngine` that scores given tokens, with vLLM's `prompt_logprobs`."""
+"""Reading of a server's scores of given tokens, by vLLM's `prompt_logprobs`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import EngineError
-from llmrl.engines.scores import TokenScores, check_scored, read_scores
-
-_NUM_SCORES_A_TOKEN = 16
-"""Number of scores with at most as much JSON as one sampled token."""
-
-
-class ServerScores(ABC):
-    """Requests for a server's scores of given tokens, and for the tokens of a text."""
-
-    max_model_len: int
-    model: str
-    _base_url: str
-    _background: BackgroundLoop
-
-    @abstractmethod
-    async def _request(
-        self, method: str, path: str, body: Mapping[str, object] | None = None, *, budget: int | None = None
-    ) -> object:
-        """Return the server's JSON answer."""
-
-    async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return token scores as `ScoresTokens.score` does; `top_k` is limited to 20, or the server's `--max-logprobs`.
-
-        Also raises ValueError if the server refuses, and EngineError if it cannot be reached or answers too late.
-        """
-        check_scored(token_ids, top_k, self.max_model_len)
-        body = {"model": self.model, "prompt": list(token_ids), "prompt_logprobs": top_k, "max_tokens": 1}
-        budget = len(token_ids) * (1 + top_k // _NUM_SCORES_A_TOKEN)
-        asked = self._request("POST", "/v1/completions", body | {"temperature": 0.0}, budget=budget)
-        return read_prompt_scores(await self._background.wait(asked), token_ids, top_k, server=self._base_url)
-
-    async def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text by the server's tokenizer; special tokens in the text are parsed.
-
-        Raises ValueError if the server refuses, and EngineError if it cannot be reached or returns no ids.
-        """
-        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        asked = self._request("POST", "/tokenize", body, budget=len(text))
-        answer = await self._background.wait(asked)
-        ids = answer.get("tokens") if isinstance(answer, dict) else None
-        if not isinstance(ids, list) or any(type(number) is not int for number in ids):
-            raise EngineError(f"{self._base_url}/tokenize answered without token ids: {str(answer)[:200]}")
-        return ids
+from llmrl.engines.scores import TokenScores, read_scores
 
 
 def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, server: str) -> TokenScores:
