@@ -54,7 +54,7 @@ def bare(engine: Any, contexts: Contexts) -> float:
         for turn, context_ids in enumerate(turns):
             held += context_ids
             prompt: Any = {"type": "token", "prompt_token_ids": list(held)}
-            async for output in engine._llm.generate(prompt, params, f"bare-{run}-{index}-{turn}"):
+            async for output in engine.llm.generate(prompt, params, f"bare-{run}-{index}-{turn}"):
                 completion_ids = list(output.outputs[0].token_ids)
             held += completion_ids
             num_tokens += len(completion_ids)

@@ -127,8 +127,8 @@ def start_vllm(path: str) -> Callable[[int], AsyncVLLM]:
 def process_of(engine: Any) -> int:
     """Id of the process that an engine runs in."""
     if isinstance(engine, RayEngine):
-        return ray.get(engine._actor.__ray_call__.remote(lambda _: os.getpid()))
-    [process] = engine._llm.engine_core.resources.engine_manager.processes
+        return ray.get(engine.actor.__ray_call__.remote(lambda _: os.getpid()))
+    [process] = engine.llm.engine_core.resources.engine_manager.processes
     return int(process.pid)
 
 

@@ -78,8 +78,8 @@ def torchrl_history(tokenizer: Any) -> list[float]:
 
 def stored_ratio(conversation: Any) -> float:
     """Tokens stored by the conversation and all its turns, each store once, over its length."""
-    stores = {id(node._columns): len(node._columns) for node in conversation.node.ancestors()}
-    stores[id(conversation._held.columns)] = len(conversation._held.columns)
+    stores = {id(node.stored_columns): len(node.stored_columns) for node in conversation.node.ancestors()}
+    stores[id(conversation.held.columns)] = len(conversation.held.columns)
     return sum(stores.values()) / conversation.num_tokens
 
 

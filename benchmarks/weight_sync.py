@@ -129,7 +129,7 @@ def measure(path: str) -> tuple[dict[str, float], int]:
         def by_checkpoint() -> None:
             model.to(torch.bfloat16).save_pretrained(f"{folder}/checkpoint")
             engine.pause("keep", clear_cache=False)
-            reload = engine._llm.collective_rpc("reload_weights", kwargs={"weights_path": f"{folder}/checkpoint"})
+            reload = engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": f"{folder}/checkpoint"})
             engine._background.run(reload)
             engine.reset_prefix_cache()
             engine.resume()

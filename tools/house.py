@@ -159,12 +159,27 @@ class House:
         return [self.place(path, node.lineno) for path, node in self.nodes(ast.IfExp)]  # type: ignore[attr-defined]
 
     def private_reaches(self) -> list[str]:
-        """Return places in the tests that use another object's private attribute or import a private name."""
+        """Return places in the tests that use a private attribute of an object, or import a private name of ours.
+
+        Private names of Python's and other people's modules (`os._exit`, `torch._dynamo`) are not counted.
+        """
         found = []
         for path in sorted((self.root / "test").rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-                if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") not in ("self", "cls"):
+            tree = ast.parse(path.read_text())
+            imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+            modules = {(name.asname or name.name).partition(".")[0] for node in imports for name in node.names}
+            ours = {
+                name.asname or name.name
+                for node in imports
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llmrl")
+                for name in node.names
+            }
+            for node in ast.walk(tree):
+                names = []
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llmrl"):
+                    names = [name.name for name in node.names]
+                owner = getattr(getattr(node, "value", None), "id", "")
+                if isinstance(node, ast.Attribute) and owner not in {"self", "cls"} | (modules - ours - {"llmrl"}):
                     names = [node.attr]
                 found += [f"{self.place(path, node.lineno)} {name}" for name in names if re.match(r"_[a-z]", name)]
         return found

@@ -115,9 +115,9 @@ class DemandGate:
         self._is_free_running = False
         self._is_asked = False
         self._admitted: dict[str, int] = {}  # id: version at admission, in order; being played or ready
-        self._ready: dict[str, int] = {}  # id: units
-        self._ready_units = 0
-        self._credit = 0  # units of split groups that wait for the next batch
+        self.ready: dict[str, int] = {}  # id: units
+        self.ready_units = 0
+        self.credit = 0  # units of split groups that wait for the next batch
         self._num_seen = 0
         self._num_units_seen = 0
 
@@ -136,13 +136,13 @@ class DemandGate:
 
     def num_admissible(self, version: int) -> float:
         """Return the number of groups that may be admitted now."""
-        if self._is_free_running and self._credit + self._ready_units < self.units_per_batch:
+        if self._is_free_running and self.credit + self.ready_units < self.units_per_batch:
             return math.inf
-        num_open = len(self._admitted) - len(self._ready)
+        num_open = len(self._admitted) - len(self.ready)
         return max(0, self._num_needed() - num_open, self._num_ahead - len(self._admitted))
 
     def _num_needed(self) -> int:
-        lacking = self.units_per_batch - self._credit - self._ready_units
+        lacking = self.units_per_batch - self.credit - self.ready_units
         if not self._is_asked or lacking <= 0:
             return 0
         if not self._estimate_units:
@@ -158,24 +158,24 @@ class DemandGate:
     def discard(self, group_id: str) -> None:
         """Record that a group was dropped, which frees its place."""
         self._admitted.pop(group_id, None)
-        self._ready_units -= self._ready.pop(group_id, 0)
+        self.ready_units -= self.ready.pop(group_id, 0)
 
     def mark_ready(self, group_id: str, units: int = 1) -> None:
         """Record that a group has settled with `units` units."""
-        self._ready[group_id] = units
-        self._ready_units += units
+        self.ready[group_id] = units
+        self.ready_units += units
         self._num_seen += 1
         self._num_units_seen += units
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
         """Return a full batch, or None if too few groups are ready; with `is_last`, return what is ready."""
-        have = self._credit + self._ready_units
+        have = self.credit + self.ready_units
         if have < self.units_per_batch and not (is_last and have):
             return None
         selected = Selection()
-        units = self._credit
-        for group_id in [group_id for group_id in self._admitted if group_id in self._ready]:
-            size = self._ready[group_id]
+        units = self.credit
+        for group_id in [group_id for group_id in self._admitted if group_id in self.ready]:
+            size = self.ready[group_id]
             is_full = units >= self.units_per_batch
             is_too_much = self._surplus == "refuse" and selected.group_ids and units + size > self.units_per_batch
             if is_full or is_too_much:
@@ -184,7 +184,7 @@ class DemandGate:
             selected.group_ids.append(group_id)
             selected.staleness[group_id] = version - self._admitted[group_id]
             self.discard(group_id)
-        self._credit = max(0, units - self.units_per_batch) if self._surplus == "carry" else 0
+        self.credit = max(0, units - self.units_per_batch) if self._surplus == "carry" else 0
         self._is_asked = False
         return selected
 
@@ -193,7 +193,7 @@ class DemandGate:
 
     def carry(self, units: int) -> None:
         """Count units that are left over from the batches of an earlier run."""
-        self._credit = units
+        self.credit = units
 
     def overdue_ids(self, version: int) -> list[str]:
         """Return no groups: age is not bounded."""

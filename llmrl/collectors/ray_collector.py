@@ -66,16 +66,17 @@ class RayLLMCollector(LLMCollector):
         )
         super().__init__(actors, policy_factory=policy_factory, **(arguments if sync_iter else _ahead(arguments)))
         assert isinstance(self._source, RaySource)
-        self._actors = self._source
+        self.ray_source = self._source
+        """Owner of the actors."""
 
     @property
     def num_restarts(self) -> int:
         """Number of actors that died and were replaced."""
-        return self._actors.num_restarts
+        return self.ray_source.num_restarts
 
     def set_policy_version(self, version: int) -> None:
         """Record an update of the engines' weights that another component made."""
-        self._actors.version = version
+        self.ray_source.version = version
         self._background.post(self._scheduler.notify)
 
     def increment_version(self) -> None:
@@ -91,7 +92,7 @@ def _ahead(arguments: CollectorOptions) -> CollectorOptions:
     max_staleness = arguments.get("max_staleness")
     if max_staleness is not None:
         if max_staleness < 1:
-            raise ValueError("sync_iter=False collects ahead and max_staleness=0 does not: choose one.")
+            raise ValueError("sync_iter=False collects ahead, and max_staleness=0 does not: pass one of them.")
         return arguments
     if arguments.get("tokens_per_batch") is not None:
         raise ValueError("sync_iter=False needs batches of a known number of rollouts: pass groups_per_batch.")

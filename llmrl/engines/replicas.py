@@ -97,13 +97,14 @@ class EngineReplicas(Sequence[EngineT]):
         """Maximum number of tokens of prompt and completion together."""
         self.vocab_size = engines[0].vocab_size
         self._engines = list(engines)
-        self._router = Router(len(engines), max_imbalance=max_imbalance)
+        self.router = Router(len(engines), max_imbalance=max_imbalance)
         self._num_retries = num_retries
         self._restart = restart
         self._max_restarts = max_restarts
         self._restarts_in_a_row = [0] * len(engines)
         self._dead: set[int] = set()
-        self._recovering: dict[int, threading.Thread] = {}
+        self.recovering: dict[int, threading.Thread] = {}
+        """Threads that start replacements, by replica."""
         self._unproven: set[int] = set()  # restarted, and not yet seen with the current weights
         self._first_version: int | None = None  # initial version of the weights, if it was set
         self._version = self.last_version = max(engine.policy_version for engine in engines)
@@ -186,18 +187,18 @@ class EngineReplicas(Sequence[EngineT]):
     def is_alive(self) -> bool:
         """Whether any replica serves requests or is being restarted."""
         self.refresh()
-        return not self.is_shut_down and bool(self._router.open_replicas or self._recovering)
+        return not self.is_shut_down and bool(self.router.open_replicas or self.recovering)
 
     @property
     def loads(self) -> tuple[int, ...]:
         """Number of requests per replica."""
-        return self._router.loads
+        return self.router.loads
 
     @property
     def serving(self) -> frozenset[int]:
         """Replicas that serve requests now."""
         self.refresh()
-        return self._router.open_replicas
+        return self.router.open_replicas
 
     def refresh(self) -> None:
         """Check which replicas live and have the current weights; call this after a weight update."""
@@ -208,7 +209,7 @@ class EngineReplicas(Sequence[EngineT]):
             for index, engine in enumerate(self._engines):
                 if index not in self._dead and not engine.is_alive:
                     self._mark_dead(index)
-                elif index in self._dead and index not in self._recovering and engine.is_alive:
+                elif index in self._dead and index not in self.recovering and engine.is_alive:
                     self._recover_by(self._bring_back, index, engine)  # a server that answers again
             self.last_version = max(self.last_version, *(engine.policy_version for engine in self._engines))
             versions = {i: e.policy_version for i, e in enumerate(self._engines) if i not in self._dead}
@@ -219,10 +220,10 @@ class EngineReplicas(Sequence[EngineT]):
             for index in range(len(self._engines)):
                 is_current = versions.get(index) == self._version
                 if is_current and index not in self._unproven:
-                    self._router.open_replica(index)
+                    self.router.open_replica(index)
                 else:
-                    self._router.close_replica(index)
-            self._are_all_open = len(self._router.open_replicas) == len(self._engines)
+                    self.router.close_replica(index)
+            self._are_all_open = len(self.router.open_replicas) == len(self._engines)
         self._waiters.wake()
 
     def shutdown(self) -> None:
@@ -230,7 +231,7 @@ class EngineReplicas(Sequence[EngineT]):
         self.is_shut_down = True
         for engine in self:
             engine.shutdown()
-        for thread in list(self._recovering.values()):
+        for thread in list(self.recovering.values()):
             thread.join(timeout=120)
         self._waiters.wake()
 
@@ -313,7 +314,7 @@ class EngineReplicas(Sequence[EngineT]):
                 finally:
                     pending.engine = None
                     with self._lock:
-                        self._router.release(pending.attempt_id)
+                        self.router.release(pending.attempt_id)
         finally:
             del self._pending[request_id]
         return None
@@ -337,9 +338,9 @@ class EngineReplicas(Sequence[EngineT]):
                 self.refresh()
             with self._lock:
                 try:
-                    index = self._router.assign(pending.attempt_id, routing_key, avoid=avoid)
+                    index = self.router.assign(pending.attempt_id, routing_key, avoid=avoid)
                 except NoReplicaError as error:
-                    if self.is_shut_down or not self._recovering:
+                    if self.is_shut_down or not self.recovering:
                         raise EngineError(self._why_none()) from error
                     waiter = self._waiters.add()
                 else:
@@ -347,7 +348,7 @@ class EngineReplicas(Sequence[EngineT]):
                     if engine.is_alive and engine.policy_version == self._version:
                         pending.engine = engine
                         return index, engine
-                    self._router.release(pending.attempt_id)
+                    self.router.release(pending.attempt_id)
                     self.refresh()
                     continue
             await waiter
@@ -389,19 +390,19 @@ class EngineReplicas(Sequence[EngineT]):
         self._dead.add(index)
         self._unproven.discard(index)
         self._are_all_open = False  # else `refresh` would ignore its successor
-        self._router.close_replica(index)
-        self._router.forget_affinity(index)
+        self.router.close_replica(index)
+        self.router.forget_affinity(index)
         if self.is_shut_down:
             return
-        _LOGGER.warning("Engine replica %d died with %d requests.", index, self._router.loads[index])
+        _LOGGER.warning("Engine replica %d died with %d requests.", index, self.router.loads[index])
         # An engine that hangs must be ended, so that its requests fail and are retried elsewhere.
         if is_hanging or self._may_restart(index):
             self._recover_by(self._recover, index)
 
     def _recover_by(self, function: Callable[..., None], index: int, *arguments: EngineT) -> None:
         name = f"llmrl-recover-{index}"
-        self._recovering[index] = threading.Thread(target=function, args=(index, *arguments), name=name, daemon=True)
-        self._recovering[index].start()
+        self.recovering[index] = threading.Thread(target=function, args=(index, *arguments), name=name, daemon=True)
+        self.recovering[index].start()
 
     def _may_restart(self, index: int) -> bool:
         has_tries = self._restarts_in_a_row[index] < self._max_restarts
@@ -425,7 +426,7 @@ class EngineReplicas(Sequence[EngineT]):
                 _LOGGER.exception("Engine replica %d could not be restarted.", index)
         with self._lock:
             if engine is None:
-                self._recovering.pop(index)
+                self.recovering.pop(index)
                 return self.refresh()
             self.num_restarts += 1
             self._engines[index] = engine
@@ -439,7 +440,7 @@ class EngineReplicas(Sequence[EngineT]):
             except Exception:
                 _LOGGER.exception("Engine replica %d is back without the current weights.", index)
         with self._lock:
-            del self._recovering[index]
+            del self.recovering[index]
             self._dead.discard(index)
             self._unproven.add(index)
             if self.is_shut_down:

@@ -49,7 +49,7 @@ class Conversation:
     """
 
     __slots__ = (
-        "_before", "_held", "_num_kept", "_num_tokens", "_shown", "fork_threshold_tokens", "last", "messages", "mode",
+        "_before", "_num_kept", "_num_tokens", "_shown", "fork_threshold_tokens", "held", "last", "messages", "mode",
         "node", "renderer", "tools",
     )  # fmt: skip
 
@@ -65,7 +65,8 @@ class Conversation:
     """Tools of the last prompt."""
     mode: Mode
     fork_threshold_tokens: int
-    _held: TokenBuffer
+    held: TokenBuffer
+    """Tokens and their columns; conversations that continue one another share them."""
     _num_tokens: int
     # Tokens of the last turn that the pending prompt keeps, or tokens of its parent that the last turn's prompt kept.
     _num_kept: int
@@ -95,7 +96,7 @@ class Conversation:
             messages=(),
             tools=None,
             last=None,
-            _held=TokenBuffer(),
+            held=TokenBuffer(),
             _num_tokens=0,
             _num_kept=0,
             _before=None,
@@ -153,7 +154,7 @@ class Conversation:
             shown = self.renderer.render(messages, tools=tools, add_generation_prompt=True)
         delta = None
         if is_appended and (shown is None or self._is_shown_in(shown)):
-            tail = self._held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
+            tail = self.held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
             # The last answer's calls give tool results the names of their functions.
             new = name_results(messages[len(self.messages) - 1 :])[1:]
             delta = self.renderer.bridge(tail, new, tools=tools)
@@ -219,22 +220,22 @@ class Conversation:
             held.columns.mark_context(0, num_kept)
         held.columns.append_context(context_ids)
         num_tokens = num_kept + len(context_ids)
-        return self._with(_held=held, _num_tokens=num_tokens, _num_kept=num_kept, _before=self, last=None)
+        return self._with(held=held, _num_tokens=num_tokens, _num_kept=num_kept, _before=self, last=None)
 
     def _rewritten(self, num_kept: int) -> TokenBuffer:
         """Return a copy of the row's first tokens; the turns of the current row get their own copies, too."""
-        rewritten = TokenBuffer(self._held.columns.copy(num_kept))
+        rewritten = TokenBuffer(self.held.columns.copy(num_kept))
         for node in () if self.node is None else self.node.ancestors():
-            if not node.shares(self._held.columns):
+            if not node.shares(self.held.columns):
                 break
             node.own()
         return rewritten
 
     def _extendable(self) -> TokenBuffer:
         """Return the held tokens if no other value has extended them, otherwise a copy for a new branch."""
-        if len(self._held.columns) == self._num_tokens:
-            return self._held
-        return TokenBuffer(self._held.columns.copy(self._num_tokens))
+        if len(self.held.columns) == self._num_tokens:
+            return self.held
+        return TokenBuffer(self.held.columns.copy(self._num_tokens))
 
     # Completions
 
@@ -267,10 +268,10 @@ class Conversation:
         )
         parsed = None
         if self.renderer is not None:
-            tail = self._held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
+            tail = self.held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
             parsed = self.renderer.parse(token_ids, tools=self.tools, prompt_ids=tail)
         return self._with(
-            _held=held,
+            held=held,
             _num_tokens=self._num_tokens + len(token_ids),
             _before=None,
             node=node,
@@ -287,7 +288,7 @@ class Conversation:
     @property
     def prompt_ids(self) -> list[int]:
         """`[num_tokens]`: held tokens, the engine's next input."""
-        return self._held.columns.token_ids[: self._num_tokens]
+        return self.held.columns.token_ids[: self._num_tokens]
 
     @property
     def num_tokens(self) -> int:
@@ -316,17 +317,17 @@ class Conversation:
 
     def tensor_view(self, column: Column) -> torch.Tensor:
         """Return a column of the held tokens as a view, `[num_tokens]`; raises ValueError for an unknown column."""
-        return self._held.tensor_view(column, self._num_tokens)
+        return self.held.tensor_view(column, self._num_tokens)
 
     @property
     def sampling_mask(self) -> list[array[int] | None]:
         """`[num_tokens]`: ids that truncation kept when a held token was sampled; None if all."""
-        return self._held.columns.sampling_mask[: self._num_tokens]
+        return self.held.columns.sampling_mask[: self._num_tokens]
 
     @property
     def routed_experts(self) -> list[np.ndarray | None]:
         """`[num_tokens]`: experts that computed a held token's log-prob (`TokenColumns`)."""
-        return self._held.columns.routed_experts[: self._num_tokens]
+        return self.held.columns.routed_experts[: self._num_tokens]
 
     def reconcile(self) -> Reconciliation:
         """Return the training rows of all turns and their counts."""
@@ -340,7 +341,7 @@ class Conversation:
         # Only this value's tokens are pickled: its turns and the context of a pending prompt.
         pending = None
         if self._before is not None:
-            context = self._held.columns.token_ids[self._num_kept : self._num_tokens]
+            context = self.held.columns.token_ids[self._num_kept : self._num_tokens]
             pending = (self._num_kept, context, self._before.messages, self._before.tools)
         state = (self.renderer, self.mode, self.fork_threshold_tokens, self.messages, self.tools, self.last)
         return _rebuild, (state, self.node, pending)
@@ -363,7 +364,7 @@ def _rebuild(state: tuple[Any, ...], node: TurnNode | None, pending: _Pending | 
     renderer, mode, fork_threshold_tokens, messages, tools, last = state
     conversation = Conversation.start(renderer, mode=mode, fork_threshold_tokens=fork_threshold_tokens)
     if node is not None:
-        conversation = conversation._with(node=node, _held=TokenBuffer(open_row(node)), _num_tokens=node.num_tokens)
+        conversation = conversation._with(node=node, held=TokenBuffer(open_row(node)), _num_tokens=node.num_tokens)
     if pending is not None:
         num_kept, context_ids, messages_before, tools_before = pending
         conversation = conversation._with(messages=messages_before, tools=tools_before)

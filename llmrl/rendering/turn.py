@@ -66,8 +66,8 @@ class TurnNode:
     """
 
     __slots__ = (
-        "_columns", "_start", "fork_threshold_tokens", "num_completion_tokens", "num_context_tokens", "num_kept_tokens",
-        "parent",
+        "_start", "fork_threshold_tokens", "num_completion_tokens", "num_context_tokens", "num_kept_tokens", "parent",
+        "stored_columns",
     )  # fmt: skip
 
     def __init__(
@@ -107,7 +107,7 @@ class TurnNode:
         self.num_context_tokens = len(columns) - start - num_completion_tokens
         self.num_completion_tokens = num_completion_tokens
         self.fork_threshold_tokens = fork_threshold_tokens
-        self._columns = columns
+        self.stored_columns = columns
         self._start = start
 
     @classmethod
@@ -127,12 +127,12 @@ class TurnNode:
 
     def own(self) -> None:
         """Replace shared columns with a copy of this turn's tokens."""
-        self._columns = self.columns()
+        self.stored_columns = self.columns()
         self._start = 0
 
     def shares(self, columns: TokenColumns) -> bool:
         """Return whether this turn's tokens are stored in `columns`."""
-        return self._columns is columns
+        return self.stored_columns is columns
 
     @property
     def kind(self) -> ReconciliationKind | None:
@@ -151,32 +151,32 @@ class TurnNode:
     def columns(self, num_completion_tokens: int | None = None) -> TokenColumns:
         """Return a copy of the turn's context and its completion, or the completion's first tokens."""
         num_sampled = self.num_completion_tokens if num_completion_tokens is None else num_completion_tokens
-        return self._columns.copy(self._start + self.num_context_tokens + num_sampled, start=self._start)
+        return self.stored_columns.copy(self._start + self.num_context_tokens + num_sampled, start=self._start)
 
     @property
     def context_ids(self) -> list[int]:
         """`[num_context_tokens]`: tokens of the prompt after those it keeps."""
-        return self._columns.token_ids[self._start : self._start + self.num_context_tokens]
+        return self.stored_columns.token_ids[self._start : self._start + self.num_context_tokens]
 
     @property
     def completion_ids(self) -> list[int]:
         """`[num_completion_tokens]`: sampled ids."""
-        return self._columns.token_ids[self._completion_slice]
+        return self.stored_columns.token_ids[self._completion_slice]
 
     @property
     def log_probs(self) -> list[float]:
         """`[num_completion_tokens]`: the sampler's log-probs."""
-        return self._columns.log_probs[self._completion_slice]
+        return self.stored_columns.log_probs[self._completion_slice]
 
     @property
     def versions(self) -> list[int]:
         """`[num_completion_tokens]`: policy versions."""
-        return self._columns.versions[self._completion_slice]
+        return self.stored_columns.versions[self._completion_slice]
 
     @property
     def sampling_mask(self) -> list[array[int] | None]:
         """`[num_completion_tokens]`: ids that truncation kept for each sampled token; None if all."""
-        return self._columns.sampling_mask[self._completion_slice]
+        return self.stored_columns.sampling_mask[self._completion_slice]
 
     @property
     def _completion_slice(self) -> slice:

@@ -103,12 +103,12 @@ class BrowserTransform(ToolTransform):
         self._home = self.loop
         self.screenshot_folder = None if screenshot_folder is None else Path(screenshot_folder)
         self._screenshot_numbers = itertools.count()
-        self._pages: dict[str, asyncio.Task[Page]] = {}
+        self.pages: dict[str, asyncio.Task[Page]] = {}
         self._places = asyncio.Semaphore(max_pages)
         self._closing: set[asyncio.Task[None]] = set()
         self._opening: asyncio.Task[Browser] | None = None
         self._playwright: Playwright | None = None
-        self._gateway: Gateway | None = None
+        self.gateway: Gateway | None = None
         actions: list[Callable[..., Awaitable[str]]] = [
             PageActions.navigate,
             PageActions.click,
@@ -177,9 +177,9 @@ class BrowserTransform(ToolTransform):
 
         if self._playwright is None:
             self._playwright = await async_playwright().start()
-        if self._gateway is None:
-            self._gateway = Gateway(self.allowed_domains)
-            self._port = await self._gateway.start()
+        if self.gateway is None:
+            self.gateway = Gateway(self.allowed_domains)
+            self._port = await self.gateway.start()
         return await self._playwright.chromium.launch(
             executable_path=self._program,
             args=list(_FLAGS),
@@ -189,9 +189,9 @@ class BrowserTransform(ToolTransform):
         )
 
     async def _page(self, conversation_id: str) -> Page:
-        opening = self._pages.get(conversation_id)
+        opening = self.pages.get(conversation_id)
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
-            opening = self._pages[conversation_id] = asyncio.create_task(self._open_page())
+            opening = self.pages[conversation_id] = asyncio.create_task(self._open_page())
         page = await asyncio.shield(opening)
         browser = page.context.browser
         if page.is_closed() or browser is None or not browser.is_connected():
@@ -217,7 +217,7 @@ class BrowserTransform(ToolTransform):
             self._home.loop.call_soon_threadsafe(self._close_page, conversation_id)
 
     def _close_page(self, conversation_id: str) -> None:
-        opening = self._pages.pop(conversation_id, None)
+        opening = self.pages.pop(conversation_id, None)
         if opening is not None:
             closing = asyncio.create_task(self._end_page(opening))
             self._closing.add(closing)
@@ -235,7 +235,7 @@ class BrowserTransform(ToolTransform):
     @property
     def num_pages(self) -> int:
         """Number of conversations that have a page or wait for one."""
-        return len(self._pages)
+        return len(self.pages)
 
     def close(self) -> None:
         """Close the browser. May be called twice."""
@@ -244,7 +244,7 @@ class BrowserTransform(ToolTransform):
         super().close()
 
     async def _close(self) -> None:
-        for conversation_id in list(self._pages):
+        for conversation_id in list(self.pages):
             self._close_page(conversation_id)
         await asyncio.gather(*self._closing, return_exceptions=True)
         if self._opening is not None:
@@ -253,9 +253,9 @@ class BrowserTransform(ToolTransform):
                 await asyncio.gather(browser.close(), return_exceptions=True)
         if self._playwright is not None:
             await self._playwright.stop()
-        if self._gateway is not None:
-            await self._gateway.close()
-        self._opening = self._playwright = self._gateway = None
+        if self.gateway is not None:
+            await self.gateway.close()
+        self._opening = self._playwright = self.gateway = None
 
     def __getstate__(self) -> dict[str, object]:
         raise TypeError("a BrowserTransform is bound to its browser; make one in each process.")

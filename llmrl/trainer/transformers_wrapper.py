@@ -133,14 +133,14 @@ class TransformersWrapper(ScoresRows):
         if self.input_mode != "text":
             # The sampling mask is optional and therefore not an input key.
             self.in_keys = list(dict.fromkeys([self.input_key, TOKENS_KEY, LOSS_MASK_KEY, ATTENTION_MASK_KEY]))
-        self._causal_model = CausalModel(self.model, temperature=self.temperature)
+        self.causal_model = CausalModel(self.model, temperature=self.temperature)
         if self.head_kernel not in ("torch", "liger"):
             raise ValueError(f"head_kernel must be 'torch' or 'liger', got {self.head_kernel!r}.")
         if self.head_kernel == "liger":
-            check_fused_head(self._causal_model.transform)
-        self._causal_model.offload_activations(offload=self.offload_activations)
+            check_fused_head(self.causal_model.transform)
+        self.causal_model.offload_activations(offload=self.offload_activations)
         if self.compile_layers:
-            self._causal_model.compile_layers()
+            self.causal_model.compile_layers()
         self.train()
 
     @property
@@ -157,7 +157,7 @@ class TransformersWrapper(ScoresRows):
         """Set the flag `training`, but keep the model in its scoring mode."""
         self.training = mode
         if not self.generate:
-            set_scoring_mode(self._causal_model.model)
+            set_scoring_mode(self.causal_model.model)
         return self
 
     def _autocast(self) -> torch.autocast:
@@ -186,9 +186,9 @@ class TransformersWrapper(ScoresRows):
             scored_masks,
             token_budget=token_budget or self.token_budget,
             bin_length=self.bin_length,
-            attention_length=self._causal_model.attention_length,
-            one_row_per_bin=not self._causal_model.is_packed,
-            routed_experts=None if routed_experts is None else self._causal_model.routers.checked(routed_experts),
+            attention_length=self.causal_model.attention_length,
+            one_row_per_bin=not self.causal_model.is_packed,
+            routed_experts=None if routed_experts is None else self.causal_model.routers.checked(routed_experts),
         )
         if sampling_mask is not None:
             lengths = torch.tensor([len(ids) for ids in token_ids])
@@ -221,7 +221,7 @@ class TransformersWrapper(ScoresRows):
     def packed_head(self, packed: PackedRows) -> tuple[Head, torch.Tensor]:
         """Return the head at the predicting positions, and each scored token's index into them, `[num_scored]`."""
         with self._autocast():
-            return self._causal_model.packed_head(packed, trained_model(self.model).sharded_dtype)
+            return self.causal_model.packed_head(packed, trained_model(self.model).sharded_dtype)
 
     def forward(
         self,
@@ -280,15 +280,15 @@ class TransformersWrapper(ScoresRows):
     ) -> LLMMaskedCategorical:
         width = max(len(ids) for ids in token_ids)
         starts = torch.tensor([width - len(ids) for ids in token_ids], device=self.device)
-        weight = self._causal_model.head.weight()
-        bias = self._causal_model.head.bias()
+        weight = self.causal_model.head.weight()
+        bias = self.causal_model.head.bias()
         logits = torch.zeros(len(token_ids), width, weight.shape[0], device=self.device)
         is_scored = [torch.ones_like(ids).bool() for ids in token_ids]
         for packed in self.pack(token_ids, is_scored, **replay):
             with self._autocast():
-                hidden = self._causal_model.hidden_states(packed).flatten(0, 1)[packed.predictors]
+                hidden = self.causal_model.hidden_states(packed).flatten(0, 1)[packed.predictors]
             product = torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
-            values, _ = self._causal_model.transform.apply(product)
+            values, _ = self.causal_model.transform.apply(product)
             if packed.sampling_mask is not None:
                 values = kept_logits(values, packed.sampling_mask)
             logits = logits.index_put((packed.row_index, starts[packed.row_index] + packed.token_index), values)

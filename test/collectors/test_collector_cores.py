@@ -135,9 +135,9 @@ def test_demand_is_refilled_exactly(groups_per_batch, num_extra, fates):
             while gate.num_admissible(0):
                 gate.admit(str(next_id), 0)
                 next_id += 1
-            num_open = len(gate.live_ids) - len(gate._ready)
-            assert len(gate._ready) + num_open == groups_per_batch + num_extra
-            oldest = next(group_id for group_id in gate.live_ids if group_id not in gate._ready)
+            num_open = len(gate.live_ids) - len(gate.ready)
+            assert len(gate.ready) + num_open == groups_per_batch + num_extra
+            oldest = next(group_id for group_id in gate.live_ids if group_id not in gate.ready)
             if next(fates, True):
                 gate.mark_ready(oldest)
             else:
@@ -157,9 +157,9 @@ def test_turns_beyond_a_batch_are_credited_to_the_next(turns_per_batch, sizes):
         played += size
         while (selected := gate.select(0)) is not None:
             delivered += turns_per_batch
-            assert selected.group_ids or gate._credit >= 0
+            assert selected.group_ids or gate.credit >= 0
     assert 0 <= played - delivered < turns_per_batch
-    assert gate._credit + gate._ready_units == played - delivered
+    assert gate.credit + gate.ready_units == played - delivered
 
 
 @given(st.integers(5, 50), st.lists(st.integers(1, 60), min_size=1, max_size=40))

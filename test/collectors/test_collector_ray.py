@@ -71,7 +71,7 @@ def test_a_node_that_is_lost_costs_retries_and_nothing_else(ray_nodes):
         remote_config={"resources": {"seat": 1}},
         ray_init_config={"address": ray_nodes.address, "log_to_driver": False},
     ) as collector:
-        homes = ray.get([actor.__ray_call__.remote(lambda self: node_id()) for actor in collector._actors.actors])
+        homes = ray.get([actor.__ray_call__.remote(lambda self: node_id()) for actor in collector.ray_source.actors])
         assert len(set(homes)) == 2
         assert away.node_id in homes
         batch = collector.next()
@@ -124,10 +124,10 @@ def processes_of(engine):
     """The engine's actor's process and vLLM's."""
 
     def find(self):
-        [process] = self._engine._llm.engine_core.resources.engine_manager.processes
+        [process] = self._engine.llm.engine_core.resources.engine_manager.processes
         return os.getpid(), process.pid
 
-    return ray.get(engine._actor.__ray_call__.remote(find))
+    return ray.get(engine.actor.__ray_call__.remote(find))
 
 
 def registry_policy(registry):
@@ -162,7 +162,7 @@ def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_n
             stale = log_prob_difference(model, engine)
             assert collector.update_policy_weights_(model) == 1 == engines.policy_version == collector.policy_version
             for victim in ("engine", "collector", None):
-                collector_pid = ray.get(collector._actors.actors[0].process_id.remote())
+                collector_pid = ray.get(collector.ray_source.actors[0].process_id.remote())
                 engine_pid, core_pid = processes_of(engines[0])
                 pids |= {collector_pid, engine_pid, core_pid}
                 if victim is not None:

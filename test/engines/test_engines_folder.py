@@ -63,7 +63,7 @@ def test_a_killed_engine_of_several_processes_leaves_neither_files_nor_shared_me
         tmp_path, max_model_len=512, kv_cache_memory=1 << 26, cpu_threads=1,
         engine_args={"skip_tokenizer_init": True, "tensor_parallel_size": 2},
     )  # fmt: skip
-    [process] = vllm_private.processes_of(engine._llm)
+    [process] = vllm_private.processes_of(engine.llm)
     workers = psutil.Process(process.pid).children(recursive=True)
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (process.pid, *(worker.pid for worker in workers))]
     shared = [Path(path) for path in set(re.findall(r"/dev/shm/psm_\w+", "".join(maps)))]

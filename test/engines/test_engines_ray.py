@@ -31,7 +31,7 @@ def start_scripted(latency_s=0.5, ray_options=RAY_OPTIONS):
 
 
 def in_actor(ray, engine, function):
-    return ray.get(engine._actor.__ray_call__.remote(function))
+    return ray.get(engine.actor.__ray_call__.remote(function))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_given_tokens_are_scored_in_the_actor_and_by_another_where_it_dies(engin
         while not any(one.num_in_flight for one in engines):
             await asyncio.sleep(0.01)
         place = engines.loads.index(1)
-        ray_cluster.kill(engines[place]._actor)
+        ray_cluster.kill(engines[place].actor)
         while not engines[1 - place].num_in_flight:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -234,8 +234,8 @@ def test_deaths_of_every_kind_cost_retries_only(engine, ray_cluster, ray_nodes):
         wait_until(lambda pid=pid: not is_running(pid))
         # One that serves has made up for its deaths.
         assert asyncio.run(engines.generate([5], SAMPLING, routing_key=victim)).versions == [3] * 20
-        assert engines._router.assign("later", victim) == 0
-        engines._router.release("later")
+        assert engines.router.assign("later", victim) == 0
+        engines.router.release("later")
     assert engines.num_hangs == 1
     last = engines[0]
     last.shutdown()
@@ -259,7 +259,7 @@ def test_what_cannot_start_says_why(ray_cluster, tmp_path):
 
 def test_vllm_that_hangs_with_requests_in_flight_is_replaced_and_answers_them_all(tiny_model_path, real_vllm):
     def find_pid(engines):
-        [process] = engines[0]._llm.engine_core.resources.engine_manager.processes
+        [process] = engines[0].llm.engine_core.resources.engine_manager.processes
         return process.pid
 
     sampling = SamplingConfig(max_new_tokens=1000, ignore_eos=True)

@@ -30,7 +30,7 @@ def test_a_dead_engine_is_gone_round_and_its_successor_found(ray_cluster):
         registry.publish_once(engines)
         reached = registry.connect()
         assert ask(reached) == [7] and len(reached) == 2
-        ray_cluster.kill(engines[0]._actor)
+        ray_cluster.kill(engines[0].actor)
         assert [ask(reached) for _ in range(4)] == [[7]] * 4
         engines._engines[0] = start(0, answer=8)  # what `restart` does in the trainer's process
         engines.refresh()

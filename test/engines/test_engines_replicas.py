@@ -258,11 +258,11 @@ def test_a_replica_that_was_not_brought_to_the_weights_stays_out_until_it_has_th
         engine.policy_version = 2
     engines[0].shutdown()
     engines.refresh()
-    wait_until(lambda: engines.num_restarts == 1 and not engines._recovering)
+    wait_until(lambda: engines.num_restarts == 1 and not engines.recovering)
     assert engines.serving == {1}
     engines[1].shutdown()
     engines.refresh()
-    wait_until(lambda: engines.num_restarts == 2 and not engines._recovering)
+    wait_until(lambda: engines.num_restarts == 2 and not engines.recovering)
     with pytest.raises(EngineError, match="without weights of version 2"):
         asyncio.run(engines.generate([9], SAMPLING))
     for engine in engines:
@@ -363,7 +363,7 @@ def test_a_replica_that_is_replaced_before_anybody_looks_serves_again():
     engines = make(2, restart=lambda index: ScriptedEngine([[7]]))
     for replaced in range(2):
         engines.replace_hanging(engines[replaced])
-        for thread in list(engines._recovering.values()):
+        for thread in list(engines.recovering.values()):
             thread.join()
         assert engines.num_restarts == replaced + 1
         assert engines.serving == {0, 1}

@@ -150,14 +150,14 @@ def test_the_models_own_end_token_ends_unless_it_is_to_be_ignored():
 
 def test_new_weights_hold_from_the_next_token_on_and_each_token_says_which(engine):
     model, new = make_model(), make_model(seed=1)
-    forward, computed = engine._model.forward, threading.Semaphore(0)
+    forward, computed = engine.model.forward, threading.Semaphore(0)
 
     def slow_forward(*arguments, **options):
         computed.release()
         time.sleep(0.01)
         return forward(*arguments, **options)
 
-    engine._model.forward = slow_forward
+    engine.model.forward = slow_forward
 
     async def run():
         task = asyncio.create_task(engine.generate([1, 2], SAMPLING.with_changes(max_new_tokens=40)))
@@ -184,7 +184,7 @@ def test_new_weights_hold_from_the_next_token_on_and_each_token_says_which(engin
 def test_weights_that_are_refused_leave_those_of_before(fault):
     """torch copies what fits and says afterwards what did not: a mixture, under the version of before."""
     engine, other = TransformersEngine(make_model(0)), make_model(1)
-    before = {name: weight.clone() for name, weight in engine._model.state_dict().items()}
+    before = {name: weight.clone() for name, weight in engine.model.state_dict().items()}
     weights = dict(other.state_dict())
     if fault == "missing":
         del weights["model.norm.weight"]
@@ -197,9 +197,9 @@ def test_weights_that_are_refused_leave_those_of_before(fault):
     with pytest.raises(RuntimeError, match=r"model\.(norm|extra)\.weight"):
         engine.load_weights(weights)
     assert engine.policy_version == 0
-    assert all(torch.equal(weight, before[name]) for name, weight in engine._model.state_dict().items())
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.model.state_dict().items())
     assert engine.load_weights(other.state_dict()) == 1
-    assert torch.equal(engine._model.lm_head.weight, other.lm_head.weight)
+    assert torch.equal(engine.model.lm_head.weight, other.lm_head.weight)
 
 
 def test_requests_are_aborted_and_cancelled_alone():

@@ -184,12 +184,12 @@ def test_cancelling_aborts_in_the_engine(vllm_engine, prompt_ids):
         with pytest.raises(asyncio.CancelledError):
             await task
         for _ in range(100):
-            if not vllm_engine._llm.output_processor.request_states:
+            if not vllm_engine.llm.output_processor.request_states:
                 break
             await asyncio.sleep(0.02)
 
     asyncio.run(run())
-    assert not vllm_engine._llm.output_processor.request_states
+    assert not vllm_engine.llm.output_processor.request_states
     assert vllm_engine.num_in_flight == 0
 
 
@@ -213,7 +213,7 @@ def test_the_load_is_what_its_requests_say_of_themselves(vllm_engine, prompt_ids
     load = vllm_engine.take_load()
     assert load.num_prompt_tokens == 7 * len(prompt)
     assert load.num_cached_tokens == sum(one.metrics["num_cached_tokens"] for one in first + later) > 0
-    cache = vllm_engine._llm.vllm_config.cache_config
+    cache = vllm_engine.llm.vllm_config.cache_config
     blocks = 6 * (24 // cache.block_size)  # that six answers fill on their own
     assert blocks / cache.num_gpu_blocks <= load.kv_use_max < 1
     assert load.num_preemptions == 0
@@ -240,7 +240,7 @@ def test_an_engine_whose_process_is_stopped_hangs_and_says_what_to_do(vllm_engin
     ended = threading.Event()
     monkeypatch.setattr(vllm_engine, "shutdown", ended.set)  # the session's engine goes on
     monkeypatch.setattr(vllm_engine, "_watch", HangWatch(0.8))
-    processes = processes_of(vllm_engine._llm)
+    processes = processes_of(vllm_engine.llm)
 
     async def run():
         task = asyncio.create_task(vllm_engine.generate(prompt_ids, SamplingConfig(max_new_tokens=32, ignore_eos=True)))
@@ -321,7 +321,7 @@ def start_tiny(path):
 
 
 def engine_processes(engine):
-    return [process.pid for process in engine._llm.engine_core.resources.engine_manager.processes]
+    return [process.pid for process in engine.llm.engine_core.resources.engine_manager.processes]
 
 
 def test_death_fails_what_is_in_flight_and_shutdown_leaves_nothing(tiny_model_path, spawned_engines):

@@ -316,7 +316,7 @@ def compare(
     written = [row["log_probs", "full"] for row in policy(batch).unbind(0)]
     torch.cat([row * weight for row, weight in zip(written, weights, strict=True)]).sum().backward()
     errors = [(row[1:] - e * (w[1:] != 0)).abs().max() for row, e, w in zip(written, expected, weights, strict=True)]
-    computed = policy._causal_model
+    computed = policy.causal_model
     return Comparison(
         "packed" if computed.is_packed else "one row a bin",
         reason="; ".join(dict.fromkeys(computed.faults.values())),

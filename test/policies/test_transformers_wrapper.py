@@ -149,7 +149,7 @@ def test_a_model_s_size_decides_how_long_its_bins_are() -> None:
         )
         policy = TransformersWrapper(LlamaForCausalLM(config), generate=False)
         num_weights = 4 * width**2 + 3 * 4 * width**2
-        assert policy._causal_model.attention_length == num_weights / (2 * width)
+        assert policy.causal_model.attention_length == num_weights / (2 * width)
         prompt, generator = torch.arange(600) % 60, torch.Generator().manual_seed(0)
         rows = [torch.cat([prompt, torch.randint(0, 60, (300,), generator=generator)]) for _ in range(8)]
         masks = [torch.arange(900) >= 600] * 8

@@ -379,8 +379,8 @@ def test_tensor_views_share_memory_and_keep_their_values(chatml):
 
 def test_a_long_conversation_stores_each_token_once(chatml):
     conversation = long_conversation(chatml, 64)
-    stores = {id(node._columns): node._columns for node in conversation.node.ancestors()}
-    stores[id(conversation._held.columns)] = conversation._held.columns
+    stores = {id(node.stored_columns): node.stored_columns for node in conversation.node.ancestors()}
+    stores[id(conversation.held.columns)] = conversation.held.columns
     assert sum(len(columns) for columns in stores.values()) <= 1.1 * conversation.num_tokens
 
 
@@ -391,7 +391,7 @@ def test_a_rewritten_conversation_does_not_keep_its_old_rows(model_path):
         conversation = answer(conversation.with_prompt(messages), "<think>\nhm\n</think>\n\nyes<|im_end|>")
         num_rendered += conversation.node.num_context_tokens + conversation.node.num_completion_tokens
         messages = [*conversation.messages, user("b")]
-    stores = {id(node._columns): node._columns for node in conversation.node.ancestors()}
+    stores = {id(node.stored_columns): node.stored_columns for node in conversation.node.ancestors()}
     assert sum(len(columns) for columns in stores.values()) <= num_rendered + conversation.num_tokens
 
 
@@ -416,7 +416,7 @@ def test_pickling_keeps_the_value_and_drops_what_others_appended(model_path):
             assert loaded.prompt_ids == value.prompt_ids and loaded.messages == value.messages
             assert loaded.reconcile().counts == value.reconcile().counts and loaded.last == value.last
             assert loaded.tensor_view("loss_mask").tolist() == value.tensor_view("loss_mask").tolist()
-            assert len(loaded._held.columns) == loaded.num_tokens
+            assert len(loaded.held.columns) == loaded.num_tokens
             if value.node is not None and not value.is_prompted:
                 more = [*value.messages, user("c")]
                 assert loaded.with_prompt(more).prompt_ids == value.with_prompt(more).prompt_ids

@@ -248,7 +248,7 @@ def test_what_is_compiled_for_two_batches_serves_those_of_any_shape(monkeypatch:
 
 def test_bins_are_as_long_as_what_is_shared() -> None:
     policy = TransformersWrapper(tiny_model("llama"), generate=False, token_budget=4096)
-    assert policy._causal_model.attention_length == float("inf")
+    assert policy.causal_model.attention_length == float("inf")
 
 
 def test_eager_that_stands_for_want_of_sdpa_is_replaced_and_another_is_not() -> None:
@@ -257,7 +257,7 @@ def test_eager_that_stands_for_want_of_sdpa_is_replaced_and_another_is_not() -> 
         (tiny_model("llama", attn_implementation="eager"), False),
     ):
         policy = TransformersWrapper(model, generate=False)
-        assert (policy._causal_model.config._attn_implementation == IMPLEMENTATION) == replaced
+        assert (policy.causal_model.config._attn_implementation == IMPLEMENTATION) == replaced
 
 
 @pytest.mark.parametrize("window", [None, 1, 4])

@@ -214,7 +214,7 @@ def test_a_version_is_that_of_the_same_weights_whichever_engines_die_when(start,
             update_at_random(chance, labels, replicas, sender, model, number)
         labels.rate = 0.0
         replicas.refresh()
-        wait_until(lambda replicas=replicas: not replicas._recovering)  # what is streamed is not held for later ones
+        wait_until(lambda replicas=replicas: not replicas.recovering)  # what is streamed is not held for later ones
         set_to(model, 100)
         version = sender.update_weights()
         wait_until(lambda replicas=replicas: len(replicas.serving) == len(replicas), timeout_s=30)
@@ -239,6 +239,6 @@ def update_at_random(chance, labels, replicas, sender, model, number):
     else:
         labels.expect(version, number, "the update")
     if chance.random() < 0.5:
-        wait_until(lambda: not replicas._recovering)
+        wait_until(lambda: not replicas.recovering)
     labels.look()
     assert not labels.wrong, (labels.seed, labels.wrong, labels.log)

@@ -157,7 +157,7 @@ def test_32_conversations_go_on_while_10_updates_pass(vllm_engine, reference_mod
 
 async def _tokens_of_a_new_version(engine):
     """Wait until requests in flight have grown by a few tokens each."""
-    states = engine._llm.output_processor.request_states
+    states = engine.llm.output_processor.request_states
     for _ in range(6000):
         if states and max(state.detokenizer.num_output_tokens() for state in states.values()) >= 4:
             break

@@ -64,7 +64,7 @@ def engine(folder, real_vllm):
 
 
 def held_by(engine):
-    return engine._background.run(engine._llm.list_loras())
+    return engine._background.run(engine.llm.list_loras())
 
 
 def test_requests_in_flight_over_three_versions_end_on_their_own(engine, model):

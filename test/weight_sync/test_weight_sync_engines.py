@@ -53,7 +53,7 @@ def experts(real_vllm, tmp_path_factory):
 class TestExpertsAndAFloat32Head:
     def test_every_parameter_arrives_and_a_head_left_behind_would_be_seen(self, experts):
         model, engine = experts
-        assert engine._llm.vllm_config.model_config.head_dtype is torch.float32
+        assert engine.llm.vllm_config.model_config.head_dtype is torch.float32
         assert log_prob_difference(model, engine) < TOLERANCE
         old_head = model.lm_head.weight.detach().clone()
         change_every_parameter(model, seed=1, size=0.3)

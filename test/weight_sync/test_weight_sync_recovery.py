@@ -240,20 +240,20 @@ def test_an_engine_that_sleeps_goes_on_when_new_weights_are_there(sender, engine
     with pytest.raises(EngineError, match=r"cannot sleep; start it on a GPU with enable_sleep=True"):
         engine.sleep()
     monkeypatch.setattr(engine, "_can_sleep", True)
-    woken, wake_up, before = [], engine._llm.wake_up, engine.policy_version
+    woken, wake_up, before = [], engine.llm.wake_up, engine.policy_version
 
     def noted_wake_up(tags):
         woken.append((tags, engine.policy_version))
         return wake_up(tags)
 
-    monkeypatch.setattr(engine._llm, "wake_up", noted_wake_up)
+    monkeypatch.setattr(engine.llm, "wake_up", noted_wake_up)
 
     async def run():
         task = asyncio.create_task(engine.generate([1, 2, 3], SAMPLING.with_changes(max_new_tokens=400)))
         await _until_tokens(engine, 50)
         await asyncio.to_thread(engine.sleep)
         await asyncio.to_thread(engine.sleep)  # of a batch that is learned from twice
-        assert await engine._background.wait(engine._llm.is_sleeping()) and await engine.progress() is None
+        assert await engine._background.wait(engine.llm.is_sleeping()) and await engine.progress() is None
         for action in (engine.resume, lambda: engine.generate_batch([[1]], SAMPLING)):
             with pytest.raises(EngineError, match=r"sleeps: .*after the next update"):
                 await asyncio.to_thread(action)
@@ -267,7 +267,7 @@ def test_an_engine_that_sleeps_goes_on_when_new_weights_are_there(sender, engine
     completion = asyncio.run(run())
     assert set(completion.versions) == {before, before + 1} and len(completion.token_ids) == 400
     assert woken[0] == (["weights"], before) and woken[-1] == (["kv_cache"], before + 1)
-    assert not engine._background.run(engine._llm.is_sleeping())
+    assert not engine._background.run(engine.llm.is_sleeping())
     assert log_prob_difference(model, engine) < TOLERANCE
 
 
@@ -377,7 +377,7 @@ def test_the_only_engine_killed_during_an_update_can_be_replaced(model, pair, mo
 
 def process_of(engine):
     """The process of an `AsyncVLLM`."""
-    [process] = engine._llm.engine_core.resources.engine_manager.processes
+    [process] = engine.llm.engine_core.resources.engine_manager.processes
     return process
 
 
@@ -395,7 +395,7 @@ def killing(victim, original):
 async def _until_tokens(engine, num_tokens):
     """Wait until the requests in flight have some tokens each."""
     for _ in range(6000):
-        states = list(engine._llm.output_processor.request_states.values())
+        states = list(engine.llm.output_processor.request_states.values())
         if states and min(state.detokenizer.num_output_tokens() for state in states) >= num_tokens:
             return
         await asyncio.sleep(0.005)

@@ -126,7 +126,7 @@ def _exactness_of(family: str, token_ids: list[torch.Tensor], device: str) -> Re
                 torch.stack([a for a, _ in norms]).norm() / torch.stack([b for _, b in norms]).norm()
             ),
         }
-    model = policy._causal_model
+    model = policy.causal_model
     return {**results, "attention": model.config._attn_implementation, "faults": model.faults}
 
 

@@ -54,7 +54,7 @@ class RayEngine:
     """
 
     def __init__(self, actor: ActorHandle, facts: EngineFacts, *, start_s: float) -> None:
-        self._actor = actor
+        self.actor = actor
         self.start_s = start_s
         """Seconds from the call until the engine accepted requests."""
         self._facts = facts
@@ -119,7 +119,7 @@ class RayEngine:
 
     def notice(self) -> EngineNotice:
         """Return a handle with which other processes of the cluster reach the actor."""
-        return EngineNotice(self._actor, self._facts)
+        return EngineNotice(self.actor, self._facts)
 
     @classmethod
     def reach(cls, notice: EngineNotice) -> RayEngine:
@@ -136,7 +136,7 @@ class RayEngine:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         """Set the version from which updates are counted."""
-        require("ray", extra="ray").get(self._actor.set_policy_version.remote(version))
+        require("ray", extra="ray").get(self.actor.set_policy_version.remote(version))
         self._policy_version = version
 
     @property
@@ -154,7 +154,7 @@ class RayEngine:
         if sampling.grammar is None:
             return
         try:
-            require("ray", extra="ray").get(self._actor.check_supported.remote(sampling))
+            require("ray", extra="ray").get(self.actor.check_supported.remote(sampling))
         except Exception as error:
             raise self._translated(error) from error
 
@@ -176,9 +176,9 @@ class RayEngine:
         check_request(request_id, prompt_ids, self._in_flight)
         with self._in_flight_as(request_id):
             try:
-                return await self._actor.generate.remote(list(prompt_ids), sampling, self._id_there(request_id))
+                return await self.actor.generate.remote(list(prompt_ids), sampling, self._id_there(request_id))
             except asyncio.CancelledError:
-                self._actor.abort.remote(self._id_there(request_id))
+                self.actor.abort.remote(self._id_there(request_id))
                 raise
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
@@ -186,7 +186,7 @@ class RayEngine:
         if not self._facts.scores_tokens:
             raise TypeError("the engine in the actor does not score given tokens; it has no method score.")
         with self._in_flight_as(f"score-{next(self._id_counter)}"):
-            scores = self._actor.score.remote(list(token_ids), top_k)
+            scores = self.actor.score.remote(list(token_ids), top_k)
             try:
                 return await scores
             except asyncio.CancelledError:
@@ -210,7 +210,7 @@ class RayEngine:
         """Abort a request; its `generate` returns the tokens so far. Unknown ids are ignored."""
         if self.is_alive and request_id in self._in_flight:
             try:
-                await self._actor.abort.remote(self._id_there(request_id))
+                await self.actor.abort.remote(self._id_there(request_id))
             except Exception as error:
                 raise self._translated(error) from error
 
@@ -221,7 +221,7 @@ class RayEngine:
     async def progress(self) -> int | None:
         """Return what `AsyncVLLM.progress` returns. Raises EngineError if the actor died."""
         try:
-            return await self._actor.progress.remote()
+            return await self.actor.progress.remote()
         except Exception as error:
             raise self._translated(error) from error
 
@@ -229,7 +229,7 @@ class RayEngine:
         """Return what `AsyncVLLM.take_load` returns; None if the load is unknown or the actor does not answer."""
         ray = require("ray", extra="ray")
         try:
-            return ray.get(self._actor.take_load.remote(reader), timeout=_LOAD_SECONDS)
+            return ray.get(self.actor.take_load.remote(reader), timeout=_LOAD_SECONDS)
         except ray.exceptions.RayError:
             return None
 
@@ -271,9 +271,9 @@ class RayEngine:
             return
         if self.is_alive:
             with contextlib.suppress(Exception):
-                ray.get(self._actor.call.remote("shutdown"), timeout=10)
+                ray.get(self.actor.call.remote("shutdown"), timeout=10)
         self._is_dead.set()
-        ray.kill(self._actor)
+        ray.kill(self.actor)
 
     def __enter__(self) -> RayEngine:
         return self
@@ -291,7 +291,7 @@ class RayEngine:
             raise EngineError("The engine's actor is dead; start a new one.")
         try:
             result, self._policy_version = require("ray", extra="ray").get(
-                self._actor.call.remote(method, *arguments, **options)
+                self.actor.call.remote(method, *arguments, **options)
             )
         except Exception as error:
             raise self._translated(error) from error

@@ -79,7 +79,8 @@ class TransformersEngine:
         self.max_model_len: int = limit
         """Maximum number of tokens of prompt and completion together."""
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
-        self._model = model.eval()
+        self.model = model.eval()
+        """The model that generates."""
         self._tokenizer = tokenizer
         self._max_num_seqs = max_num_seqs
         eos = getattr(model.generation_config, "eos_token_id", None)
@@ -127,9 +128,9 @@ class TransformersEngine:
         the version that sampled it. Raises RuntimeError, and keeps the weights, if names or shapes do not match.
         """
         with self._weights_lock:
-            own = self._model.state_dict()
+            own = self.model.state_dict()
             # Weights that are missing in `named_parameters` are tied to one that is there.
-            missing = {name for name, _ in self._model.named_parameters()} - weights.keys()
+            missing = {name for name, _ in self.model.named_parameters()} - weights.keys()
             unknown = weights.keys() - own.keys()
             misshapen = {
                 name
@@ -142,7 +143,7 @@ class TransformersEngine:
                     f"{len(names)} {fault}, such as {sorted(names)[:3]}" for fault, names in faults.items() if names
                 ]
                 raise RuntimeError(f"the weights are not those of the engine's model: {'; '.join(named)}.")
-            self._model.load_state_dict(dict(weights), strict=False)
+            self.model.load_state_dict(dict(weights), strict=False)
             self._policy_version = self._policy_version + 1 if version is None else version
             return self._policy_version
 
@@ -201,9 +202,9 @@ class TransformersEngine:
         with self._weights_lock:
             if self._is_shut_down:
                 raise EngineError("The transformers engine was shut down.")
-            self._model.eval()
+            self.model.eval()
             try:
-                logits = self._model(ids[None], use_cache=False).logits[0, :-1]
+                logits = self.model(ids[None], use_cache=False).logits[0, :-1]
             except Exception as error:
                 raise EngineError(f"The model failed: {error}") from error
         log_probs = logits.float().log_softmax(-1)
@@ -281,12 +282,12 @@ class TransformersEngine:
             return
         with self._weights_lock:
             version = self._policy_version
-            self._model.eval()  # again: gradient checkpointing in a trainer of the same model sets training mode
-            batch = DecodingBatch(self._model, sequences, version=version, generator=self._generator)
+            self.model.eval()  # again: gradient checkpointing in a trainer of the same model sets training mode
+            batch = DecodingBatch(self.model, sequences, version=version, generator=self._generator)
         while batch.sequences:
             batch.sample()
             with self._weights_lock:
-                self._model.eval()
+                self.model.eval()
                 batch.advance(goes_on, version=self._policy_version)
 
 

@@ -162,6 +162,11 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         return is_running and not self._watch.why
 
     @property
+    def llm(self) -> AsyncLLM:
+        """vLLM's own engine; calls that change weights or pause it go through this class."""
+        return self._llm
+
+    @property
     def num_in_flight(self) -> int:
         """Number of requests in flight."""
         return len(self._in_flight)
