@@ -257,7 +257,7 @@ class BackgroundLoop:
             try:
                 run()
             except (SystemExit, KeyboardInterrupt) as error:
-                logger.warning("%s escaped on the thread %r, which goes on", describe(error), self._thread.name)
+                logger.warning("%s was raised on the thread %r, which continues", describe(error), self._thread.name)
             else:
                 if self._is_closing:
                     return

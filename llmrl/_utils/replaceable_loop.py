@@ -157,8 +157,8 @@ class ReplaceableLoop:
             self._blocked.add(loop)
         frame = sys._current_frames().get(loop.thread.ident or 0)
         logger.warning(
-            "the thread %r is blocked; new work runs on another one. A coroutine must await what takes long, or run "
-            "it in a thread. It is blocked in\n%s",
+            "the thread %r is blocked; new work runs on another one. A coroutine must not block: await slow work, "
+            "or run it in a thread. It is blocked in\n%s",
             self.name,
             "" if frame is None else "".join(traceback.format_stack(frame)),
         )

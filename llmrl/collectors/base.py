@@ -388,8 +388,8 @@ class BatchCollector:
         """
         if state.get("kind") != self._shape.kind:
             raise ValueError(
-                f"the saved state is of batches of {state.get('kind')} there, {self._shape.kind} here; what was in "
-                "flight does not fit: build the collector as it was when the state was saved."
+                f"the state was saved with batches of {state.get('kind')}, and this collector has batches of "
+                f"{self._shape.kind}: build the collector as it was when the state was saved."
             )
         self._frames = state["num_turns"]
         self._left_over = list(state["left_over"])

@@ -71,7 +71,7 @@ class BufferFiller:
         except CancelledError:
             return
         except Exception as error:
-            logger.error("filling the replay buffer ended: %s", error)
+            logger.error("the replay buffer is no longer filled: %s", error)
             self._error = error
 
     def is_running(self) -> bool:

@@ -156,11 +156,13 @@ class LLMCollector(KnownArguments, BatchCollector):
             raise ValueError(f"max_concurrent_rollouts must be at least 1, got {num_given}.")
         if num_extra_groups and (max_staleness is not None or shape.kind != "groups"):
             raise ValueError(
-                "num_extra_groups needs groups_per_batch and excludes max_staleness, with which the extra "
-                "groups would wait."
+                "num_extra_groups needs groups_per_batch, and excludes max_staleness, which would keep the extra "
+                "groups for later."
             )
         if reset_at_each_iter and max_staleness is not None:
-            raise ValueError("reset_at_each_iter begins each batch afresh and max_staleness runs ahead: choose one.")
+            raise ValueError(
+                "reset_at_each_iter starts each batch anew, and max_staleness collects ahead: pass one of them."
+            )
         if queue is not None and replay_buffer is not None:
             raise ValueError("batches go to a replay_buffer or to a queue: pass one of them.")
         per_batch = shape.size if shape.kind != "tokens" else 8
@@ -192,8 +194,9 @@ class LLMCollector(KnownArguments, BatchCollector):
         if is_limit_found:
             if not isinstance(source, CountsTurns) or take_load(source.engine, READER) is None:
                 raise ValueError(
-                    "max_concurrent_rollouts='auto' needs a collector in this process and an engine that tells its "
-                    f"load, such as AsyncVLLM; {type(self).__name__} has {type(source.engine).__name__}: give a number."
+                    "max_concurrent_rollouts='auto' needs a collector in this process and an engine that reports "
+                    f"its load, such as AsyncVLLM; {type(self).__name__} has {type(source.engine).__name__}: pass a "
+                    "number."
                 )
             limit = ConcurrencyLimit(FIRST_LIMIT, least=source.num_players, most=in_flight)
         gate: Gate
@@ -259,7 +262,10 @@ class LLMCollector(KnownArguments, BatchCollector):
     def increment_version(self) -> None:
         """Count an update of the weights in your own `PolicyVersion`; RuntimeError if the engine counts them."""
         if self.policy_version_tracker is None:
-            raise RuntimeError("the engine counts its versions: update_policy_weights_ raises them, leave this out.")
+            raise RuntimeError(
+                "the engine counts its versions, which update_policy_weights_ increments: do not "
+                "call increment_version."
+            )
         self.policy_version_tracker.increment_version()
 
     def play(self, num_rollouts: int) -> list[Rollout]:

@@ -34,14 +34,14 @@ class Completer:
     def __init__(self, policy: LLMWrapperBase, *, num_retries: int, is_open: asyncio.Event | None = None) -> None:
         if policy.sampling.stop and policy.renderer is None:
             raise ValueError(
-                "the policy has stop strings and no renderer: an update of the weights may cut one in two, which is "
-                "seen in text; build the policy with tokenizer= or renderer=."
+                "the policy has stop strings but no renderer, and a weight update may interrupt an answer within a "
+                "stop string, which only its text shows: build the policy with tokenizer= or renderer=."
             )
         if policy.sampling.replay and policy.sampling.repetition_penalty != 1:
             raise ValueError(
-                f"the policy samples with repetition_penalty={policy.sampling.repetition_penalty:g}, and the trainer "
-                "cannot make that distribution again: leave it at 1; or set replay=False, to train with importance "
-                "ratios that are not 1 on-policy, or where nothing is trained."
+                f"the policy samples with repetition_penalty={policy.sampling.repetition_penalty:g}, and the "
+                "trainer cannot reproduce that distribution: leave it at 1, or set replay=False if nothing is "
+                "trained, or to train with importance ratios that are not 1 on-policy."
             )
         self.policy = policy
         self._num_retries = num_retries

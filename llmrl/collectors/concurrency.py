@@ -172,7 +172,9 @@ async def follow_load(source: CountsTurns, scheduler: HoldsInFlight, limit: Conc
         try:
             load = await asyncio.to_thread(take_load, source.engine, READER)
         except Exception as error:
-            logger.warning("the engine's load cannot be read; %d rollouts stay: %s", limit.value, describe(error))
+            logger.warning(
+                "the engine's load cannot be read; the limit stays at %d rollouts: %s", limit.value, describe(error)
+            )
             return
         if load is None:  # no engine is alive; its requests wait
             continue

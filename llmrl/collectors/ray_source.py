@@ -123,13 +123,13 @@ class RaySource:
         if isinstance(limits, Mapping):
             raise ValueError("limits by name are those of a MixedEnv, which is collected in one process.")
         if isinstance(track_version, PolicyVersion):
-            raise ValueError("a PolicyVersion of yours does not reach the actors: pass track_policy_version=True.")
+            raise ValueError("your own PolicyVersion is not sent to the actors: pass track_policy_version=True.")
         connect(actors.ray_init_config)
         ray = require("ray", extra="ray")
         own_env = actors.make_env()
         dataset_env = dataset_env_of(own_env)
         if dataset_env is None:
-            raise ValueError("env must build one DatasetChatEnv: actors play prompts of it by their positions.")
+            raise ValueError("env must build a single DatasetChatEnv, since actors draw its prompts by position.")
         self.dataset_env = dataset_env
         is_group_scored = any(reward.rubric.is_group_scored for reward in find_rubric_rewards(own_env))
         self.is_open = asyncio.Event()
@@ -221,7 +221,7 @@ class RaySource:
             await self._changed.wait()
 
     def _replace(self, slot: _ActorSlot, error: Exception) -> None:
-        logger.warning("a collector actor died (%s); another takes its place", error)
+        logger.warning("a collector actor died (%s) and is replaced", error)
         with contextlib.suppress(Exception):  # if the actor is only unreachable, it must not continue
             require("ray", extra="ray").kill(slot.actor)
         slot.actor = self._new_actor()

@@ -51,8 +51,8 @@ class BatchShape:
         is_of_steps = dialog_turns_per_batch is not None or yield_completed_trajectories or yield_only_last_steps
         if (groups_per_batch is not None) + (tokens_per_batch is not None) + bool(is_of_steps) != 1:
             raise ValueError(
-                "say what a batch is: one of groups_per_batch, tokens_per_batch, or dialog_turns_per_batch, "
-                "yield_completed_trajectories and yield_only_last_steps."
+                "exactly one kind of batch is needed: groups_per_batch, tokens_per_batch, or "
+                "dialog_turns_per_batch, yield_completed_trajectories and yield_only_last_steps."
             )
         for name, value in (
             ("groups_per_batch", groups_per_batch),
@@ -60,7 +60,7 @@ class BatchShape:
             ("dialog_turns_per_batch", dialog_turns_per_batch),
         ):
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1: a batch has something in it; got {value}.")
+                raise ValueError(f"{name} must be at least 1, got {value}.")
         if groups_per_batch is not None:
             return cls(kind="groups", size=groups_per_batch)
         if tokens_per_batch is not None:

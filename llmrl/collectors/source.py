@@ -227,7 +227,7 @@ class MixedSource:
         names = [name for name, _ in mixed.items()]
         by_name = dict.fromkeys(names, limits) if isinstance(limits, RolloutLimits) else limits
         if unknown := sorted(set(by_name) - set(names)):
-            raise ValueError(f"limits has {unknown}, and the environments are {names}.")
+            raise ValueError(f"limits names the unknown environments {unknown}; the environments are {names}.")
         self._sources = {
             name: EnvSource(
                 env,

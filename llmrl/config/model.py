@@ -76,7 +76,7 @@ class ModelConfig(Section):
         if given is None or "{" in given:
             return given
         if not Path(given).is_file():
-            raise ValueError(f"model.chat_template={given!r} is no file here and no Jinja text.")
+            raise ValueError(f"model.chat_template={given!r} is neither an existing file nor Jinja text.")
         return Path(given).read_text(encoding="utf-8")
 
     def tokenizer_of(self, engine: Engine) -> PreTrainedTokenizerBase:

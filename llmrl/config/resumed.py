@@ -119,8 +119,9 @@ def resumed_config(
     for name, (old, new) in changes.items():
         if name in before and any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED):
             raise ValueError(
-                f"the run in {cfg.run.path} has {name}={old!r} and cannot go on with {new!r}: its checkpoint and its "
-                "place in the data are of that. Leave the entry out, or start another run in another folder."
+                f"the run in {cfg.run.path} has {name}={old!r} and cannot continue with {new!r}, since its "
+                "checkpoint and its position in the data depend on it. Leave the entry out, or start another run "
+                "in another folder."
             )
     return resumed, changes
 
@@ -149,7 +150,10 @@ def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence
         name = override.key_or_group
         value = override.value()
         if override.is_delete():
-            raise ValueError(f"a resumed run keeps its entries, so {override.input_line!r} cannot be; set the entry.")
+            raise ValueError(
+                f"a resumed run keeps its entries, so {override.input_line!r} cannot be applied; set "
+                "the entry to a value instead."
+            )
         files = [path for folder in folders if (path := folder / name / f"{value}.yaml").exists()]
         if not files:
             asked.append(_nested(name, value))

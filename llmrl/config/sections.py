@@ -115,8 +115,8 @@ class CollectConfig(Section):
         Section.__post_init__(self)
         if not self.top_k and (self.top_p < 1 or self.min_p > 0):
             raise ValueError(
-                f"collect.top_p={self.top_p:g} and collect.min_p={self.min_p:g} keep any number of tokens, which vLLM "
-                "reports only where collect.top_k bounds it: add collect.top_k=200, say."
+                f"collect.top_p={self.top_p:g} and collect.min_p={self.min_p:g} keep any number of tokens, which "
+                "vLLM reports only if collect.top_k bounds it: add a bound, such as collect.top_k=200."
             )
         limit = self.max_concurrent_rollouts
         if limit not in (None, "auto") and not (type(limit) is int and limit > 0):

@@ -79,7 +79,9 @@ class TokenColumns:
         self.routed_experts.extend([None] * len(token_ids))
         if routed_experts is not None:
             if len(routed_experts) != len(self) - 1:
-                raise ValueError(f"routed_experts must be of {len(self) - 1} tokens, got {len(routed_experts)}.")
+                raise ValueError(
+                    f"routed_experts must have entries for {len(self) - 1} tokens, got {len(routed_experts)}."
+                )
             start = len(self)
             while start > 1 and self.routed_experts[start - 1] is None:
                 start -= 1
@@ -125,4 +127,4 @@ def check_per_token(token_ids: Sequence[int], **columns: Sequence[object] | None
                 f"{name} is missing for {len(token_ids)} sampled tokens; ask the engine for one value per token."
             )
         if len(column) != len(token_ids):
-            raise ValueError(f"{name} must have one value a sampled token ({len(token_ids)}), got {len(column)}.")
+            raise ValueError(f"{name} must have one value per sampled token ({len(token_ids)}), got {len(column)}.")

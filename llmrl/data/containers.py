@@ -203,7 +203,7 @@ class Tokens(_Ragged):
             )
 
         if any(turn.padded for turn in batch_elements(self)):
-            raise ValueError("padded tokens do not say where they end; take those of a policy without pad_output.")
+            raise ValueError("the end of padded tokens is unknown; use a policy without pad_output.")
 
         def convert(turn: Tokens) -> Text:
             return Text(prompt=decode(turn.prompt), response=decode(turn.response), full=decode(turn.full))

@@ -84,7 +84,10 @@ class ContentMarks:
             None,
         )
         if mark is None:
-            raise RenderingError("A content has all characters of private use, and special tokens; leave one out.")
+            raise RenderingError(
+                "A content has special tokens and every private-use character of Unicode; remove "
+                "one of these characters."
+            )
         return mark, self._marked(messages, mark), self._marked(tools, mark)
 
     def _marked(self, value: Value, mark: str) -> Value:
@@ -122,7 +125,7 @@ class ContentMarks:
         RenderingError: if the tokenizer does not report the positions of the marks.
         """
         if mark and not self._tokenizer.is_fast:
-            raise _refusal("the tokenizer is a slow one, which does not say where its tokens stand")
+            raise _refusal("the tokenizer is a slow one, which does not report the positions of its tokens")
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         located = []
         for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):

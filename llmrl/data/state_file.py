@@ -71,7 +71,7 @@ def load_state(path: Path, *, advice: str) -> StateDict:
     try:
         buffer = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         if not is_sealed(buffer):
-            raise ValueError("its checksum is not that of what it holds")
+            raise ValueError("its checksum does not match its content")
         places = {place.name: place for place in places_of(buffer)}
         structure = json.loads(bytes(places.pop(_STRUCTURE).view(buffer).numpy()))
         del places[_CHECKSUM]

@@ -189,7 +189,7 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
         marks = {name: text.find(parts.start) for name, parts in FAMILIES.items()} | {"mistral": text.find("[INST]")}
         found = {name: place for name, place in marks.items() if place >= 0}
         if not found:
-            raise ValueError(f"the text has the marks of none of {known}: {text[:80]!r}; pass messages instead.")
+            raise ValueError(f"the text has no marks of any of {known}: {text[:80]!r}; pass messages instead.")
         family = min(found, key=found.__getitem__)
     turns = _mistral_turns(text) if family == "mistral" else _turns(text, FAMILIES[family])
     if not turns:

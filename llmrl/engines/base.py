@@ -273,7 +273,7 @@ def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Contain
     if request_id in in_flight:
         raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
     if not prompt_ids:
-        raise ValueError("prompt_ids is empty; an engine continues at least one token.")
+        raise ValueError("prompt_ids is empty; an engine needs at least one token to continue.")
 
 
 def completion_budget(num_prompt_tokens: int, sampling: SamplingConfig, max_model_len: int) -> int:

@@ -89,9 +89,9 @@ def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None
     mask = completion.sampling_mask
     if mask is None:
         raise EngineError(
-            "The engine did not say which tokens top_k, top_p, min_p or a grammar kept, so the trainer cannot make the "
-            "distribution again: sample at a temperature alone, or set replay=False, and train with importance "
-            "ratios that are not 1 on-policy."
+            "The engine did not report which tokens top_k, top_p, min_p or a grammar kept, so the trainer cannot "
+            "reproduce the distribution: sample with a temperature only, or set replay=False, and train with "
+            "importance ratios that are not 1 on-policy."
         )
     _check_column("sampling_mask", mask, array, len(completion.token_ids))
     last = _LARGEST_ID if vocab_size is None else vocab_size - 1

@@ -38,7 +38,7 @@ class HangDetector:
 
     def __init__(self, timeout_seconds: float) -> None:
         if timeout_seconds <= 0:
-            raise ValueError(f"hang_timeout_seconds must be positive, or None to wait for ever; got {timeout_seconds}.")
+            raise ValueError(f"hang_timeout_seconds must be positive, or None to wait forever; got {timeout_seconds}.")
         self.timeout_seconds = timeout_seconds
         self.interval_seconds = timeout_seconds / _NUM_LOOKS
         """Seconds between two checks."""
@@ -106,9 +106,9 @@ class HangWatch:
             if await detector.find_hanging([one]):
                 self.why = (
                     f"The {type(one).__name__} gave no token for {detector.timeout_seconds:g} s with requests in "
-                    "flight and was ended: it hung, or its process was stopped. Start it again: a run that is started "
-                    "again goes on where it was. Where it was only slow, raise hang_timeout_seconds; EngineReplicas "
-                    "starts another engine by itself."
+                    "flight and was ended: it hung, or its process was stopped. Start it again: a run that is "
+                    "started again continues where it was. If it was only slow, raise hang_timeout_seconds; "
+                    "EngineReplicas starts another engine by itself."
                 )
                 # In a thread, because a process that hangs is slow to end.
                 threading.Thread(target=one.shutdown, name="llmrl-end-hanging", daemon=True).start()

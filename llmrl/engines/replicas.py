@@ -438,7 +438,7 @@ class EngineReplicas(Sequence[EngineT]):
             try:
                 hook(engine)
             except Exception:
-                _LOGGER.exception("Engine replica %d is back without the current weights.", index)
+                _LOGGER.exception("Engine replica %d was restarted without the current weights.", index)
         with self._lock:
             del self.recovering[index]
             self._dead.discard(index)

@@ -43,7 +43,9 @@ class ScoresTokens(Protocol):
 def check_scored(token_ids: Sequence[int], top_k: int, max_model_len: int) -> None:
     """Check the arguments of `score`. Raises ValueError for too few or too many tokens, or a negative `top_k`."""
     if len(token_ids) < 2:
-        raise ValueError(f"token_ids must be two or more, for nothing predicts the first; got {len(token_ids)}.")
+        raise ValueError(
+            f"token_ids must have at least two tokens, since nothing predicts the first; got {len(token_ids)}."
+        )
     if top_k < 0:
         raise ValueError(f"top_k must be at least 0, got {top_k}.")
     completion_budget(len(token_ids), SamplingConfig(max_new_tokens=1), max_model_len)

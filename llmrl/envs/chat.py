@@ -88,7 +88,8 @@ class ChatEnv(KnownArguments, EnvBase):
             raise ValueError(f"input_mode must be 'history', 'text' or 'tokens', got {input_mode!r}.")
         if input_mode != "history" and tokenizer is None and system_prompt is not None:
             raise ValueError(
-                f"system_prompt has no effect with input_mode={input_mode!r} unless it is written: pass tokenizer=."
+                f"system_prompt has no effect with input_mode={input_mode!r} unless a template writes it: pass "
+                "tokenizer=."
             )
         sizes = [batch_size] if isinstance(batch_size, int) else batch_size
         shape = torch.Size(sizes or ())

@@ -130,8 +130,9 @@ def _open(source: str | Path, split: str | None, subset: str | None, label: str)
         return datasets.load_dataset(source, subset, split=split)
     except Exception as error:
         raise ValueError(
-            f"{label} is no file or folder here, and could not be loaded from the hub (split {split!r}, subset "
-            f"{subset!r}): {type(error).__name__}: {error}. Where the hub cannot be reached, give a local path."
+            f"{label} is neither a file nor a folder here, and could not be loaded from the hub (split {split!r}, "
+            f"subset {subset!r}): {type(error).__name__}: {error}. Where the hub cannot be reached, give a local "
+            "path."
         ) from error
 
 
@@ -186,7 +187,7 @@ def _read_json(path: Path) -> object:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once_each)
     except _DoubledName as error:
-        raise ValueError(f"{path} is not read: {error}.") from None
+        raise ValueError(f"{path} cannot be read: {error}.") from None
     except ValueError:
         return _read_json_lines(path)  # JSON lines in a .json file
     is_row = isinstance(content, Mapping) and not all(isinstance(part, list) for part in content.values())

@@ -31,6 +31,8 @@ class vLLMWrapper(LLMWrapperBase):
         is_known = options.get("tokenizer") is not None or options.get("renderer") is not None
         if not is_known and options.get("input_mode") != "tokens":
             if not isinstance(engine, HasTokenizer):
-                raise ValueError("tokenizer or renderer is needed where model is an engine that has none, nor a name.")
+                raise ValueError(
+                    "pass tokenizer= or renderer=: model is an engine without a tokenizer, and not a name."
+                )
             options["tokenizer"] = engine.get_tokenizer()
         super().__init__(engine, generate=generate, **options)

@@ -35,7 +35,9 @@ def make_renderer(
         raise ValueError(f"backend must be 'auto', 'template' or 'renderers', got {backend!r}.")
     if backend == "renderers":
         if template_arguments:
-            raise TypeError(f"backend='renderers' takes no {sorted(template_arguments)}; they are the template's.")
+            raise TypeError(
+                f"backend='renderers' takes no {sorted(template_arguments)}; these are options of the template."
+            )
         return PackageRenderer(tokenizer)
     try:
         renderer = TemplateRenderer(tokenizer, **template_arguments)

@@ -82,7 +82,7 @@ class RewardFn:
             )
         name = name or getattr(function, "__name__", None)
         if not name or name == "<lambda>":
-            raise ValueError("name is needed for a reward function that has none of its own.")
+            raise ValueError("name is needed for a reward function without a name of its own.")
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight of {name!r} must be non-negative and finite, got {weight!r}.")
         self.function = function

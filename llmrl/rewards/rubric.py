@@ -137,7 +137,7 @@ class Rubric:
         text = f"{describe(error)}; {fn.located(error)}"
         if fn.name not in self._logged:
             self._logged.add(fn.name)
-            logger.warning("A rollout could not be scored, and later ones may not be: %s", text)
+            logger.warning("A rollout could not be scored, and later ones may fail, too: %s", text)
         return self.failed(text)
 
     async def score_group(self, rollouts: Sequence[RewardInput]) -> list[Score]:

@@ -131,8 +131,8 @@ def open_repository(name: str, *, is_public: bool = False) -> None:
         raise
     except Exception as error:  # the class depends on the hub's HTTP library
         raise OSError(
-            f"the hub gives no repository {name!r} to push to ({type(error).__name__}: {error}). Log in by "
-            "`hf auth login`, or name one that you may write to."
+            f"the hub does not let you push to the repository {name!r} ({type(error).__name__}: {error}). Log in "
+            "with `hf auth login`, or name a repository that you may write to."
         ) from error
 
 

@@ -30,7 +30,7 @@ class NullEngine:
 
     async def generate(self, *arguments: Any, **options: Any) -> Completion:
         """Raise EngineError."""
-        raise EngineError("there is no engine here: of a trainer's ranks only the first rank has one.")
+        raise EngineError("this rank has no engine: only the first rank of a trainer has one.")
 
     async def abort(self, request_id: str) -> None:
         """Do nothing."""

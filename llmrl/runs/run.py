@@ -357,7 +357,7 @@ class Run:
             ValueError: if `step` is not the current step.
         """
         if not self._is_in_step or step != self._step:
-            raise ValueError(f"step {step} is not being made; run.steps is at {self._step}. Log within the loop.")
+            raise ValueError(f"step {step} is not the current step; run.steps is at {self._step}. Log within the loop.")
         if self._recorder is None or self._collected is None:
             return {}
         self._recorder.log_step(step, self._collected, learned, {**metrics, "policy_version": float(version)})

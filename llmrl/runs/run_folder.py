@@ -278,9 +278,9 @@ class RunFolder:
             )
         elif later:
             raise ValueError(
-                f"{self.checkpoint_path} is of step {checkpoint}, and the saved batch of step {last + 1} is missing, "
-                f"while that of step {later[0]} is there. Put the last checkpoint in its place, or, to make the steps "
-                f"from {last + 1} anew, remove the later batches from {self.batches_path}."
+                f"{self.checkpoint_path} is from step {checkpoint}, and the saved batch of step {last + 1} is "
+                f"missing, but that of step {later[0]} exists. Put the last checkpoint in its place, or, to repeat "
+                f"the steps from {last + 1} on, remove the later batches from {self.batches_path}."
             )
         return last
 
@@ -304,8 +304,8 @@ class RunFolder:
             file.write(what)
         if is_first:
             return (
-                f"the saved batch of step {step} failed again. If it does once more, it is set aside: repair what it "
-                f"shows, or resume as it is. What failed is in {note}."
+                f"the saved batch of step {step} failed again. If it fails once more, it is set aside: correct the "
+                f"cause, or resume as it is. The error is in {note}."
             )
         self.set_aside_path.mkdir(exist_ok=True)
         number = len(list(self.set_aside_path.glob(f"{step:06d}-*.safetensors"))) + 1
@@ -313,8 +313,9 @@ class RunFolder:
         note.replace(aside.with_suffix(".failed"))
         batch.replace(aside)
         return (
-            f"the saved batch of step {step} failed twice when it was trained on again, and is set aside as {aside}: "
-            f"a resumed run makes step {step} of the next batch. To train on it after all, move it back to {batch}."
+            f"the saved batch of step {step} failed twice when it was trained on again, and is set aside as "
+            f"{aside}: a resumed run uses the next batch for step {step}. To train on it after all, move it back to "
+            f"{batch}."
         )
 
     def load_set_aside(self, step: int) -> StateDict | None:

@@ -79,7 +79,7 @@ def check_reward(env: EnvBase, name: str) -> None:
     """Refuse an environment without a reward. Raises ValueError if no part of the environment gives a reward."""
     if not writes_reward(env):
         raise ValueError(
-            f"{name} gives no reward, so that nothing can be learned from it or measured in it: add one, "
+            f"{name} gives no reward, so there is nothing to learn or to measure: add one, "
             "env.append_transform(RubricReward(...))."
         )
 

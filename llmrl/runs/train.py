@@ -155,7 +155,7 @@ def train(
     evaluated = {"eval": eval_envs} if isinstance(eval_envs, EnvBase) else dict(eval_envs or {})
     group_size = _check_envs(env, evaluated)
     if not evaluated and (given.get("eval_every"), given.get("best_by")) != (None, None):
-        raise ValueError("eval_every and best_by need eval_envs: environments of problems held out.")
+        raise ValueError("eval_every and best_by need eval_envs, environments of held-out problems.")
     if engine is not None and not isinstance(engine, HasTokenizer):
         raise TypeError(f"engine must know its tokenizer (get_tokenizer), and {type(engine).__name__} does not.")
     given |= {"model": str(model), "path": str(path or time.strftime("runs/train-%Y%m%d-%H%M%S"))}

@@ -137,7 +137,7 @@ class BrowserTransform(ToolTransform):
                         raise ToolError(first_line(error)) from error
                     self._close_page(conversation_id)
                     raise ToolError(
-                        "the page does not respond and was closed; the next action has a new one."
+                        "the page does not respond and was closed; the next action opens a new one."
                     ) from error
             except asyncio.CancelledError:  # of the action, or of the check whether the page responds
                 self._close_page(conversation_id)

@@ -30,7 +30,7 @@ class PageActions:
         """
         address = urlsplit(url)
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise ToolError(f"{url!r:.200} is no address that begins with http:// or https://.")
+            raise ToolError(f"{url!r:.200} does not begin with http:// or https://.")
         port = address.port or (443 if address.scheme == "https" else 80)
         if not is_allowed(address.hostname, port, self._domains):
             raise self._refusal(address.netloc)

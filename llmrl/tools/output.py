@@ -103,7 +103,9 @@ def _text_of_part(part: ToolResultPart) -> str:
         case FileRefPart(path):
             return f"<file:{path}>"
         case ImagePart(data, media_type):
-            raise TypeError(f"the tool gave an image ({media_type}, {len(data)} bytes), and the model reads text alone")
+            raise TypeError(
+                f"the tool returned an image ({media_type}, {len(data)} bytes), and the model reads text only"
+            )
 
 
 def as_text(value: object) -> str:
@@ -127,6 +129,7 @@ def as_text(value: object) -> str:
         text = str(value)
     if _ADDRESS.search(text):
         raise TypeError(
-            f"the tool gave {text:.100}, which says nothing to a model; a tool returns text, numbers, lists or dicts"
+            f"the tool returned {text:.100}, which a model cannot read; a tool must return text, numbers, lists or "
+            "dicts"
         )
     return text

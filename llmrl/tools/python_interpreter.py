@@ -145,7 +145,7 @@ class PythonInterpreter(ToolTransform):
 
     async def _run_tool(self, arguments: dict[str, object], conversation_id: str) -> str:
         if set(arguments) != {"code"} or not isinstance(arguments["code"], str):
-            raise InvalidArguments(f"'code' (a string) is the one argument, got {sorted(arguments)}")
+            raise InvalidArguments(f"the only argument is 'code' (a string), got {sorted(arguments)}")
         result = await self._execute(arguments["code"], conversation_id)
         if not result.is_success:
             raise CodeFailed(result)

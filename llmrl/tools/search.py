@@ -73,7 +73,7 @@ class SearchIndex:
 
         async def run(arguments: dict[str, object], conversation_id: str) -> str:
             if set(arguments) != {"query"} or not isinstance(arguments["query"], str):
-                raise InvalidArguments(f"'query' (a string) is the one argument, got {sorted(arguments)}")
+                raise InvalidArguments(f"the only argument is 'query' (a string), got {sorted(arguments)}")
             found = self.search(arguments["query"])
             if not found:
                 return "Nothing was found."

@@ -144,5 +144,5 @@ def _release_all(conversation_id: str, releases: list[Release]) -> list[Future[N
             if (future := release(conversation_id)) is not None:
                 closing.append(future)
         except BaseException as error:  # the other callbacks must run
-            logger.warning("a tool failed to let go of a conversation", exc_info=as_exception(error))
+            logger.warning("a tool failed to release a conversation", exc_info=as_exception(error))
     return closing

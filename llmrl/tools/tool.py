@@ -264,7 +264,7 @@ async def _told(closing: Awaitable[object]) -> None:
     try:
         await guarded(closing)
     except Exception as error:
-        logger.warning("a tool failed to close what it kept for a conversation", exc_info=error)
+        logger.warning("a tool failed to close its resources for a conversation", exc_info=error)
 
 
 async def call(function: Callable[..., object], arguments: dict[str, object]) -> object:

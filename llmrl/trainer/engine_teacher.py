@@ -64,9 +64,9 @@ class EngineTeacher:
                 )
         if policy.temperature != 1:
             raise ValueError(
-                f"the student samples at temperature {policy.temperature:g}, and an engine gives the log-probs of "
-                "given tokens at temperature 1 alone: sample at temperature 1, or load the teacher (load_teacher), "
-                "which is computed at the student's."
+                f"the student samples at temperature {policy.temperature:g}, and an engine scores given tokens at "
+                "temperature 1 only: sample at temperature 1, or load the teacher (load_teacher), which is "
+                "computed at the student's."
             )
         for one in engines:
             if isinstance(one, ServerEngine):
@@ -121,8 +121,8 @@ def check_same_tokenizer(ours: Tokenizer, theirs: Tokenizer, *, teacher: str) ->
         token, number = differing[0]
         raise ValueError(
             f"the teacher {teacher!r} has another tokenizer than the student: {len(differing)} entries of their "
-            f"vocabularies differ, first {token!r}, {number}; the student's ids would be other texts to it. Choose a "
-            "teacher of the student's family."
+            f"vocabularies differ, first {token!r}, {number}; the student's ids would mean other texts to the "
+            "teacher. Choose a teacher of the student's family."
         )
 
 
@@ -143,6 +143,6 @@ def _check_served_tokenizer(engine: ServerEngine, tokenizer: Tokenizer) -> None:
         around = tokenizer.decode(ours[max(0, place - 2) : place + 3])
         raise ValueError(
             f"the server's model {engine.model!r} has another tokenizer than the student: of the text {around!r} it "
-            f"makes {theirs[place : place + 3]}, and the student's {ours[place : place + 3]}; the student's ids would "
-            "be other texts to it. Choose a teacher of the student's family."
+            f"makes {theirs[place : place + 3]}, and the student's {ours[place : place + 3]}; the student's ids "
+            "would mean other texts to the teacher. Choose a teacher of the student's family."
         )

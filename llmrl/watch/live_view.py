@@ -168,7 +168,7 @@ class LiveView:
         lines += [Text(f"  or: {cause}") for finding in findings[:1] for cause in finding.causes[1:]]
         panels = [conversation_panel(record["messages"], _title(record)) for record in records]
         self.console.print(
-            f"step {step}: no answer was better than the others to its prompt so far; other prompts are asked.",
+            f"step {step}: so far all answers to a prompt had the same reward; other prompts are drawn.",
             *lines,
             *panels,
             sep="\n",

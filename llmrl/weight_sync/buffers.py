@@ -44,7 +44,7 @@ class PackedLayout:
         end = HEADER_SIZE
         for name, dtype, shape in entries:
             if name in names:
-                raise ValueError(f"the weight {name!r} comes twice; names must be unique.")
+                raise ValueError(f"the weight {name!r} occurs twice; names must be unique.")
             names.add(name)
             start = -(-end // ALIGNMENT) * ALIGNMENT
             places.append(TensorPlace(name, dtype, tuple(shape), start))

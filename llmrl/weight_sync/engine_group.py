@@ -327,7 +327,7 @@ def held_for(engine: UpdatableEngine, lock: threading.RLock) -> Iterator[None]:
 
 def _take(member: Member) -> None:
     if member.connection is None:
-        raise EngineError("the engine is not reached yet.")
+        raise EngineError("the engine is not connected yet.")
     member.connection.send_weights()
 
 

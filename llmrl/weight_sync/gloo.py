@@ -61,7 +61,7 @@ class Receiver:
         else:
             self._receive_in_part(self._buffer, pages)
         if checksum is not None and checksum_of(self._buffer) != checksum:
-            raise ValueError("the weights that came are not those that were sent: the checksum differs.")
+            raise ValueError("the received weights differ from those that were sent: the checksum differs.")
         self._checksum = checksum
         return self._buffer
 

@@ -108,7 +108,7 @@ class Member:
     def commit(self, version: int) -> None:
         """Load the received weights; EngineError if there are none, as the old weights would get the new version."""
         if not self._is_updating:
-            raise EngineError("the engine took no weights in this update.")
+            raise EngineError("the engine received no weights in this update.")
         self.engine.finish_weight_update(version)
         self._is_updating = False  # if ending an update fails, vLLM continues it and the next update ends it
 

@@ -65,9 +65,9 @@ class StreamChannel(Channel):
         """
         if not torch.accelerator.is_available():
             raise ValueError(
-                f"the engine takes weights by {self._backend!r}, which moves them between GPUs, and this process has "
-                f"none; train on a GPU, or start the engine with weight_transfer={LLMRL_BACKEND!r} and send through "
-                "files (VLLMDoubleBufferSyncScheme)."
+                f"the engine receives weights by {self._backend!r}, which moves them between GPUs, and this process "
+                f"has none; train on a GPU, or start the engine with weight_transfer={LLMRL_BACKEND!r} and send "
+                "through files (VLLMDoubleBufferSyncScheme)."
             )
         if self._backend == "nccl":
             return _TimedNCCL(client, self._source, *self._rendezvous())

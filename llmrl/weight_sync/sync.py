@@ -142,7 +142,7 @@ class WeightSync:
         """
         with self._lock:
             if self._source is None:
-                raise RuntimeError("the workers are not reached yet; call sender.init_all_workers_group(...) first.")
+                raise RuntimeError("the workers are not connected yet; call sender.init_all_workers_group(...) first.")
             self._source.override = weights or {}
             while True:
                 try:
@@ -150,7 +150,7 @@ class WeightSync:
                         self._update_together(self._source) if self._source.is_sharded else self._update(self._source)
                     )
                 except ReplicaLostError as error:  # terminates: each time there is one engine or one restart less
-                    logger.warning("%s The update is repeated with the engines that are left.", error)
+                    logger.warning("%s The update is repeated with the remaining engines.", error)
 
     def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
         """Start `update_weights` in a thread; return its future once weights are copied, so training may continue.
@@ -181,7 +181,7 @@ class WeightSync:
             group = self._group
             channel = self._channel
             if group is None or channel is None:
-                raise RuntimeError("the workers are not reached yet; call sender.init_all_workers_group(...) first.")
+                raise RuntimeError("the workers are not connected yet; call sender.init_all_workers_group(...) first.")
             version = max(one.policy_version for one in [*group.engines, engine])
             staged = channel.staged_version
             if staged is not None and staged <= self._last_version:  # all other engines may have died
@@ -250,7 +250,7 @@ class WeightSync:
             except ReplicaLostError as error:
                 if channel.staged_version != version:
                     raise
-                logger.warning("%s It is repeated with engines that are started in their place.", error)
+                logger.warning("%s The update is repeated with replacement engines.", error)
         if record is not None and not source.override:
             record.engine_version = version
         self.last_timings = clock.laps
@@ -283,7 +283,7 @@ class WeightSync:
         except Exception as error:
             if is_loaded and not group.are_replaced:
                 raise WeightSyncError(
-                    f"The engines hold the weights of version {version}, and one did not go on: {_brief(error)}"
+                    f"The engines have the weights of version {version}, but one did not resume: {_brief(error)}"
                 ) from error
             raise self._not_taken(group, channel, members, error) from error
 

@@ -113,7 +113,10 @@ class WorkerEngine(WeightTransferEngine):
             except (OSError, ValueError) as error:
                 raise ValueError(f"{UNREACHABLE} at {init_info.path}: {error}") from error
         if init_info.folder and not Path(init_info.folder).is_dir():
-            raise ValueError(f"the worker does not see the folder {init_info.folder}; give local_addr as it sees it.")
+            raise ValueError(
+                f"the worker cannot see the folder {init_info.folder}; pass local_addr, the folder's "
+                "path on the worker's host."
+            )
         if init_info.master_address:
             parallel = self.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset

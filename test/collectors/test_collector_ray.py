@@ -186,7 +186,7 @@ def test_vllm_in_actors_survives_the_death_of_an_engine_and_of_a_collector(ray_n
 def test_what_ray_cannot_do_is_refused():
     with pytest.raises(ValueError, match="num_collectors"):
         make_collector(make_policy(0.0), num_collectors=0, groups_per_batch=1)
-    with pytest.raises(ValueError, match="say what a batch is"):
+    with pytest.raises(ValueError, match="exactly one kind of batch"):
         make_collector(make_policy(0.0))
     with pytest.raises(ValueError, match="track_policy_version=True"):
         make_collector(make_policy(0.0), groups_per_batch=1, track_policy_version=PolicyVersion())

@@ -65,7 +65,7 @@ def test_contradictions_are_refused(make_collector):
         ({"groups_per_batch": 1, "flatten_data": False}, "yield_completed_trajectories=True"),
         ({"yield_only_last_steps": True, "yield_completed_trajectories": False}, "leave yield_completed"),
         ({"groups_per_batch": 1, "queue": queue.Queue(), "replay_buffer": object()}, "one of them"),
-        ({"groups_per_batch": 1, "reset_at_each_iter": True, "max_staleness": 1}, "choose one"),
+        ({"groups_per_batch": 1, "reset_at_each_iter": True, "max_staleness": 1}, "pass one of them"),
     ):
         with pytest.raises(ValueError, match=words):
             make_collector(**arguments)
@@ -153,7 +153,7 @@ def test_sync_iter_false_collects_ahead():
     assert _ahead({"yield_only_last_steps": True})["max_staleness"] == 1
     assert _ahead({"dialog_turns_per_batch": 8})["max_concurrent_rollouts"] == 8
     assert _ahead({"groups_per_batch": 2, "max_staleness": 3})["max_staleness"] == 3
-    with pytest.raises(ValueError, match="choose one"):
+    with pytest.raises(ValueError, match="pass one of them"):
         _ahead({"groups_per_batch": 2, "max_staleness": 0})
     with pytest.raises(ValueError, match="groups_per_batch"):
         _ahead({"tokens_per_batch": 2})

@@ -123,7 +123,7 @@ def test_a_collector_finds_its_number_of_rollouts_while_it_collects(renderer, mo
 
 def test_an_engine_that_tells_no_load_is_refused(renderer):
     engine = ScriptedEngine(["2<|im_end|>"], encode=renderer.encode)
-    with pytest.raises(ValueError, match="an engine that tells its load, such as AsyncVLLM; LLMCollector has Scripted"):
+    with pytest.raises(ValueError, match="an engine that reports its load, such as AsyncVLLM; LLMCollector has Scripted"):
         make_collector(engine, renderer, max_concurrent_rollouts="auto")
     with pytest.raises(TypeError, match="a number, 'auto' or None, got 'most'"):
         make_collector(engine, renderer, max_concurrent_rollouts="most")

@@ -49,7 +49,7 @@ def test_batches_of_texts_and_what_is_refused():
     text = "<|im_start|>user\nHi<|im_end|>\n"
     assert History.from_text([text, text]).batch_size == (2,)
     assert History.from_text(text, chat_template_name="qwen").content == ["Hi"]
-    with pytest.raises(ValueError, match="marks of none"):
+    with pytest.raises(ValueError, match="no marks of any"):
         History.from_text("plain text")
     with pytest.raises(ValueError, match="family must be one of"):
         History.from_text(text, chat_template_name="alpaca")

@@ -167,7 +167,7 @@ def test_masks_that_could_not_be_replayed_are_refused_at_the_border(mask):
 
     check([array("i", [7, 3]), array("i", [8])])
     check([array("i", [~3, ~8]), array("i", [~7])])
-    with pytest.raises(EngineError, match=r"sampling_mask|did not say"):
+    with pytest.raises(EngineError, match=r"sampling_mask|did not report"):
         check(mask)
 
 

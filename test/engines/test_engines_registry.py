@@ -50,5 +50,5 @@ def test_only_engines_that_others_can_reach_are_published():
     registry = EngineRegistry.start()
     with pytest.raises(TypeError, match="use_ray=True"):
         registry.publish_once(EngineReplicas([ScriptedEngine([[1]])]))
-    with pytest.raises(RuntimeError, match="names no engine"):
+    with pytest.raises(RuntimeError, match="has no engine"):
         registry.connect()

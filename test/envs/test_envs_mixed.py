@@ -266,7 +266,7 @@ def test_what_makes_no_mixture_is_refused(envs, weights, message):
 
 
 def test_what_a_collector_cannot_do_with_it_is_refused():
-    with pytest.raises(ValueError, match="limits has"):
+    with pytest.raises(ValueError, match="limits names"):
         collector_of(MixedEnv({"a": env("a")}), limits={"b": RolloutLimits()})
     with pytest.raises(ValueError, match="PolicyVersion to each"):
         collector_of(MixedEnv({"a": env("a")}), track_policy_version=PolicyVersion())

@@ -39,7 +39,7 @@ def test_what_a_page_loads_from_another_domain_is_refused(chat, sites, browser):
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "chrome://version", "javascript:alert(1)", "nonsense"])
 def test_only_web_addresses_are_opened(chat, url):
-    assert "begins with http://" in chat.call("navigate", url=url)
+    assert "begin with http://" in chat.call("navigate", url=url)
 
 
 def test_conversations_share_no_cookies_and_their_pages_end_with_them(sites):

@@ -101,7 +101,7 @@ def test_code_comes_in_calls_of_a_tool_too(executor):
     assert chat.call("python", code="x = 6; print(x * 7)") == "42\n"
     assert "ZeroDivisionError" in chat.call("python", code="x / 0")
     assert chat.call("python", code="print(x)") == "6\n"
-    assert "'code' (a string) is the one argument" in chat.call("python", source="1")
+    assert "the only argument is 'code' (a string)" in chat.call("python", source="1")
     assert "ran longer than 1 s" in chat.call("python", code="while True: pass")
     assert transform.counts == {"calls": 5, "failures": 3, "invalid": 1, "timeouts": 1}
 

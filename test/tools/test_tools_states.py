@@ -172,7 +172,7 @@ def test_an_object_is_no_answer(value, renderer, played):
     answers = [call("look"), "Done<|im_end|>"]
     [rollout] = played(env, answers, num_rollouts=1)
     said = [message["content"] for message in rollout.messages if message["role"] == "tool"]
-    assert "says nothing to a model" in said[0] and rollout.tool_calls == {"failed": 1}
+    assert "a model cannot read" in said[0] and rollout.tool_calls == {"failed": 1}
 
 
 def test_tools_in_order_answer_by_one_message_and_end_no_rollout():

@@ -109,7 +109,7 @@ def test_transformers_score_given_tokens(eager, teacher_path, tiny_tokenizer):
     ids = tiny_tokenizer.encode("One plus one is two.")
     with TransformersEngine(teacher_path) as engine:
         check(asyncio.run(engine.score(ids, top_k=4)), plain_scores(eager, ids), ids, 4, rtol=0, atol=1e-4)
-        for wrong, message in (([5], "two or more"), ([5, 10**7], "outside the vocabulary"), ([5] * 9000, "context")):
+        for wrong, message in (([5], "at least two"), ([5, 10**7], "outside the vocabulary"), ([5] * 9000, "context")):
             with pytest.raises(ValueError, match=message):
                 asyncio.run(engine.score(wrong))
         with pytest.raises(ValueError, match="top_k must be at least 0, got -1"):
@@ -260,13 +260,13 @@ class _Shifted:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda places: None, "did not say the log-probs"),
-        (lambda places: places[:-1], "did not say the log-probs"),
-        (lambda places: [*places[:-1], {}], "did not say the log-probs"),
-        (lambda places: [*places[:-1], {"5": {"logprob": "x", "rank": 1}}], "did not say the log-probs"),
-        (lambda places: [places[0], *places[2:], places[1]], "did not say the log-probs"),
+        (lambda places: None, "did not return the log-probs"),
+        (lambda places: places[:-1], "did not return the log-probs"),
+        (lambda places: [*places[:-1], {}], "did not return the log-probs"),
+        (lambda places: [*places[:-1], {"5": {"logprob": "x", "rank": 1}}], "did not return the log-probs"),
+        (lambda places: [places[0], *places[2:], places[1]], "did not return the log-probs"),
         (lambda places: [*places[:-1], {"7": {"logprob": 3.5, "rank": 1}}], "up to 3.5; numbers up to 0"),
-        (lambda places: [*places[:-1], {"7": {"logprob": None, "rank": 1}}], "did not say the log-probs"),
+        (lambda places: [*places[:-1], {"7": {"logprob": None, "rank": 1}}], "did not return the log-probs"),
     ],
 )
 def test_a_servers_wrong_answer_is_refused(server, monkeypatch, change, message):

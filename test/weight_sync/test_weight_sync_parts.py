@@ -151,7 +151,7 @@ def test_an_engine_that_took_no_weights_does_not_get_their_version():
     """A server that was out of reach when the others took them may be back when they load."""
     engine = FakeEngine(version=5)
     group = EngineGroup(engine)
-    with pytest.raises(EngineError, match="took no weights"):
+    with pytest.raises(EngineError, match="received no weights"):
         group.commit(group.members(), 6)
     assert (engine.policy_version, engine.calls) == (5, [])
 

@@ -99,7 +99,7 @@ class EngineRegistry:
         """
         notices = [notice for notice in self._read() if notice is not None]
         if not notices:
-            raise EngineError("the registry names no engine that serves.")
+            raise EngineError("the registry has no engine that serves.")
         held = dict(enumerate(notices))
 
         def successor(index: int) -> RayEngine:
@@ -111,7 +111,7 @@ class EngineRegistry:
                     held[index] = fresh[0]
                     return RayEngine.reach(fresh[0])
                 time.sleep(_LOOK_AGAIN_S)
-            raise EngineError(f"no engine took the place of replica {index} within {timeout_s:.0f} s.")
+            raise EngineError(f"no engine replaced replica {index} within {timeout_s:.0f} s.")
 
         return EngineReplicas([RayEngine.reach(notice) for notice in notices], restart=successor)
 

@@ -100,7 +100,7 @@ class ServerEngine(ServerUpdates):
     ) -> None:
         if reply_timeout_seconds is not None and not reply_timeout_seconds > 0:
             raise ValueError(
-                f"reply_timeout_seconds must be positive, or None to wait for ever; got {reply_timeout_seconds}."
+                f"reply_timeout_seconds must be positive, or None to wait forever; got {reply_timeout_seconds}."
             )
         self.vocab_size = vocab_size
         """Number of token ids, or None if it was not given."""
@@ -125,7 +125,7 @@ class ServerEngine(ServerUpdates):
             limit = served[self.model].get("max_model_len") if max_model_len is None else max_model_len
             if type(limit) is not int or limit < 2:
                 raise ValueError(
-                    f"max_model_len must be given, 2 or more: {self._base_url} says {limit!r} of its own."
+                    f"max_model_len must be given, 2 or more: {self._base_url} reports {limit!r}."
                     if max_model_len is None
                     else f"max_model_len must be 2 or more, got {max_model_len!r}."
                 )
@@ -292,9 +292,9 @@ class ServerEngine(ServerUpdates):
         cool, warm = [await self._distance(prompt_ids, temperature) for temperature in (1.0, 2.0)]
         if first < -1e-3 or abs(2 * warm - cool) > 0.2 + 0.05 * cool:
             raise EngineError(
-                f"{self._base_url} returns log-probs from before temperature, top-k, top-p and min-p; start it "
+                f"{self._base_url} returns log-probs that leave out temperature, top-k, top-p and min-p; start it "
                 "with processed ones (vllm serve --logprobs-mode processed_logprobs), or sample at temperature 1 "
-                "without."
+                "without top-k, top-p and min-p."
             )
         self._is_distribution_known = True
 

@@ -41,9 +41,9 @@ def check_sampling(sampling: SamplingConfig) -> None:
     """Raise ValueError for top-p or min-p without top-k, for which a server cannot report the kept ids."""
     if sampling.needs_sampling_mask and not sampling.top_k:
         raise ValueError(
-            "a server names the tokens that top_p and min_p kept only where top_k bounds their number: add top_k=19, "
-            "or what the server's --max-logprobs allows, less one; or set replay=False, and train with importance "
-            "ratios that are not 1 on-policy."
+            "a server reports the tokens that top_p and min_p kept only if top_k bounds their number: add top_k=19 "
+            "(one less than the server's --max-logprobs), or set replay=False, and train with importance ratios "
+            "that are not 1 on-policy."
         )
 
 
@@ -121,7 +121,9 @@ def read_response(
         reported = []
         for entries in _list(columns.get("top_logprobs")):
             if not isinstance(entries, dict):
-                raise EngineError(f"{server} returned top_logprobs of a token as {entries!r:.100}; want an object.")
+                raise EngineError(
+                    f"{server} returned top_logprobs of a token as {entries!r:.100}; an object is expected."
+                )
             kept = [token for token, value in entries.items() if _is_kept(value)]
             reported.append(_ids_of(kept, server))
         mask = _sampling_mask(reported, top_k, server)
@@ -142,7 +144,7 @@ def likeliest_distance(response: object, server: str) -> float:
     values = [value for entries in reported if isinstance(entries, dict) for value in entries.values()]
     likeliest = sorted((float(value) for value in values if _is_kept(value)), reverse=True)
     if len(likeliest) < 2:
-        raise EngineError(f"{server} does not say which tokens were likeliest (top_logprobs): {str(reported)[:200]}")
+        raise EngineError(f"{server} does not report the likeliest tokens (top_logprobs): {str(reported)[:200]}")
     return likeliest[0] - likeliest[1]
 
 

@@ -33,7 +33,7 @@ def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, 
         reported = torch.tensor(log_probs, dtype=torch.float32).view(shape)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise EngineError(
-            f"{server} did not say the log-probs of the tokens that it was given (prompt_logprobs, which vLLM's "
+            f"{server} did not return the log-probs of the given tokens (prompt_logprobs, which vLLM's "
             f"/v1/completions has): {type(error).__name__} {error}"
         ) from error
     return read_scores(token_ids, reported_ids, reported, engine=server)

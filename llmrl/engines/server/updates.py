@@ -76,7 +76,7 @@ class ServerInfo:
                 has_processed_log_probs=model.get("logprobs_mode") == "processed_logprobs",
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"it does not describe itself as vLLM does: {str(info)[:200]}") from error
+            raise ValueError(f"its /server_info is not vLLM's: {str(info)[:200]}") from error
 
 
 class ServerUpdates(ABC):

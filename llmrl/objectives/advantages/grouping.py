@@ -107,7 +107,7 @@ class GroupKeys:
             rollout_id = self.rollout_id(row)
             value = float(row.get(key).sum())
             if not math.isfinite(value):
-                raise ValueError(f"rollout {rollout_id!r} has {value} under {key!r}, which is no finite number.")
+                raise ValueError(f"rollout {rollout_id!r} has {value} under {key!r}, which is not a finite number.")
             if self.are_turns([row]):
                 numbers.setdefault(rollout_id, []).append(row.get(key).flatten())
             elif values.setdefault(rollout_id, value) != value:

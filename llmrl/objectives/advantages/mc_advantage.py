@@ -150,12 +150,14 @@ class MCAdvantage(KnownArguments, GroupCounters):
             raise ValueError("component_weights must name at least one entry of 'reward_breakdown'.")
         if self.kl_penalty is not None and not self.normalize_batch:
             raise ValueError(
-                "kl_penalty needs normalize_batch=True; a KL that is not normalized with the reward belongs into "
-                "the reward (KLPenalty before MCAdvantage) or the loss (GRPOLoss(kl_to_ref_coeff=))."
+                "kl_penalty needs normalize_batch=True; a KL that is not normalized with the reward belongs in the "
+                "reward (KLPenalty before MCAdvantage) or the loss (GRPOLoss(kl_to_ref_coeff=))."
             )
         is_chosen = self.candidates.num_candidates is not None or self.candidates.min_candidates is not None
         if by is not None and is_chosen:
-            raise ValueError("candidates are chosen of a group, and by='role' compares parts of it: leave one out.")
+            raise ValueError(
+                "candidates are chosen within a group, and by='role' compares parts of a group: pass one of them."
+            )
         if self.gamma is None:
             return
         if not 0 <= self.gamma <= 1:

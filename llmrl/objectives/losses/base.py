@@ -217,7 +217,7 @@ class LLMLoss(LossModule):
     def collect(self, micro_losses: Sequence[MicroLoss]) -> LossOutput:
         """Combine the micro-batches of one batch."""
         if not micro_losses:
-            raise ValueError("The batch has no trained token: there is nothing to compute a loss of.")
+            raise ValueError("The batch has no trained token: there is nothing to compute a loss from.")
         flat_index = torch.cat([micro.flat_index for micro in micro_losses])
         order = flat_index.argsort()
         sequences = torch.cat([micro.sequence_index for micro in micro_losses])[order]
@@ -238,6 +238,6 @@ class LLMLoss(LossModule):
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """Return the loss of a whole batch, with its graph; raises KeyError or ValueError if the batch is invalid."""
         if not tensordict.batch_size.numel():
-            raise ValueError("The batch has no row: there is nothing to compute a loss of.")
+            raise ValueError("The batch has no row: there is nothing to compute a loss from.")
         inputs = self.prepare(tensordict)
         return self.collect(list(self.micro_losses(inputs, tensordict)))

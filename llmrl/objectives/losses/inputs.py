@@ -222,7 +222,8 @@ def _check_scored(
         if name.endswith("log_probs") and len(outside) and not outside.any():
             raise ValueError(
                 f"masking_strategy={masking_strategy!r} trains on tokens outside the mask, and {key!r} is 0 there; "
-                "they were not scored. Score all, write_log_probs(..., assistant_only=False), or take 'rlhf'."
+                "they were not scored. Score all tokens with write_log_probs(..., assistant_only=False), or use "
+                "'rlhf'."
             )
 
 

@@ -250,7 +250,7 @@ class StreamsLoss(LLMLoss):
     def collect(self, micro_losses: Sequence[MicroLoss]) -> StreamsLossOutput:  # type: ignore[override]
         """Combine the micro-batches of one batch."""
         if not micro_losses:
-            raise ValueError("The batch has no trained token: there is nothing to compute a loss of.")
+            raise ValueError("The batch has no trained token: there is nothing to compute a loss from.")
         outputs = {}
         num_tokens = {}
         found = [micro.streams for micro in micro_losses if isinstance(micro, StreamsMicroLoss)]

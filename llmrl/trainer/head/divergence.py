@@ -324,6 +324,6 @@ class TeacherTopK:
 def _check_whole(packed: PackedRows) -> None:
     if packed.sampling_mask is not None:
         raise ValueError(
-            "a divergence over the vocabulary is of whole distributions, and these rows were sampled from "
+            "a divergence over the vocabulary compares whole distributions, and these rows were sampled from "
             "truncated ones: sample with top_p=1, top_k=0 and min_p=0."
         )

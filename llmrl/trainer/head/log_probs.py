@@ -255,8 +255,8 @@ def chunked_log_probs(
     if positions is None:
         if targets.shape != hidden.shape[:1]:
             raise ValueError(
-                f"targets must be [{hidden.shape[0]}], one a position, got {tuple(targets.shape)}; "
-                "give positions to score several at one position."
+                f"targets must be [{hidden.shape[0]}], one per position, got {tuple(targets.shape)}; give positions "
+                "to score several at one position."
             )
         positions = torch.arange(hidden.shape[0], device=hidden.device)
     if targets.shape != positions.shape or targets.ndim != 1:
