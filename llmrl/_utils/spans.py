@@ -52,12 +52,9 @@ def _sending_provider() -> TracerProvider:
 
 
 def span(operation: str, subject: str = "", *, parent: str = "") -> AbstractContextManager[Span | None]:
-    """Return a context manager that yields a span, or None if spans are off.
+    """Return a context manager that yields a span named `operation subject`, or None if spans are off.
 
-    Args:
-        operation: first word of the span's name, and its `gen_ai.operation.name`.
-        subject: rest of the name: a model or a tool.
-        parent: `here()` of another thread; by default the current span.
+    `parent` is `here()` of another thread; by default the current span.
     """
     if _tracer is None:
         return _OFF

@@ -149,9 +149,7 @@ class BatchCollector:
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Apply a function to each batch from now on.
 
-        Raises:
-            RuntimeError: if the collector has a `postproc`.
-            ValueError: if it computes advantages for another group size than the environment's.
+        Raises RuntimeError if there is a `postproc`, and ValueError if it compares groups of another size.
         """
         if self.postproc is not None:
             raise RuntimeError("the collector has a postproc already; put both into one function.")
@@ -277,8 +275,7 @@ class BatchCollector:
 
         Without `max_staleness` one batch follows the other, whatever the version. A full queue stops collection.
 
-        Raises:
-            RuntimeError: if there is no replay buffer, or if it is being filled.
+        Raises RuntimeError if there is no replay buffer, or if it is being filled.
         """
         if self._filler is None:
             raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=, or queue=.")
@@ -383,8 +380,7 @@ class BatchCollector:
     def load_state_dict(self, state: StateDict) -> None:
         """Continue from a saved state; call this before the first batch.
 
-        Raises:
-            ValueError: if the state has another kind of batch, or another order of prompts.
+        Raises ValueError if the state has another kind of batch, or another order of prompts.
         """
         if state.get("kind") != self._shape.kind:
             raise ValueError(

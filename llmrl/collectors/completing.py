@@ -27,8 +27,7 @@ class Completer:
     counts as a failure unless the weights were updated since the last attempt. Requests wait while `is_open` is
     cleared.
 
-    Raises:
-        ValueError: if the policy has stop strings but no renderer, or a repetition penalty, which cannot be replayed.
+    Raises ValueError if the policy has stop strings but no renderer, or a repetition penalty, which cannot be replayed.
     """
 
     def __init__(self, policy: LLMWrapperBase, *, num_retries: int, is_open: asyncio.Event | None = None) -> None:
@@ -54,8 +53,7 @@ class Completer:
     ) -> Completion:
         """Generate one completion; `name` is unique among those in flight, `parent` is the parent span.
 
-        Raises:
-            EngineError: if more than `num_retries` attempts in a row fail.
+        Raises EngineError if more than `num_retries` attempts in a row fail.
         """
         if sampling.seed is not None and sampling.seed == self.policy.sampling.seed:  # else it is an agent's own
             sampling = sampling.with_changes(seed=_derived_seed(sampling.seed, name))

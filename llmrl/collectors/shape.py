@@ -36,8 +36,7 @@ class BatchShape:
     ) -> BatchShape:
         """Build the shape from a collector's arguments, which include TorchRL's.
 
-        Raises:
-            ValueError: if the arguments do not define exactly one kind of batch, or if a number is below 1.
+        Raises ValueError if the arguments do not define exactly one kind of batch, or if a number is below 1.
 
         Example:
             >>> BatchShape.of(yield_only_last_steps=True)

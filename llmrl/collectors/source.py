@@ -95,8 +95,7 @@ class EnvSource:
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
         """Reset the environment for each rollout of the next groups; fewer if the data ends.
 
-        Raises:
-            RuntimeError: if another reader draws from the same prompts, so that groups are mixed.
+        Raises RuntimeError if another reader draws from the same prompts, so that groups are mixed.
         """
         size = self.group_size
         jobs = await self.stepper.call(self._draw_from_a_group, num_groups * size)
@@ -207,8 +206,7 @@ class MixedSource:
 
     Limits may be given by environment name; environments without an entry have none.
 
-    Raises:
-        ValueError: if `limits` names an unknown environment, or as `EnvSource`.
+    Raises ValueError if `limits` names an unknown environment, or as `EnvSource`.
     """
 
     def __init__(

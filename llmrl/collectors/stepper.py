@@ -56,8 +56,7 @@ class EnvStepper:
             default). After a timeout the step fails and a new thread takes over.
         keep_steps: whether the caller keeps and reads stepped conversations.
 
-    Raises:
-        ValueError: if the environment has a fixed batch size and is not a `ChatEnv`.
+    Raises ValueError if the environment has a fixed batch size and is not a `ChatEnv`.
     """
 
     def __init__(self, env: EnvBase, *, timeout_seconds: float | None = None, keep_steps: bool = False) -> None:

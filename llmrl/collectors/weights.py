@@ -61,8 +61,7 @@ class WeightSenders:
 
         `model`: the trainer's model, a policy that scores with it, or a mapping of its weights; None keeps the last.
 
-        Raises:
-            ValueError: if there is no model at the first call, or if this process can reach no engine.
+        Raises ValueError if there is no model at the first call, or if this process can reach no engine.
         """
         from llmrl.weight_sync import default_scheme, get_model_metadata
 

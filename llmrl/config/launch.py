@@ -104,8 +104,7 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
 def typed(cfg: DictConfig, config_type: type[AnyConfig]) -> AnyConfig:
     """Convert nested dicts or a hydra configuration to a configuration class.
 
-    Raises:
-        ValueError: if an entry does not exist, with the nearest name, or has an invalid value.
+    Raises ValueError if an entry does not exist, with the nearest name, or has an invalid value.
 
     Example:
         >>> from llmrl.config.sections import TrainConfig

@@ -56,8 +56,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         messages: the leaf itself, instead of the arguments above; prefer `from_chats`.
         batch_size: shape of `role`, the default.
 
-    Raises:
-        ValueError: if the arguments do not match, or are neither messages nor their parts.
+    Raises ValueError if the arguments do not match, or are neither messages nor their parts.
 
     Example:
         >>> history = History.from_chats([{"role": "user", "content": "7 + 8 ="}])
@@ -101,8 +100,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
                 `llama`); by default the family with marks in the text.
             chat_template, tokenizer: ignored, as in TorchRL.
 
-        Raises:
-            ValueError: if the name is unknown, or the text has none of its marks.
+        Raises ValueError if the name is unknown, or the text has none of its marks.
 
         Example:
             >>> History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").to_chats()

@@ -46,8 +46,7 @@ def save_state(path: Path, state: StateDict) -> None:
     It may contain None, numbers, text, bytes, tensors, numpy arrays, lists, tuples, mappings, TensorDicts and llmrl's
     containers, nested in any way. Tensors are loaded on the CPU; a tensor that occurs twice is saved once.
 
-    Raises:
-        TypeError: if the state contains anything else; the message says where.
+    Raises TypeError if the state contains anything else; the message says where.
     """
     encoder = _Encoder()
     structure = json.dumps(encoder.encode(state, "")).encode()

@@ -170,8 +170,7 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
         family: `chatml` (Qwen, SmolLM2), `llama3`, `llama4`, `gemma`, `mistral`, or an added template with a parser;
             by default the family with marks in the text.
 
-    Raises:
-        ValueError: if the family is unknown, or the text has none of its marks.
+    Raises ValueError if the family is unknown, or the text has none of its marks.
 
     Example:
         >>> parse_templated("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel")

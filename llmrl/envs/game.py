@@ -89,8 +89,7 @@ class GameEnv(MessageChatEnv):
         repeats: rollouts per row; by default one per role that the policy plays.
         **order: `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
-    Raises:
-        ValueError: if opponents have unknown or all roles, or if `repeats` is no multiple of the policy's roles.
+    Raises ValueError if opponents have unknown or all roles, or if `repeats` is no multiple of the policy's roles.
 
     Example:
         >>> from llmrl.envs import Game

@@ -165,8 +165,7 @@ class MixedEnv:
         weights: relative frequencies by name, or a function that is called with the `EnvProgress` of each environment
             before a group is drawn. By default all are equal.
 
-    Raises:
-        ValueError: if an environment has no dataset of its own, or if names, `repeats` or weights are invalid.
+    Raises ValueError if an environment has no dataset of its own, or if names, `repeats` or weights are invalid.
 
     Example:
         >>> from llmrl.envs import DatasetChatEnv

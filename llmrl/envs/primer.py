@@ -42,8 +42,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         repeats: group size, the number of consecutive draws of a row.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
 
-    Raises:
-        ValueError: unless exactly one source is given, if it is empty, or if a column name is reserved.
+    Raises ValueError unless exactly one source is given, if it is empty, or if a column name is reserved.
 
     Example:
         >>> from llmrl.envs import ChatEnv

@@ -56,8 +56,7 @@ class PromptSampler:
         num_epochs: number of passes over the dataset; None for no end.
         name: prefix of group ids; must be unique in a run.
 
-    Raises:
-        ValueError: if the dataset is empty, a number is below 1, or `shuffle` is set for rows that are streamed.
+    Raises ValueError if the dataset is empty, a number is below 1, or `shuffle` is set for rows that are streamed.
 
     Example:
         >>> sampler = PromptSampler([{"query": "a"}], num_samples=2)

@@ -18,8 +18,7 @@ _MAX_CHARACTERS = 200
 def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
     """Return the exact value of an expression of integers, `+ - * /` and parentheses, and the numbers that it uses.
 
-    Raises:
-        ValueError: if the expression is invalid or divides by zero.
+    Raises ValueError if the expression is invalid or divides by zero.
 
     Example:
         >>> evaluate_expression("(1 + 2) / 2")

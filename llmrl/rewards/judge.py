@@ -60,8 +60,7 @@ class Judge:
         prices: prices of a million input and a million output tokens, for `usage.cost`.
         options: further arguments of a request, such as `{"temperature": 0}`.
 
-    Raises:
-        ValueError: if the prompt contains no names or invalid ones, or if a number or the scale is invalid.
+    Raises ValueError if the prompt contains no names or invalid ones, or if a number or the scale is invalid.
 
     Example:
         >>> judge = Judge("a-model", "Rate the answer to {query} from 0 to 10: {completion}", api_key="-")

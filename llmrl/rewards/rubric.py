@@ -51,8 +51,7 @@ class Rubric:
         error_reward: reward of failed rollouts; None leaves them unscored.
         timeout_seconds: time limit of scoring one rollout.
 
-    Raises:
-        ValueError: if functions are missing or share a name, or if weights or fixed rewards are invalid.
+    Raises ValueError if functions are missing or share a name, or if weights or fixed rewards are invalid.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync

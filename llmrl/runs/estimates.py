@@ -15,8 +15,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
     `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1).
 
-    Raises:
-        ValueError: unless `1 <= k <= num_samples` and `0 <= num_right <= num_samples`.
+    Raises ValueError unless `1 <= k <= num_samples` and `0 <= num_right <= num_samples`.
 
     Example:
         >>> pass_at_k(4, 2, 1), pass_at_k(4, 2, 4)

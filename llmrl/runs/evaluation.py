@@ -52,8 +52,7 @@ class EvaluationReport:
     def of(cls, rollouts: Sequence[Rollout], *, policy_version: int = 0, seconds: float = 0.0) -> EvaluationReport:
         """Return the report of rollouts; all answers to a problem are one group.
 
-        Raises:
-            ValueError: if there are no rollouts.
+        Raises ValueError if there are no rollouts.
 
         Example:
             >>> def answer(group_id, reward):
@@ -124,8 +123,7 @@ class Evaluator:
         num_problems: evaluate the first `num_problems` of each environment; all by default.
         max_concurrent_rollouts: conversations in flight per environment; all by default.
 
-    Raises:
-        ValueError: if an environment has no dataset, or `num_problems` is below 1.
+    Raises ValueError if an environment has no dataset, or `num_problems` is below 1.
 
     Example:
         >>> with Evaluator({"sums": env}, policy) as evaluator:                      # doctest: +SKIP

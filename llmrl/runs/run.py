@@ -152,8 +152,7 @@ class Run:
             tokenizer: saved with the run and with its model.
             objects: `model`, and everything else in the loop with a `state_dict`: optimizer, schedule, buffer.
 
-        Raises:
-            ValueError: if the checkpoint lacks one of them.
+        Raises ValueError if the checkpoint lacks one of them.
         """
         self._collector = collector
         self._engine = engine
@@ -204,8 +203,7 @@ class Run:
             in_background: draw batches in the background; if none is ready, a step has an empty batch.
             needs_batch: returns whether a step must wait for a batch; used only with `in_background`.
 
-        Raises:
-            RuntimeError: if `track` was not called.
+        Raises RuntimeError if `track` was not called.
         """
         if self._collector is None:
             raise RuntimeError("run.steps needs run.track(collector, engine, model=..., ...) before it.")
@@ -345,16 +343,10 @@ class Run:
             self._update.result()
 
     def log(self, step: int, learned: Learned, *, version: int, **metrics: float) -> dict[str, float]:
-        """Record a step, and return its metrics (empty on ranks above 0).
+        """Record a step, and return its metrics (empty on ranks above 0); a replayed step is not logged again.
 
-        A replayed step that was logged before the kill is not logged again.
-
-        Args:
-            learned: the report of `train_step`, several of them, or metrics.
-            version: version of the weights after this step's update.
-
-        Raises:
-            ValueError: if `step` is not the current step.
+        `learned` is the report of `train_step`, several of them, or metrics; `version` counts the updated weights.
+        Raises ValueError if `step` is not the current step.
         """
         if not self._is_in_step or step != self._step:
             raise ValueError(f"step {step} is not the current step; run.steps is at {self._step}. Log within the loop.")
@@ -398,8 +390,7 @@ class Run:
     def finish(self, evaluator: Evaluator | None = None, **measured: float) -> None:
         """Evaluate, save the model in Hugging Face format, draw the curve, and print the report.
 
-        Raises:
-            NothingLearned: if no step changed the weights.
+        Raises NothingLearned if no step changed the weights.
         """
         if self._is_in_step:  # the caller left the loop within a step
             self._end()

@@ -43,9 +43,7 @@ _TEACHER_TIMEOUT_S = 120.0
 def make_env(cfg: ScriptConfig) -> EnvBase:
     """Return the task environment for training, with `collect.group_size` answers per problem.
 
-    Raises:
-        ValueError, TypeError: as `make_task_env` raises them; ValueError also if the algorithm needs a reward and the
-            environment gives none.
+    Raises as `make_task_env` does, and ValueError if the algorithm needs a reward and the environment gives none.
     """
     group = {"repeats": cfg.collect.group_size, "seed": cfg.seed}
     env = make_task_env(cfg.env.name, cfg.env.train_split, data=cfg.env.data, **group, **cfg.env.options)
@@ -55,12 +53,9 @@ def make_env(cfg: ScriptConfig) -> EnvBase:
 
 
 def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
-    """Return the evaluation environments by name: the task's held-out problems and `eval.envs`.
+    """Return the evaluation environments by name: the task's held-out problems, unless there are none, and `eval.envs`.
 
-    It is empty if `eval.num_problems` is 0.
-
-    Raises:
-        ValueError, TypeError: as `make_task_env` raises them; ValueError also for an unknown `eval.metric`.
+    Raises as `make_task_env` does, and ValueError for an unknown `eval.metric`.
     """
     envs: dict[str, EvalEnvConfig] = {}
     if cfg.eval.num_problems != 0:

@@ -84,11 +84,7 @@ class TrainerDevice:
 
 
 def local_gpu_index(gpu: str, visible: str | None) -> int:
-    """Return the index by which this process addresses a GPU of its host.
-
-    Args:
-        gpu: the host's name for it.
-        visible: `CUDA_VISIBLE_DEVICES` of this process.
+    """Return this process's index of a GPU by its name on the host; `visible` is `CUDA_VISIBLE_DEVICES`.
 
     Example:
         >>> local_gpu_index("6", "4,5,6,7"), local_gpu_index("6", None)

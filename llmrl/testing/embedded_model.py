@@ -56,8 +56,7 @@ def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
 
     The folder is created atomically, in `home` or `default_home()`. Concurrent processes wait for the conversion.
 
-    Raises:
-        EmbeddedModelError: if the package is not installed, or the cache folder is not writable.
+    Raises EmbeddedModelError if the package is not installed, or the cache folder is not writable.
     """
     folder = model_folder(home)
     if is_intact(folder):

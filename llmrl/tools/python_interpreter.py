@@ -45,8 +45,7 @@ class PythonInterpreter(ToolTransform):
         isolation: isolation that the new service requires (`PythonExecutorService`).
         **output: `tool_parser`, `max_output_chars` and `truncate_side`, as for `ToolTransform`.
 
-    Raises:
-        ValueError: if `calls` or `services` is unknown, or both an executor and a service are given.
+    Raises ValueError if `calls` or `services` is unknown, or both an executor and a service are given.
 
     Example:
         >>> from tensordict import TensorDict

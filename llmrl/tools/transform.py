@@ -63,8 +63,7 @@ class ToolTransform(KnownArguments, Transform):
         truncate_side: which part is cut: `start`, `middle` or `end`.
         rate_limits: limits by tool name; the timeout starts after waiting for them.
 
-    Raises:
-        TypeError, ValueError: if a tool is unsuitable, or an argument is out of range.
+    Raises TypeError or ValueError if a tool is unsuitable, or an argument is out of range.
 
     Example:
         >>> from tensordict import TensorDict

@@ -32,8 +32,7 @@ def minibatches(
         loss_module: loss of the updates; its `actor_network` is the policy.
         num_minibatches: updates per epoch; limited to the number of rollouts.
 
-    Raises:
-        ValueError: if a number is below 1.
+    Raises ValueError if a number is below 1.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

@@ -33,8 +33,7 @@ def make_optimizer(
         warmup_steps: batches over which the learning rate rises from `learning_rate / (warmup_steps + 1)`.
         num_steps: batches of the whole training, including the warm-up; required for a decay.
 
-    Raises:
-        ValueError: if the schedule is unknown, a number is invalid, or the model has no trained parameter.
+    Raises ValueError if the schedule is unknown, a number is invalid, or the model has no trained parameter.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)

@@ -31,8 +31,7 @@ def shard_model(
         compute_dtype: dtype in which parameters are gathered and computed, for example `torch.bfloat16`; replaces the
             wrapper's autocast, which would gather them in float32. Gradients are summed in float32.
 
-    Raises:
-        TypeError: if the model's decoder has no list of layers.
+    Raises TypeError if the model's decoder has no list of layers.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = decoder_of(base)

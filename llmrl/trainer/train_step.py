@@ -75,8 +75,7 @@ def train_step(
         token_budget: computed tokens per micro-batch; the policy's by default.
         max_grad_norm: maximum gradient norm; None disables clipping.
 
-    Raises:
-        ValueError: if the loss is not a scalar (aggregation or reduction `none`), or `max_grad_norm` is not positive.
+    Raises ValueError if the loss is not a scalar (aggregation or reduction `none`), or `max_grad_norm` is not positive.
     """
     if not loss_module.is_scalar:
         raise ValueError("train_step needs one number; the loss has aggregation or reduction 'none'.")

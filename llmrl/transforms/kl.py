@@ -242,8 +242,7 @@ class RetrieveKL(KnownArguments, Compose):
         gen_log_probs_full_key, ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
         options: see `RetrieveLogProb`.
 
-    Raises:
-        ValueError: if only one of the models pads, or if `assistant_only` is False without a `gen_model`.
+    Raises ValueError if only one of the models pads, or if `assistant_only` is False without a `gen_model`.
 
     Example:
         >>> from tensordict import TensorDict

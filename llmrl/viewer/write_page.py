@@ -68,8 +68,7 @@ class RunPage:
     Args:
         runs: folders of runs.
 
-    Raises:
-        FileNotFoundError: if a folder holds no run.
+    Raises FileNotFoundError if a folder holds no run.
     """
 
     def __init__(self, *runs: str | Path) -> None:

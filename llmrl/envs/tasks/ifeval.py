@@ -33,8 +33,7 @@ class IfEvalScorer(RubricReward):
             (contents of these tags) and `complete` (whether the rollout was completed).
         set_done_if_answer, reasoning: see `AnswerReward`.
 
-    Raises:
-        ValueError: unless there are four weights, and if `aggregate_reward` is false.
+    Raises ValueError unless there are four weights, and if `aggregate_reward` is false.
 
     Example:
         >>> IfEvalScorer().rubric.names[0]

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 class OutputHead:
     """Weight and bias of a linear output head, which may be tied, sharded, or adapted or replaced by peft.
 
-    Raises:
-        TypeError: if the head is not linear, or has DoRA or a LoRA bias.
+    Raises TypeError if the head is not linear, or has DoRA or a LoRA bias.
 
     Example:
         >>> OutputHead(torch.nn.Linear(4, 9, bias=False)).weight().shape

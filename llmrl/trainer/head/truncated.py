@@ -42,8 +42,7 @@ def truncated_log_probs(
         sampling_mask: kept ids of each target; a target without any is scored over all ids.
         positions: `[num_scored]` ascending indices into `hidden`.
 
-    Raises:
-        ValueError: if a target is not exactly once among its kept ids.
+    Raises ValueError if a target is not exactly once among its kept ids.
 
     Example:
         >>> hidden, weight = torch.zeros(1, 3), torch.eye(3)

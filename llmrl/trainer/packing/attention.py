@@ -41,8 +41,7 @@ def packed_attention(
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
         s_aux: `[num_heads]` attention sinks (gpt-oss, arXiv:2508.10925); only with a `PackedMask`.
 
-    Raises:
-        TypeError: if sinks, biases or dropout are not supported in this combination.
+    Raises TypeError if sinks, biases or dropout are not supported in this combination.
     """
     if isinstance(attention_mask, PackedMask):
         if dropout or position_bias is not None:

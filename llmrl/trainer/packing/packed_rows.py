@@ -146,8 +146,7 @@ def pack_rows(
             length are padded together, by at most a third of their tokens.
         routed_experts: `[num_tokens, num_layers, top_k]` int16 per row; tokens with different experts are not shared.
 
-    Raises:
-        ValueError: if the two lists differ in length, a row is empty, or a budget is not positive.
+    Raises ValueError if the two lists differ in length, a row is empty, or a budget is not positive.
 
     Example:
         >>> a, b = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
