@@ -123,7 +123,9 @@ def test_a_collector_finds_its_number_of_rollouts_while_it_collects(renderer, mo
 
 def test_an_engine_that_tells_no_load_is_refused(renderer):
     engine = ScriptedEngine(["2<|im_end|>"], encode=renderer.encode)
-    with pytest.raises(ValueError, match="an engine that reports its load, such as AsyncVLLM; LLMCollector has Scripted"):
+    with pytest.raises(
+        ValueError, match="an engine that reports its load, such as AsyncVLLM; LLMCollector has Scripted"
+    ):
         make_collector(engine, renderer, max_concurrent_rollouts="auto")
     with pytest.raises(TypeError, match="a number, 'auto' or None, got 'most'"):
         make_collector(engine, renderer, max_concurrent_rollouts="most")
@@ -142,4 +144,4 @@ def test_a_load_that_cannot_be_read_any_more_ends_the_search_with_a_warning(capl
                 raise RuntimeError("the pipe is broken")
 
     run_in_virtual_time(asyncio.wait_for(follow_load(Source(), Scheduler(), ConcurrencyLimit(5, most=9)), 60))
-    assert "5 rollouts stay: RuntimeError: the pipe is broken" in caplog.text
+    assert "the limit stays at 5 rollouts: RuntimeError: the pipe is broken" in caplog.text

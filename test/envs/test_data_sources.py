@@ -197,7 +197,7 @@ def test_a_byte_order_mark_and_unusual_line_separators_are_read(tmp_path, name):
         ("rows.jsonl", '{"query": "a"}\n\n["b"]\n', r"rows.jsonl:3 must be an object, .*got '\[\"b\"\]'"),
         ("rows.jsonl", '{"query": "a"}\n"b"\n', r"rows.jsonl:2 must be an object"),
         ("rows.jsonl", '{"query": "a", "query": "b"}\n', r"rows.jsonl:1 .*\['query'\] more than once"),
-        ("rows.json", '[{"query": "a", "query": "b"}]', r"rows.json is not read: .*\['query'\] more than once"),
+        ("rows.json", '[{"query": "a", "query": "b"}]', r"rows.json cannot be read: .*\['query'\] more than once"),
     ],
 )  # fmt: skip
 def test_a_file_whose_values_would_be_lost_or_shifted_is_refused_with_the_line(tmp_path, name, content, error):

@@ -166,7 +166,7 @@ def test_an_object_is_no_answer(value, renderer, played):
         """Look."""
         return value
 
-    with pytest.raises(TypeError, match="says nothing to a model"):
+    with pytest.raises(TypeError, match="a model cannot read"):
         as_text(value)
     env = DatasetChatEnv(ROWS).append_transform(ToolTransform([look])).append_transform(RubricReward(length_of))
     answers = [call("look"), "Done<|im_end|>"]
