@@ -114,7 +114,12 @@ class Completer:
             num_sampled += len(part.token_ids)
             is_updated = engine.policy_version != version
             version = engine.policy_version
-            num_fruitless = 0 if part.token_ids else 1 if is_updated else num_fruitless + 1
+            if part.token_ids:
+                num_fruitless = 0
+            elif is_updated:
+                num_fruitless = 1
+            else:
+                num_fruitless += 1
             if part.finish_reason != "abort" or num_fruitless > self._num_retries:
                 break
             if num_sampled >= budget:

@@ -120,7 +120,7 @@ def check_entries(section: DataclassInstance, name: str) -> None:
 
     numpy numbers and tuples are replaced by Python's numbers and lists. EntryError: if a value is invalid.
     """
-    kinds = _hints(type(section))
+    kinds = types_of(type(section))
     for field in dataclasses.fields(section):
         entry = ".".join(filter(None, (name, field.name)))
         value = getattr(section, field.name)
@@ -145,7 +145,7 @@ def from_entries(config_type: type[Config], entries: Mapping[str, object]) -> Co
             sections.setdefault(section, {})[rest] = value
         else:
             arguments[name] = value
-    kinds = _hints(config_type)
+    kinds = types_of(config_type)
     return config_type(**arguments, **{name: from_entries(kinds[name], inner) for name, inner in sections.items()})
 
 
@@ -153,7 +153,7 @@ def all_entries(
     config_type: type[DataclassInstance], prefix: str = ""
 ) -> Iterator[tuple[str, dataclasses.Field[object]]]:
     """Yield the dotted names and fields of all entries, including those of sections."""
-    kinds = _hints(config_type)
+    kinds = types_of(config_type)
     for field in dataclasses.fields(config_type):
         if dataclasses.is_dataclass(kinds[field.name]):
             yield from all_entries(kinds[field.name], f"{prefix}{field.name}.")
@@ -180,7 +180,8 @@ def choices_of(config_type: type[DataclassInstance]) -> dict[str, tuple[str, ...
 
 
 @functools.cache
-def _hints(owner: type) -> dict[str, Any]:
+def types_of(owner: object) -> dict[str, Any]:
+    """Return the types of a dataclass's entries by name."""
     return get_type_hints(owner)
 
 

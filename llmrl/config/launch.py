@@ -14,7 +14,7 @@ from llmrl._utils.arguments import nearest
 from llmrl._utils.imports import require
 from llmrl._utils.other_libraries import EXPLAINED, SYNONYMS
 from llmrl.config.dry_run import as_dry_run, plan_of
-from llmrl.config.entries import choices_of, entries_by_name
+from llmrl.config.entries import choices_of, entries_by_name, types_of
 from llmrl.config.fit import check_fit
 from llmrl.config.imitation import DistillationConfig, ExpertIterationConfig, SFTConfig
 from llmrl.config.ranks import leave_ranks, start_ranks
@@ -161,21 +161,15 @@ def hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
     found = []
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")
-        section: object = config_type
+        section: type = config_type
         for place, part in enumerate(name.split(".")):
             if not dataclasses.is_dataclass(section) or name.startswith(("-", "hydra")) or name in ("task", "hardware"):
                 break
-            known = {entry.name: entry for entry in dataclasses.fields(section)}
+            known = [entry.name for entry in dataclasses.fields(section)]
             if part not in known:
                 parts = name.split(".")
                 shown = name if parts[-1] in {**SYNONYMS, **EXPLAINED} else ".".join(parts[: place + 1])
-                found.append(_no_entry(shown, list(known), entries_by_name(config_type)))
+                found.append(_no_entry(shown, known, entries_by_name(config_type)))
                 break
-            section = _section_of(known[part], section)
+            section = types_of(section)[part]
     return found
-
-
-def _section_of(entry: dataclasses.Field[object], owner: object) -> object:
-    from typing import get_type_hints
-
-    return get_type_hints(owner)[entry.name]

@@ -126,9 +126,8 @@ class ChatEnv(KnownArguments, EnvBase):
         self.action_spec = Composite({container: self._turn_spec(shape, ("full",))}, shape=shape)
         # One number per turn or per token: without a fixed size, `ParallelEnv` does not allocate shared memory for it.
         self.reward_spec = Unbounded((*shape, -1, 1), dtype=torch.float32)
-        self.full_done_spec = Composite(
-            {key: _flag_spec(shape) for key in ("done", "terminated", "truncated")}, shape=shape
-        )
+        flag = Categorical(2, shape=(*shape, 1), dtype=torch.bool)
+        self.full_done_spec = Composite(done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=shape)
 
     def _turn_spec(self, shape: torch.Size, keys: tuple[str, ...]) -> Composite:
         containers: dict[InputMode, type[ChatHistory | Text | Tokens]] = {
@@ -288,10 +287,6 @@ def unlock_batch_size(env: EnvBase) -> None:
     chat_env.batch_size = torch.Size()
     chat_env._make_specs(chat_env.batch_size)
     env.empty_cache()
-
-
-def _flag_spec(shape: torch.Size) -> Categorical:
-    return Categorical(2, shape=(*shape, 1), dtype=torch.bool)
 
 
 def _flags(value: bool) -> dict[str, torch.Tensor]:

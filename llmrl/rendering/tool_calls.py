@@ -189,7 +189,11 @@ def schema_types(schema: Json) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    types = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, Sequence) else set()
+    types: set[str] = set()
+    if isinstance(kind, str):
+        types = {kind}
+    elif isinstance(kind, Sequence):
+        types = set(kind)
     for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
         types |= schema_types(choice)
     if "enum" in schema:

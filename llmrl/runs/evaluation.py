@@ -290,8 +290,11 @@ class BestEvaluation:
             )
             return False
         value = as_recorded(metrics.get(self.metric, math.nan))
-        # A lower loss is better.
-        self.values[step] = -math.inf if math.isnan(value) else -value if self.metric.endswith("loss") else value
+        if math.isnan(value):
+            value = -math.inf
+        elif self.metric.endswith("loss"):  # a lower loss is better
+            value = -value
+        self.values[step] = value
         return self.step == step
 
     @property

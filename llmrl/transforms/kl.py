@@ -129,9 +129,6 @@ class RetrieveLogProb(KnownArguments, Transform):
         write_column(next_tensordict, self.log_probs_full_key, self._log_probs(tensordict))
         return next_tensordict
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return tensordict_reset
-
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the log-probs."""
         observation_spec[self.log_probs_full_key] = Unbounded((*observation_spec.shape, -1))
@@ -216,9 +213,6 @@ class KLComputation(KnownArguments, Transform):
         if rewards[0] is not None:
             write_column(next_tensordict, "reward", rewards)
         return next_tensordict
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the KL of each token."""

@@ -148,7 +148,8 @@ class RubricReward(KnownArguments, Transform):
         # its environment truncates it.
         is_truncated = bool(next_element.get("truncated").any())
         is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED) or (bool(reason) and is_truncated)
-        if not (is_terminated or is_cut) and self.terminate_when_answered and _is_answered(messages):
+        is_answered = bool(messages) and messages[-1]["role"] == "assistant"
+        if not (is_terminated or is_cut) and self.terminate_when_answered and is_answered:
             is_terminated = True
             for key in ("terminated", "done"):
                 next_element.set(key, torch.ones(1, dtype=torch.bool))
@@ -169,9 +170,6 @@ class RubricReward(KnownArguments, Transform):
     def _is_left_to_collectors(self) -> bool:
         rewards = [part for part in self._environment_parts() if isinstance(part, RubricReward)]
         return any(part.rubric.is_left_to_collectors for part in rewards)
-
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return tensordict_reset
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Add the reward breakdown, the flag and the error."""
@@ -220,7 +218,3 @@ def joint_rubric(rewards: Sequence[RubricReward]) -> Rubric | None:
 def find_rubric_rewards(env: EnvBase) -> list[RubricReward]:
     """Return the `RubricReward`s among an environment's transforms, in order."""
     return [part for part in environment_parts(env) if isinstance(part, RubricReward)]
-
-
-def _is_answered(messages: Sequence[Message]) -> bool:
-    return bool(messages) and messages[-1]["role"] == "assistant"

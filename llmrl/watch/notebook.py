@@ -50,7 +50,8 @@ def curve_svg(values: Sequence[float]) -> str:
     finite = [(place, value) for place, value in enumerate(values) if math.isfinite(value)]
     if len(finite) < 2:
         return ""
-    low, high = min(0.0, *(value for _, value in finite)), max(1.0, *(value for _, value in finite))
+    low = min(0.0, *(value for _, value in finite))
+    high = max(1.0, *(value for _, value in finite))
     points = " ".join(
         f"{_WIDTH * place / (len(values) - 1):.1f},{_HEIGHT * (high - value) / (high - low):.1f}"
         for place, value in finite

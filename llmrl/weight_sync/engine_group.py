@@ -20,8 +20,6 @@ from llmrl.weight_sync.deadline import TRANSFER_SECONDS
 from llmrl.weight_sync.member import AllWorkers, Member, last_version_of
 
 if TYPE_CHECKING:
-    import torch
-
     from llmrl.weight_sync.channels import Channel, Connection
 
 logger = logging.getLogger(__name__)
@@ -81,24 +79,9 @@ class EngineGroup:
         return max(last, *map(last_version_of, self._engines))
 
     @property
-    def model_dtype(self) -> torch.dtype:
-        """dtype in which weights are sent."""
-        return self._engines[0].model_dtype
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether the engines compute in int8."""
-        return self._engines[0].quantization is not None
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum number of tokens of prompt and completion together."""
-        return self._engines[0].max_model_len
-
-    @property
-    def untested_arguments(self) -> tuple[str, ...]:
-        """Names of engine arguments that llmrl has not compared with a trainer."""
-        return getattr(self._engines[0], "untested_arguments", ())
+    def first(self) -> UpdatableEngine:
+        """The first engine, alive or dead: all have the same model, dtype and quantisation."""
+        return self._engines[0]
 
     @property
     def are_replaced(self) -> bool:

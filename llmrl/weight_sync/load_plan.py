@@ -84,7 +84,8 @@ class ParameterPlan:
                 return None
             end += target.numel
         assert first is not None
-        whole = Region(first.offset, tuple(self.shape), _contiguous_stride(self.shape), self.dtype, True)
+        stride = torch.empty(self.shape, device="meta").stride()
+        whole = Region(first.offset, tuple(self.shape), stride, self.dtype, True)
         return whole.of_buffer(buffer)
 
     def fill(self, parameter: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -276,10 +277,6 @@ class _CopyRecorder(TorchDispatchMode):
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _first_line(error: Exception, limit: int = 300) -> str:

@@ -123,10 +123,11 @@ class WeightSync:
                 return
             self._last_version = max(self._last_version, self._group.last_version)  # dead engines may leave the list
             if (record := self._record()) is not None:
-                record.engine_dtype = self._group.model_dtype
-                record.engine_length = self._group.max_model_len
-                record.is_engine_int8 = self._group.is_quantized
-                record.untested_arguments = self._group.untested_arguments
+                first = self._group.first
+                record.engine_dtype = first.model_dtype
+                record.engine_length = first.max_model_len
+                record.is_engine_int8 = first.quantization is not None
+                record.untested_arguments = getattr(first, "untested_arguments", ())
                 if record.engine_version is None:  # both hold their initial weights
                     record.engine_version = self._group.policy_version
                 self._compare_dtypes(record)
@@ -216,11 +217,16 @@ class WeightSync:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        is_quantized = self._group is not None and self._group.is_quantized
-        make_source = Int8Weights if is_quantized else self._make_source
-        source = self._source = make_source(self._model, None if self._group is None else self._group.model_dtype)
+        make_source = self._make_source
+        dtype = backend = None
+        if self._group is not None:
+            dtype = self._group.first.model_dtype
+            backend = self._group.backend
+            if self._group.first.quantization is not None:
+                make_source = Int8Weights
+        source = self._source = make_source(self._model, dtype)
         if self._rank == 0:
-            self._channel = self._open_channel(source, None if self._group is None else self._group.backend)
+            self._channel = self._open_channel(source, backend)
         return source
 
     def _update(self, source: ModelWeights) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _LOOK_AGAIN_S = 1.0
+_SUCCESSOR_SECONDS = 600.0
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -92,10 +93,10 @@ class EngineRegistry:
                 published = serving
         watching.cancel()
 
-    def connect(self, *, timeout_s: float = 600.0) -> EngineReplicas:
+    def connect(self) -> EngineReplicas:
         """Return the engines that serve now. Raises EngineError if there are none.
 
-        `timeout_s` is the time in seconds to wait for the replacement of a dead engine.
+        The replacement of a dead engine is waited for up to ten minutes.
         """
         notices = [notice for notice in self._read() if notice is not None]
         if not notices:
@@ -103,7 +104,7 @@ class EngineRegistry:
         held = dict(enumerate(notices))
 
         def successor(index: int) -> RayEngine:
-            deadline = time.monotonic() + timeout_s
+            deadline = time.monotonic() + _SUCCESSOR_SECONDS
             while time.monotonic() < deadline:
                 known = [notice.actor for notice in held.values()]
                 fresh = [notice for notice in self._read() if notice is not None and notice.actor not in known]
@@ -111,7 +112,7 @@ class EngineRegistry:
                     held[index] = fresh[0]
                     return RayEngine.reach(fresh[0])
                 time.sleep(_LOOK_AGAIN_S)
-            raise EngineError(f"no engine replaced replica {index} within {timeout_s:.0f} s.")
+            raise EngineError(f"no engine replaced replica {index} within {_SUCCESSOR_SECONDS:.0f} s.")
 
         return EngineReplicas([RayEngine.reach(notice) for notice in notices], restart=successor)
 

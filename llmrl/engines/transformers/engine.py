@@ -84,7 +84,8 @@ class TransformersEngine:
         self._tokenizer = tokenizer
         self._max_num_seqs = max_num_seqs
         eos = getattr(model.generation_config, "eos_token_id", None)
-        self._eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        eos = [eos] if isinstance(eos, int) else eos
+        self._eos_token_ids = frozenset(eos or ())
         self._generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
         self._policy_version = 0
         self._in_flight: dict[str, _Request] = {}

@@ -71,9 +71,6 @@ class GroupQueue:
         """Return the rollouts of each incomplete group, each as a batch of rows."""
         return {group: by_rollout(rows, self.keys) for group, rows in self.waiting.items()}
 
-    def _rollouts(self, rows: list[TensorDictBase]) -> set[Hashable]:
-        return {self.keys.rollout_id(row) for row in rows}
-
     def push(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
         """Add rows and return all rows of groups that are now complete."""
         touched: dict[Hashable, list[TensorDictBase]] = {}
@@ -83,7 +80,7 @@ class GroupQueue:
         # After all rows are added, so that a rollout's rows stay together.
         for group, new in touched.items():
             known = [*self.waiting.get(group, ()), *new]
-            if len(self._rollouts(known)) < self.keys.size(new[-1], self.num_rollouts):
+            if len(set(map(self.keys.rollout_id, known))) < self.keys.size(new[-1], self.num_rollouts):
                 self.waiting[group] = known
             else:
                 ready += known

@@ -210,9 +210,9 @@ class LLMLoss(LossModule):
         return replace(micro, measured=measured, log_probs=log_probs.detach())
 
     @property
-    @abstractmethod
     def _log_probs_key(self) -> NestedKey:
         """Entry under which a plain policy writes its log-probs."""
+        return self.tensor_keys.log_probs
 
     def collect(self, micro_losses: Sequence[MicroLoss]) -> LossOutput:
         """Combine the micro-batches of one batch."""

@@ -121,10 +121,6 @@ class DistillationLoss(KnownArguments, SequenceLoss):
             keys.append("entropy")
         return keys
 
-    @property
-    def _log_probs_key(self) -> NestedKey:
-        return self.tensor_keys.log_probs
-
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
         """Read a whole batch and compute token weights; `teacher` requires a policy that packs rows (TypeError)."""
         if self.teacher is not None and not hasattr(self.actor_network, "packed_head"):

@@ -120,10 +120,6 @@ class SFTLoss(KnownArguments, SequenceLoss):
             keys.append("entropy")
         return keys
 
-    @property
-    def _log_probs_key(self) -> NestedKey:
-        return self.tensor_keys.log_probs
-
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
         """Read a whole batch and compute the weight of every trained token."""
         keys = self.tensor_keys
