@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, get_args
 
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor
 from torchrl.envs import Transform
 
@@ -24,7 +24,7 @@ from llmrl._utils.spans import span
 from llmrl.data import History, MalformedToolCall, Message, StopReason, ToolSchema, text_of
 from llmrl.data.chats import flatten
 from llmrl.data.message import copied, encodable
-from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, tensordict_of
+from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, restacked, tensordict_of
 from llmrl.rendering.tool_calls import find_tool_call_parser
 from llmrl.tools.output import ToolResult, TruncateSide, as_text, truncate
 from llmrl.tools.rate_limit import RateLimiter
@@ -162,7 +162,7 @@ class ToolTransform(KnownArguments, Transform):
             self._join(session)
             known = tuple(plain(element.get("tools", None)) or ())
             element.set("tools", non_tensor(known + self._schemas if known else self._schemas))
-        return _like(tensordict_reset, elements)
+        return restacked(elements, tensordict_reset.batch_size)
 
     def _join(self, session: ToolSession) -> None:
         session.tool_names |= set(self.tools)
@@ -201,7 +201,7 @@ class ToolTransform(KnownArguments, Transform):
             next_element.set(STATE_KEY, tensordict_of({"session": non_tensor(session)}))
             if "tools" in element:
                 next_element.set("tools", element.get("tools"))
-        return _like(next_tensordict, next_elements)
+        return restacked(next_elements, next_tensordict.batch_size)
 
     def _with_answers(self, prompt: History, answers: list[Message], turn: int, session: ToolSession) -> History:
         """Return the prompt with answers after the calls, in their order, because few templates identify the call."""
@@ -370,11 +370,3 @@ async def _run(tool: Tool, arguments: dict[str, object], conversation_id: str) -
 
 def _turn(element: TensorDictBase) -> int:
     return len(element.get(("history", "full")).chats)
-
-
-def _like(tensordict: TensorDictBase, elements: list[TensorDictBase]) -> TensorDictBase:
-    shape = tensordict.batch_size
-    if not shape:
-        return elements[0]
-    stacked = lazy_stack(elements, 0)
-    return stacked.reshape(shape) if len(shape) > 1 else stacked
