@@ -1,11 +1,11 @@
-"""Errors for unknown arguments, with the nearest known name."""
+"""Errors for unknown arguments, with the nearest known name, and for values that an argument cannot have."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Self, Unpack, get_args, get_origin, get_type_hints
 
@@ -74,6 +74,33 @@ def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
         elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name != "self":
             names.append(parameter.name)
     return tuple(names)
+
+
+def check_least(least: float, **values: float | None) -> None:
+    """Raise ValueError if an argument, given by its name, is less than `least`; None is not checked.
+
+    Example:
+        >>> check_least(1, num_epochs=None, num_samples=0)
+        Traceback (most recent call last):
+        ValueError: num_samples must be at least 1, got 0.
+    """
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}.")
+
+
+def check_positive(**values: float | None) -> None:
+    """Raise ValueError if an argument, given by its name, is not above 0; None is not checked."""
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}.")
+
+
+def check_choice(choices: Collection[object], **values: object) -> None:
+    """Raise ValueError if an argument, given by its name, is none of the choices."""
+    for name, value in values.items():
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
 
 
 class KnownArguments:

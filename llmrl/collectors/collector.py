@@ -11,7 +11,7 @@ from typing import Literal, TypedDict
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
-from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.arguments import KnownArguments, check_least
 from llmrl.collectors.base import BatchCollector, CollectorSource
 from llmrl.collectors.buffer import QueueBuffer, TakesBatches, TakesItems
 from llmrl.collectors.concurrency import FIRST_LIMIT, READER, ConcurrencyLimit, CountsTurns, follow_load
@@ -152,8 +152,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         num_given = max_concurrent_rollouts if isinstance(max_concurrent_rollouts, int) else None
         if not is_limit_found and max_concurrent_rollouts is not num_given:
             raise TypeError(f"max_concurrent_rollouts is a number, 'auto' or None, got {max_concurrent_rollouts!r}.")
-        if num_given is not None and num_given < 1:
-            raise ValueError(f"max_concurrent_rollouts must be at least 1, got {num_given}.")
+        check_least(1, max_concurrent_rollouts=num_given)
         if num_extra_groups and (max_staleness is not None or shape.kind != "groups"):
             raise ValueError(
                 "num_extra_groups needs groups_per_batch, and excludes max_staleness, which would keep the extra "

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tensordict import TensorDictBase, lazy_stack
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.types import Row, StateDict
 from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rows import rollout_rows
@@ -60,8 +61,7 @@ class Demonstrations:
         seed: int = 0,
         num_epochs: int | None = None,
     ) -> None:
-        if conversations_per_batch < 1:
-            raise ValueError(f"conversations_per_batch must be at least 1, got {conversations_per_batch}.")
+        check_least(1, conversations_per_batch=conversations_per_batch)
         self._renderer = renderer
         self._size = conversations_per_batch
         kept = _that_fit(load_rows(dataset), renderer, max_tokens)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from llmrl._utils.arguments import check_least
 from llmrl.collectors.groups import DropReason
 
 Surplus = Literal["carry", "keep", "refuse"]
@@ -100,8 +101,7 @@ class DemandGate:
         num_ahead: int = 0,
         reset_each_batch: bool = False,
     ) -> None:
-        if units_per_batch < 1:
-            raise ValueError(f"units_per_batch must be at least 1, got {units_per_batch}.")
+        check_least(1, units_per_batch=units_per_batch)
         self.units_per_batch = units_per_batch
         self.follows_versions = False
         self.rest_reason: str | None = None
@@ -229,8 +229,7 @@ class StalenessGate:
     """
 
     def __init__(self, groups_per_batch: int, *, max_staleness: int, late: LatePolicy = "wait") -> None:
-        if groups_per_batch < 1:
-            raise ValueError(f"groups_per_batch must be at least 1, got {groups_per_batch}.")
+        check_least(1, groups_per_batch=groups_per_batch)
         if max_staleness < 0:
             raise ValueError(f"max_staleness must be at least 0 (on-policy), got {max_staleness}.")
         if late not in ("wait", "drop"):

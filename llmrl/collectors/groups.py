@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from llmrl._utils.arguments import check_least
 from llmrl.data import Rollout
 
 logger = logging.getLogger("llmrl")
@@ -58,8 +59,7 @@ class GroupRules:
     sampling (DAPO, arXiv:2503.14476, equation 11) pass `has_signal` of the batches' `MCAdvantage`."""
 
     def __post_init__(self) -> None:
-        if self.min_survivors < 1:
-            raise ValueError(f"min_survivors must be at least 1, got {self.min_survivors}.")
+        check_least(1, min_survivors=self.min_survivors)
 
     def judge(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Dropped]]:
         """Divide the settled rollouts of one group into those delivered and those dropped."""

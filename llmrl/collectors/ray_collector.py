@@ -7,6 +7,7 @@ from typing import Unpack
 
 from torchrl.envs import EnvBase
 
+from llmrl._utils.arguments import check_least
 from llmrl.collectors.collector import CollectorOptions, LLMCollector
 from llmrl.collectors.ray_source import RayActors, RaySource
 from llmrl.policies import LLMWrapperBase
@@ -54,8 +55,7 @@ class RayLLMCollector(LLMCollector):
     ) -> None:
         if isinstance(env, EnvBase):
             raise ValueError("env must be a function that builds the environment: each actor has its own.")
-        if num_collectors < 1:
-            raise ValueError(f"num_collectors must be at least 1, got {num_collectors}.")
+        check_least(1, num_collectors=num_collectors)
         shares = {name: share for name, share in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if share is not None}
         actors = RayActors(
             make_env=env,

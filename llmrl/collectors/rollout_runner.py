@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.failure import as_exception, describe, traceback_of
 from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
@@ -60,15 +61,13 @@ class RolloutLimits:
     """Number of retries of a failed engine request, each under a new id."""
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("max_turns", 1),
-            ("max_completion_tokens", 1),
-            ("max_prompt_tokens", 1),
-            ("num_engine_retries", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}.")
+        check_least(
+            1,
+            max_turns=self.max_turns,
+            max_completion_tokens=self.max_completion_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+        check_least(0, num_engine_retries=self.num_engine_retries)
 
 
 class RolloutRunner:

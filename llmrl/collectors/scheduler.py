@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.failure import as_exception, cancel_this_task, describe, traceback_of
 from llmrl.collectors.gates import Gate
 from llmrl.collectors.groups import (
@@ -111,8 +112,7 @@ class RolloutScheduler:
         units: Callable[[Sequence[Rollout]], int] = lambda rollouts: 1,
         patience: int = 8,
     ) -> None:
-        if max_concurrent_rollouts < 1:
-            raise ValueError(f"max_concurrent_rollouts must be at least 1, got {max_concurrent_rollouts}.")
+        check_least(1, max_concurrent_rollouts=max_concurrent_rollouts)
         self.source = source
         self.gate = gate
         self.rules = rules

@@ -8,6 +8,7 @@ from typing import Literal
 
 from tensordict import TensorDictBase, lazy_stack
 
+from llmrl._utils.arguments import check_least
 from llmrl.collectors.gates import DemandGate, LatePolicy, StalenessGate
 from llmrl.collectors.rows import batch_rows, rollout_rows
 from llmrl.data import Rollout
@@ -53,13 +54,12 @@ class BatchShape:
                 "exactly one kind of batch is needed: groups_per_batch, tokens_per_batch, or "
                 "dialog_turns_per_batch, yield_completed_trajectories and yield_only_last_steps."
             )
-        for name, value in (
-            ("groups_per_batch", groups_per_batch),
-            ("tokens_per_batch", tokens_per_batch),
-            ("dialog_turns_per_batch", dialog_turns_per_batch),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+        check_least(
+            1,
+            groups_per_batch=groups_per_batch,
+            tokens_per_batch=tokens_per_batch,
+            dialog_turns_per_batch=dialog_turns_per_batch,
+        )
         if groups_per_batch is not None:
             return cls(kind="groups", size=groups_per_batch)
         if tokens_per_batch is not None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from llmrl._utils.arguments import keywords_of, refuse_unknown
+from llmrl._utils.arguments import check_least, keywords_of, refuse_unknown
 from llmrl.engines.base import UpdatableEngine
 from llmrl.engines.environment import available_cores
 from llmrl.engines.ray.cluster import connect
@@ -30,8 +30,7 @@ def start_engines(
     Raises as `EngineReplicas.from_pretrained` does.
     """
     refuse_unknown("EngineReplicas.from_pretrained", options, keywords_of(AsyncVLLM.from_pretrained) or ())
-    if num_replicas < 1:
-        raise ValueError(f"num_replicas must be at least 1, got {num_replicas}.")
+    check_least(1, num_replicas=num_replicas)
     for name, value in (("ray_options", ray_options), ("ray_init_config", ray_init_config)):
         if value is not None and not use_ray:
             raise ValueError(f"{name} has no effect without use_ray=True.")

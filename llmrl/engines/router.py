@@ -6,6 +6,8 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
+from llmrl._utils.arguments import check_least
+
 MAX_REMEMBERED_KEYS = 65536
 """Maximum number of routing keys with a known replica; the oldest are dropped first."""
 
@@ -35,10 +37,8 @@ class Router:
     """
 
     def __init__(self, num_replicas: int, *, max_imbalance: int = 32) -> None:
-        if num_replicas < 1:
-            raise ValueError(f"num_replicas must be at least 1, got {num_replicas}.")
-        if max_imbalance < 0:
-            raise ValueError(f"max_imbalance must not be negative, got {max_imbalance}.")
+        check_least(1, num_replicas=num_replicas)
+        check_least(0, max_imbalance=max_imbalance)
         self._max_imbalance = max_imbalance
         self._loads = [0] * num_replicas
         self._where: dict[str, int] = {}

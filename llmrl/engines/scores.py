@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from llmrl._utils.arguments import check_least
 from llmrl.engines.base import EngineError, SamplingConfig, completion_budget
 
 _IMPOSSIBLE = -9999.0
@@ -46,8 +47,7 @@ def check_scored(token_ids: Sequence[int], top_k: int, max_model_len: int) -> No
         raise ValueError(
             f"token_ids must have at least two tokens, since nothing predicts the first; got {len(token_ids)}."
         )
-    if top_k < 0:
-        raise ValueError(f"top_k must be at least 0, got {top_k}.")
+    check_least(0, top_k=top_k)
     completion_budget(len(token_ids), SamplingConfig(max_new_tokens=1), max_model_len)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TypedDict
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.types import Row, StateDict
 from llmrl.data.message import copied
 from llmrl.envs.sources import StreamedRows
@@ -76,9 +77,7 @@ class PromptSampler:
     ) -> None:
         if len(items) == 0:
             raise ValueError("dataset is empty; at least one prompt is needed.")
-        for argument, value in (("num_samples", num_samples), ("num_epochs", num_epochs)):
-            if value is not None and value < 1:
-                raise ValueError(f"{argument} must be at least 1, got {value}.")
+        check_least(1, num_samples=num_samples, num_epochs=num_epochs)
         self.items = items
         self.num_samples = num_samples
         self.shuffle = shuffle

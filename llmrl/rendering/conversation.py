@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from llmrl._utils.arguments import check_choice, check_least
 from llmrl.data import Message, ParsedCompletion, ToolSchema, check_messages
 from llmrl.rendering.base import Renderer
 from llmrl.rendering.reasoning import said_after
@@ -84,10 +85,8 @@ class Conversation:
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> Conversation:
         """Return an empty conversation; raises ValueError for an unknown mode or a negative threshold."""
-        if mode not in _MODES:
-            raise ValueError(f"mode must be one of {_MODES}, got {mode!r}.")
-        if fork_threshold_tokens < 0:
-            raise ValueError(f"fork_threshold_tokens must be at least 0, got {fork_threshold_tokens}.")
+        check_choice(_MODES, mode=mode)
+        check_least(0, fork_threshold_tokens=fork_threshold_tokens)
         return cls._make(
             renderer=renderer,
             mode=mode,

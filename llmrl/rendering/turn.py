@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from llmrl._utils.arguments import check_choice
 from llmrl.data import TokenColumns
 from llmrl.data.columns import check_per_token
 from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, ReconciliationKind, classify
@@ -33,8 +34,7 @@ class TokenBuffer:
         """Return the first `length` entries of a column as a view; raises ValueError for an unknown column."""
         import torch
 
-        if column not in COLUMNS:
-            raise ValueError(f"column must be one of {COLUMNS}, got {column!r}.")
+        check_choice(COLUMNS, column=column)
         values = getattr(self.columns, column)
         dtypes = {"loss_mask": torch.bool, "log_probs": torch.float32}
         buffer, num_written = self._mirrors.get(column, (None, 0))

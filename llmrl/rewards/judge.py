@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmrl._utils.arguments import check_positive
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.imports import require
 from llmrl._utils.numbers import finite_number
@@ -89,13 +90,11 @@ class Judge:
         fields = _fields_of(prompt)
         if not scale[0] < scale[1]:
             raise ValueError(f"scale is the lowest and the highest score, got {scale}.")
-        for argument, value in (
-            ("max_concurrent_requests", max_concurrent_requests),
-            ("requests_per_minute", requests_per_minute),
-            ("timeout_seconds", timeout_seconds),
-        ):
-            if value is not None and not value > 0:
-                raise ValueError(f"{argument} must be positive, got {value}.")
+        check_positive(
+            max_concurrent_requests=max_concurrent_requests,
+            requests_per_minute=requests_per_minute,
+            timeout_seconds=timeout_seconds,
+        )
         self.model = model
         self.prompt = prompt
         self.scale = scale

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torchrl.envs import EnvBase
 
-from llmrl._utils.arguments import nearest
+from llmrl._utils.arguments import check_least, nearest
 from llmrl._utils.types import JSON, StateDict
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.config.entries import EntryError
@@ -274,8 +274,7 @@ class BestEvaluation:
     """Value by step; losses are negated."""
 
     def __post_init__(self) -> None:
-        if self.patience is not None and self.patience < 1:
-            raise ValueError(f"patience must be at least 1, got {self.patience}.")
+        check_least(1, patience=self.patience)
 
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Add an evaluation, and return whether it is the best so far; a missing metric or NaN is the worst.

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.imports import require
 from llmrl.tools.browser_page import PageActions, first_line
 from llmrl.tools.gateway import Gateway, check_domains
@@ -90,8 +91,7 @@ class BrowserTransform(ToolTransform):
     ) -> None:
         super().__init__(tool_name=tool_name, timeout=timeout, **output)
         require("playwright", extra="tools")
-        if max_pages < 1:
-            raise ValueError(f"max_pages must be at least 1, got {max_pages}.")
+        check_least(1, max_pages=max_pages)
         self.allowed_domains = check_domains(allowed_domains)
         program = executable_path or find_chromium()
         if program is None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
+from llmrl._utils.arguments import check_choice, check_least
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+[^<>]*>")
 TruncateSide = Literal["start", "middle", "end"]
 
@@ -21,10 +23,8 @@ def truncate(text: str, max_chars: int, side: TruncateSide = "middle") -> str:
         >>> truncate("abcdefghij", 4, "end"), truncate("abcdefghij", 4, "middle")
         ('abcd\n[… 6 characters left out …]', 'ab\n[… 6 characters left out …]\nij')
     """
-    if side not in get_args(TruncateSide):
-        raise ValueError(f"side must be one of {get_args(TruncateSide)}, got {side!r}.")
-    if max_chars < 1:
-        raise ValueError(f"max_chars must be at least 1, got {max_chars}.")
+    check_choice(get_args(TruncateSide), side=side)
+    check_least(1, max_chars=max_chars)
     if len(text) <= max_chars:
         return text
     mark = f"[… {len(text) - max_chars} characters left out …]"

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from llmrl._utils.arguments import check_least, check_positive
+
 
 class RateLimiter:
     """Slots that calls wait for in order of arrival, on one event loop. None means no limit.
@@ -25,11 +27,8 @@ class RateLimiter:
         rate_per_second: float | None = None,
         burst: float | None = None,
     ) -> None:
-        for name, value in (("max_concurrent", max_concurrent), ("rate_per_second", rate_per_second)):
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
-        if burst is not None and burst < 1:
-            raise ValueError(f"burst must be at least 1, got {burst}.")
+        check_positive(max_concurrent=max_concurrent, rate_per_second=rate_per_second)
+        check_least(1, burst=burst)
         self._places = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
         self._interval = 0.0 if rate_per_second is None else 1 / rate_per_second
         self._num_ahead = (max(rate_per_second or 1.0, 1.0) if burst is None else burst) - 1

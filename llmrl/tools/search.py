@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.imports import require
 from llmrl.tools.output import truncate
 from llmrl.tools.tool import InvalidArguments, Tool
@@ -41,8 +42,7 @@ class SearchIndex:
     ) -> None:
         if not documents:
             raise ValueError("documents is empty; there is nothing to search.")
-        if num_results < 1:
-            raise ValueError(f"num_results must be at least 1, got {num_results}.")
+        check_least(1, num_results=num_results)
         self._bm25s = require("bm25s", extra="tools")
         self.documents = [_as_text(document) for document in documents]
         self.num_results = num_results

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor
 from torchrl.envs import Transform
 
-from llmrl._utils.arguments import KnownArguments, nearest
+from llmrl._utils.arguments import KnownArguments, check_choice, check_positive, nearest
 from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.failure import describe
@@ -96,15 +96,8 @@ class ToolTransform(KnownArguments, Transform):
         super().__init__()
         if not isinstance(tools, Iterable) or isinstance(tools, str):
             raise TypeError(f"tools must be a list of tools, got {tools!r:.80}: ToolTransform([tool]).")
-        for name, value in (
-            ("timeout", timeout),
-            ("max_parallel_calls", max_parallel_calls),
-            ("max_output_chars", max_output_chars),
-        ):
-            if value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
-        if truncate_side not in get_args(TruncateSide):
-            raise ValueError(f"truncate_side must be one of {get_args(TruncateSide)}, got {truncate_side!r}.")
+        check_positive(timeout=timeout, max_parallel_calls=max_parallel_calls, max_output_chars=max_output_chars)
+        check_choice(get_args(TruncateSide), truncate_side=truncate_side)
         self.tool_role = tool_name
         self._parse = find_tool_call_parser(tool_parser)
         self.timeout = timeout

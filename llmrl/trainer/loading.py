@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.imports import require
 from llmrl._utils.model_parts import load_language_model
 from llmrl._utils.types import Tokenizer
@@ -39,10 +40,7 @@ class LoRAConfig:
     """Names of adapted layers, or `all-linear` for all except the output head."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}.")
-        if self.alpha < 1:
-            raise ValueError(f"alpha must be at least 1, got {self.alpha}.")
+        check_least(1, rank=self.rank, alpha=self.alpha)
 
 
 def load_model(

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 
 from tensordict import TensorDictBase
 
+from llmrl._utils.arguments import check_least
 from llmrl.data.ragged import flat_batch
 from llmrl.objectives.advantages.grouping import GroupKeys, stack_rows
 from llmrl.objectives.losses.base import LLMLoss
@@ -42,9 +43,7 @@ def minibatches(
         >>> sorted(sorted(part["rollout", "rollout_id"]) for part in parts)
         [['a', 'a'], ['b'], ['c']]
     """
-    for name, value in (("num_epochs", num_epochs), ("num_minibatches", num_minibatches)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
+    check_least(1, num_epochs=num_epochs, num_minibatches=num_minibatches)
     rows = flat_batch(batch)
     if num_epochs * num_minibatches == 1 or not rows.batch_size.numel():
         return iter([batch])

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from llmrl._utils.arguments import check_choice
+
 ScheduleName = Literal["constant", "linear", "cosine"]
 
 
@@ -52,8 +54,7 @@ def make_optimizer(
     for name, value in (("weight_decay", weight_decay), ("warmup_steps", warmup_steps)):
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
-    if schedule not in get_args(ScheduleName):
-        raise ValueError(f"schedule must be one of {list(get_args(ScheduleName))}, got {schedule!r}.")
+    check_choice(get_args(ScheduleName), schedule=schedule)
     if schedule != "constant" and num_steps is None:
         raise ValueError(f"schedule={schedule!r} decays to 0 at the end of training: give num_steps.")
     if num_steps is not None and schedule != "constant" and warmup_steps >= num_steps:

@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.ranks import rank_and_size, share_of
 from llmrl.data import Message, text_of
 from llmrl.data.ragged import flat_batch, ragged_column, write_column
@@ -89,8 +90,7 @@ def write_top_k(
         ValueError: if `top_k` is below 1, or rows were sampled from truncated distributions.
         EngineError: if the teacher's engine fails.
     """
-    if top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}.")
+    check_least(1, top_k=top_k)
     if isinstance(teacher, EngineTeacher):
         scores = teacher.scores(batch, top_k=top_k)
         columns = [(row.top_ids, row.top_log_probs) for row in scores]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.files import open_file, read_text
 from llmrl._utils.types import JSON, Tokenizer
 from llmrl.data import Message
@@ -115,8 +116,7 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         DamagedFileError: if a file is damaged.
         ValueError: if `max_rollouts` is not positive.
     """
-    if max_rollouts is not None and max_rollouts < 1:
-        raise ValueError(f"max_rollouts must be at least 1, got {max_rollouts}.")
+    check_least(1, max_rollouts=max_rollouts)
     path = Path(path)
     try:
         folder = RunFolder(path, read_only=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.files import flush_to_disk, write_atomically
 from llmrl._utils.safetensors_file import places_of, write_safetensors
 from llmrl.weight_sync.buffers import PackedLayout, checksum_of
@@ -69,8 +70,7 @@ class DoubleBuffer:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, anchor_every: int = 1) -> None:
-        if anchor_every < 1:
-            raise ValueError(f"anchor_every must be at least 1, got {anchor_every}.")
+        check_least(1, anchor_every=anchor_every)
         self.folder = Path(folder)
         self._anchor_every = anchor_every
         self._written: FileWeights | None = None

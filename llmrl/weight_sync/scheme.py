@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.arguments import KnownArguments, check_least
 from llmrl.engines.base import PauseMode, UpdatableEngine
 from llmrl.engines.server.updates import FILES_BACKEND
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, LLMRL_BACKEND
@@ -73,10 +73,8 @@ class VLLMWeightSyncScheme(KnownArguments):
             raise ValueError(f"pause_mode must be 'keep', 'wait' or 'abort', got {self.pause_mode!r}.")
         if self.lora not in ("merged", "adapter"):
             raise ValueError(f"lora must be 'merged' or 'adapter', got {self.lora!r}.")
-        if self.rank < 0:
-            raise ValueError(f"rank must not be negative, got {self.rank}.")
-        if self.anchor_every < 1:
-            raise ValueError(f"anchor_every must be at least 1, got {self.anchor_every}.")
+        check_least(0, rank=self.rank)
+        check_least(1, anchor_every=self.anchor_every)
         if self.anchor_every > 1 and self.lora == "adapter":
             raise ValueError(
                 f"anchor_every={self.anchor_every} is for full weights, and lora='adapter' sends adapters only."

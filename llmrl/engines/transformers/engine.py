@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.model_parts import load_language_model, text_config
 from llmrl.engines.base import Completion, EngineError, SamplingConfig, check_request, completion_budget, refuse_grammar
 from llmrl.engines.scores import TokenScores, check_scored, read_scores
@@ -62,8 +63,7 @@ class TransformersEngine:
         max_num_seqs: int = 16,
         seed: int = 0,
     ) -> None:
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}.")
+        check_least(1, max_num_seqs=max_num_seqs)
         if isinstance(model, (str, os.PathLike)):
             from transformers import AutoTokenizer
 

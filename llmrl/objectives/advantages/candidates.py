@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
-from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.arguments import KnownArguments, check_choice, check_least
 
 SelectionStrategy = Literal["first", "uniform", "balanced", "max_variance"]
 
@@ -47,10 +47,8 @@ class MCAdvantageSelector(KnownArguments):
         max_combinations: int = 100_000,
         in_keys: Sequence[NestedKey] | None = None,
     ) -> None:
-        if strategy not in get_args(SelectionStrategy):
-            raise ValueError(f"strategy must be one of {list(get_args(SelectionStrategy))}, got {strategy!r}.")
-        if max_combinations < 1:
-            raise ValueError(f"max_combinations must be at least 1, got {max_combinations}.")
+        check_choice(get_args(SelectionStrategy), strategy=strategy)
+        check_least(1, max_combinations=max_combinations)
         if in_keys is not None and not in_keys:
             raise ValueError("in_keys must name at least one entry of the candidates.")
         self.strategy: SelectionStrategy = strategy
@@ -128,8 +126,7 @@ class CandidateChoice:
 
     def __post_init__(self) -> None:
         size = self.group_size
-        if size is not None and size < 1:
-            raise ValueError(f"grpo_size must be at least 1, got {size}.")
+        check_least(1, grpo_size=size)
         if self.num_candidates is not None and (size is None or self.num_candidates < size):
             raise ValueError(
                 f"candidate_group_size must be at least grpo_size, got {self.num_candidates} with grpo_size={size}."

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 
 import torch
 
+from llmrl._utils.arguments import check_choice
+
 Normalization = Literal["std", "mean", "leave_one_out", "relative", "none"]
 
 
@@ -26,8 +28,7 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
         >>> group_advantages([0.0, 1.0], "mean"), group_advantages([0.0, 0.0, 1.0], "leave_one_out")
         ([-0.5, 0.5], [-0.5, -0.5, 1.0])
     """
-    if normalization not in get_args(Normalization):
-        raise ValueError(f"normalization must be one of {list(get_args(Normalization))}, got {normalization!r}.")
+    check_choice(get_args(Normalization), normalization=normalization)
     if normalization == "none":
         return [float(reward) for reward in rewards]
     num_rollouts = len(rewards)

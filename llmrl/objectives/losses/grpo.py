@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
-from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.arguments import check_choice, refuse_unknown
 from llmrl._utils.other_libraries import instead_of
 from llmrl.objectives.kl import KLEstimator, kl_term
 from llmrl.objectives.losses.aggregation import Aggregation, aggregation_weights
@@ -102,12 +102,8 @@ class GRPOLoss(LLMLoss):
         super().__init__()
         known = set(inspect.signature(GRPOLoss.__init__).parameters) - {"self", "unknown"}
         refuse_unknown(type(self).__name__, unknown, known, instead_of("GRPOLoss"))
-        for name, value, choices in (
-            ("kl_estimator", kl_estimator, get_args(KLEstimator)),
-            ("masking_strategy", masking_strategy, get_args(MaskingStrategy)),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
+        check_choice(get_args(KLEstimator), kl_estimator=kl_estimator)
+        check_choice(get_args(MaskingStrategy), masking_strategy=masking_strategy)
         for name, number in (
             ("kl_mask_threshold", kl_mask_threshold),
             ("max_staleness", max_staleness),

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.arguments import check_choice
 from llmrl._utils.types import Tokenizer
 from llmrl.objectives.losses.base import LLMLoss
 from llmrl.objectives.losses.inputs import LossInputs, MaskingStrategy, with_tokens
@@ -38,12 +39,8 @@ class SequenceLoss(LLMLoss):
         super().__init__()
         self._tokenizer = tokenizer
         self._tokenizer_kwargs = tokenizer_kwargs
-        if reduction not in get_args(Reduction):
-            raise ValueError(f"reduction must be one of {list(get_args(Reduction))}, got {reduction!r}.")
-        if masking_strategy not in get_args(MaskingStrategy):
-            raise ValueError(
-                f"masking_strategy must be one of {list(get_args(MaskingStrategy))}, got {masking_strategy!r}."
-            )
+        check_choice(get_args(Reduction), reduction=reduction)
+        check_choice(get_args(MaskingStrategy), masking_strategy=masking_strategy)
         self.sequence_reduction: Reduction = reduction
         self.normalize_by_seq_length = normalize_by_seq_length
         self.masking_strategy = masking_strategy

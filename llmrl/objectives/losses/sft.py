@@ -13,7 +13,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
-from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.arguments import KnownArguments, check_choice
 from llmrl._utils.types import Tokenizer
 from llmrl.objectives.kl import KLEstimator, kl_term
 from llmrl.objectives.losses.base import MicroLoss
@@ -70,8 +70,7 @@ class SFTLoss(KnownArguments, SequenceLoss):
             tokenizer=tokenizer,
             tokenizer_kwargs=tokenizer_kwargs,
         )
-        if kl_estimator not in get_args(KLEstimator):
-            raise ValueError(f"kl_estimator must be one of {list(get_args(KLEstimator))}, got {kl_estimator!r}.")
+        check_choice(get_args(KLEstimator), kl_estimator=kl_estimator)
         if loss_function not in ("sft", "minor_sft"):
             raise ValueError(f"loss_function must be 'sft' or 'minor_sft', got {loss_function!r}.")
         if loss_function == "minor_sft":

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import torch
 from tensordict.nn import TensorDictModuleBase
 
+from llmrl._utils.arguments import check_choice, check_positive
 from llmrl.objectives.losses.aggregation import Aggregation
 from llmrl.objectives.losses.clipping import BinaryDivergence, is_within_trust_region
 from llmrl.objectives.losses.grpo import GRPOLoss
@@ -48,10 +49,8 @@ class DPPOLoss(GRPOLoss):
         for name in ("clip_epsilon", "dual_clip"):
             if name in arguments:
                 raise TypeError(f"DPPOLoss has no argument {name!r}: max_divergence bounds an update.")
-        if not max_divergence > 0:
-            raise ValueError(f"max_divergence must be positive, got {max_divergence}.")
-        if divergence not in get_args(BinaryDivergence):
-            raise ValueError(f"divergence must be one of {list(get_args(BinaryDivergence))}, got {divergence!r}.")
+        check_positive(max_divergence=max_divergence)
+        check_choice(get_args(BinaryDivergence), divergence=divergence)
         super().__init__(actor_network, clip_epsilon=(1.0, float("inf")), **arguments)
         self.max_divergence = max_divergence
         self.divergence: BinaryDivergence = divergence

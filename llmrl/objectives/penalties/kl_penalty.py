@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
+from llmrl._utils.arguments import check_choice
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
 from llmrl.objectives.advantages.grouping import GroupKeys, add_to_rewards
 from llmrl.objectives.kl import KLEstimator, masked_kl
@@ -49,8 +50,7 @@ class KLPenalty(Transform):
         other_log_prob_key: NestedKey = ("next", "ref_log_probs", "full"),
     ) -> None:
         super().__init__()
-        if estimator not in get_args(KLEstimator):
-            raise ValueError(f"estimator must be one of {list(get_args(KLEstimator))}, got {estimator!r}.")
+        check_choice(get_args(KLEstimator), estimator=estimator)
         self.coeff = coeff
         self.estimator: KLEstimator = estimator
         self.keys = GroupKeys()

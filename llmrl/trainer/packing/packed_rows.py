@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmrl._utils.arguments import check_least, check_positive
 from llmrl.data.routed_experts import unknown_experts
 from llmrl.data.sampling_mask import SamplingMask
 from llmrl.trainer.packing.bins import MicroBatch, arrange
@@ -213,11 +214,8 @@ def _check(
         raise ValueError(
             f"token_ids and scored_masks must have one entry per row, got {len(token_ids)} and {len(scored_masks)}."
         )
-    for name, value in (("token_budget", token_budget), ("bin_length", bin_length)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
-    if not attention_length > 0:
-        raise ValueError(f"attention_length must be positive, got {attention_length}.")
+    check_least(1, token_budget=token_budget, bin_length=bin_length)
+    check_positive(attention_length=attention_length)
     for index, (ids, mask) in enumerate(zip(token_ids, scored_masks, strict=True)):
         if ids.ndim != 1 or not ids.numel():
             raise ValueError(f"token_ids[{index}] must be [num_tokens] and not empty, got shape {tuple(ids.shape)}.")
