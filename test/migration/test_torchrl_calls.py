@@ -144,7 +144,7 @@ def test_the_scorers_bonus_is_torchrls():
 
 def test_a_task_of_torchrls_takes_apply_template_and_scores_an_answer(tokenizer):
     row = {"question": "7 + 8 =", "answer": "7 + 8 = 15 #### 15"}
-    env = torchrl_envs.GSM8KEnv([row], tokenizer=tokenizer, apply_template=True)
+    env = torchrl_envs.GSM8KEnv([row], tokenizer=tokenizer, apply_template=True, ray_backend=False)
     data = env.reset()
     answer = History(role="assistant", content="<think>15</think> <answer>15</answer>")
     data["history"].full = data["history"].prompt.append(lazy_stack([answer]), inplace=False)
@@ -152,6 +152,8 @@ def test_a_task_of_torchrls_takes_apply_template_and_scores_an_answer(tokenizer)
     assert isinstance(env.transform, torchrl_envs.GSM8KRewardParser)
     with pytest.raises(TypeError, match="apply_templates"):
         torchrl_envs.DatasetChatEnv([row], apply_templates=True)
+    with pytest.raises(TypeError, match="'ray_backend': use a ChatEnv with a RayDataLoadingPrimer"):
+        torchrl_envs.DatasetChatEnv([row], ray_backend=True)
 
 
 @pytest.mark.filterwarnings("ignore:Support of VecNormV2")

@@ -1,4 +1,4 @@
-"""TorchRL's tasks with what its calls ask of them: `apply_template=`, and the parsers' functions for one answer."""
+"""TorchRL's tasks with arguments that only its calls pass, and the parsers' functions for one answer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tensordict import TensorDictBase, tensorclass
 from torchrl.data import Composite, Unbounded
 
 from llmrl import envs
+from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.other_libraries import instead_of
 from llmrl.data.message import text_of
 from llmrl.data.tensordicts import batch_elements, dataset_columns, restacked
 from llmrl.rewards import (
@@ -153,24 +155,36 @@ class _TakesApplyTemplate:
         super().__init__(*args, **options)
 
 
-class DatasetChatEnv(_TakesApplyTemplate, envs.DatasetChatEnv):
-    """`llmrl.envs.DatasetChatEnv`, which also takes `apply_template=`."""
+class _TakesRayBackend(_TakesApplyTemplate):
+    """Takes `ray_backend=False`, too, which is so here; true is refused."""
+
+    def __new__(cls, *args: object, ray_backend: bool = False, **options: object) -> Self:
+        if ray_backend:
+            refuse_unknown(cls.__name__, ["ray_backend"], (), instead_of(cls.__name__))
+        return super().__new__(cls, *args, **options)
+
+    def __init__(self, *args: object, ray_backend: bool = False, **options: object) -> None:
+        super().__init__(*args, **options)
 
 
-class GSM8KEnv(_TakesApplyTemplate, envs.GSM8KEnv):
-    """`llmrl.envs.GSM8KEnv`, which also takes `apply_template=`."""
+class DatasetChatEnv(_TakesRayBackend, envs.DatasetChatEnv):
+    """`llmrl.envs.DatasetChatEnv`, which also takes `apply_template=` and `ray_backend=False`."""
+
+
+class GSM8KEnv(_TakesRayBackend, envs.GSM8KEnv):
+    """`llmrl.envs.GSM8KEnv`, which also takes `apply_template=` and `ray_backend=False`."""
 
     task = dataclasses.replace(envs.GSM8KEnv.task, reward=GSM8KRewardParser)
 
 
-class IFEvalEnv(_TakesApplyTemplate, envs.IFEvalEnv):
-    """`llmrl.envs.IFEvalEnv`, which also takes `apply_template=`."""
+class IFEvalEnv(_TakesRayBackend, envs.IFEvalEnv):
+    """`llmrl.envs.IFEvalEnv`, which also takes `apply_template=` and `ray_backend=False`."""
 
     task = dataclasses.replace(envs.IFEvalEnv.task, reward=IfEvalScorer)
 
 
-class MATHEnv(_TakesApplyTemplate, envs.MATHEnv):
-    """`llmrl.envs.MATHEnv`, which also takes `apply_template=`."""
+class MATHEnv(_TakesRayBackend, envs.MATHEnv):
+    """`llmrl.envs.MATHEnv`, which also takes `apply_template=` and `ray_backend=False`."""
 
     task = dataclasses.replace(envs.MATHEnv.task, reward=MATHRewardParser)
 
