@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -189,6 +190,23 @@ def missing():
                     keywords = {*taken(method), *known(ours)}
                 found |= {(f"{name}.{member}", one) for one in taken(getattr(theirs, member)) if one not in keywords}
     return found
+
+
+@pytest.mark.parametrize("name", ["VLLMWeightSyncScheme", "VLLMDoubleBufferSyncScheme", "KLRewardTransform"])
+def test_defaults_of_torchrls_configurations_are_taken_or_in_the_table(name):
+    configurations = {
+        one._target_.rpartition(".")[2]: one
+        for module in ("weight_sync_schemes", "transforms")
+        for one in vars(importlib.import_module(f"torchrl.trainers.algorithms.configs.{module}")).values()
+        if dataclasses.is_dataclass(one) and ".llm." in str(getattr(one, "_target_", ""))
+    }
+    assert len(configurations) == 3
+    fields = {one.name: one.default for one in dataclasses.fields(configurations[name]) if one.name[0] != "_"}
+    ours = resolved(counterparts()[name])
+    assert {one for one in fields if one not in known(ours)} <= {entry for owner, entry in table() if owner == name}
+    given = {one: value for one, value in fields.items() if one in known(ours)}
+    given |= {one: value for one, value in {"remote_addr": "folder", "ref_model_factory": list}.items() if one in given}
+    assert isinstance(ours(**given), ours) and len(given) >= 3
 
 
 def table():
