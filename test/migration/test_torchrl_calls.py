@@ -103,12 +103,6 @@ def test_a_version_that_is_counted_may_be_set():
         PolicyVersion("uuid").version = 2
 
 
-def test_minor_sft_ignores_the_coefficient_of_torchrls_configuration():
-    with pytest.warns(UserWarning, match="kl_to_ref_coeff=2.0 has no meaning with loss_function='minor_sft'"):
-        loss = SFTLoss(loss_function="minor_sft", kl_to_ref_coeff=2.0)
-    assert loss.kl_to_ref_coeff is None
-
-
 def test_a_history_that_is_cut_trains_nothing_that_was_not_written(tiny_model_path, tokenizer):
     from llmrl.trainer import TransformersWrapper
 

@@ -142,11 +142,17 @@ def test_minor_sft_where_the_reference_is_scored_on_trained_tokens_only(is_norma
         "loss_function": "minor_sft",
         "beta": 0.7,
         "normalize_by_seq_length": is_normalized,
+        "kl_to_ref_coeff": 2.0,  # as TorchRL's configuration of expert iteration has it
     }
-    ours = SFTLoss(policy, **arguments)(batch).loss_sft
-    theirs = llm.SFTLoss(LogProbActor(policy, batch), tokenizer=object(), tokenizer_kwargs={}, **arguments)(batch)
-    torch.testing.assert_close(ours, theirs.loss_sft, **CLOSE)
-    torch.testing.assert_close(gradient(ours, policy), gradient(theirs.loss_sft, policy), **CLOSE)
+    actor = LogProbActor(policy, batch)
+    with pytest.warns(UserWarning, match="kl_to_ref_coeff=2.0 has no meaning with loss_function='minor_sft'"):
+        loss = SFTLoss(policy, **arguments)
+    with pytest.warns(UserWarning, match="should not be set when using minor_sft"):
+        theirs = llm.SFTLoss(actor, tokenizer=object(), tokenizer_kwargs={}, **arguments)(batch)
+    ours = loss(batch)
+    torch.testing.assert_close(ours.loss_sft, theirs.loss_sft, **CLOSE)
+    torch.testing.assert_close(gradient(ours.loss_sft, policy), gradient(theirs.loss_sft, policy), **CLOSE)
+    assert ours.loss_kl_to_ref.item() == theirs.loss_kl_to_ref.item() == 0 and ours.kl_to_ref is not None
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
