@@ -96,6 +96,29 @@ EDITS: dict[str, tuple[tuple[str, str, str], ...]] = {
             "line 231, `env.reset()` of a `ChatEnv` without a query: give it one, as TorchRL's needs, too",
         ),
     ),
+    "llms.rst:292": (
+        (
+            "text=\"Let's",
+            "query=\"Let's",
+            "line 310, `text=` of a reset: `query=`, as TorchRL's takes, too",
+        ),
+        (
+            'reset_data.set("text_response", [action])',
+            'reset_data; reset_data["history"].full = reset_data["history"].prompt.append('
+            "torch.stack([History(role='assistant', content=action)]), inplace=False)",
+            "line 322, `text_response`: the answer is appended to the history, as in TorchRL, too",
+        ),
+        (
+            's_["history"].apply_chat_template',
+            's_["history"].prompt.apply_chat_template',
+            "line 326, `history` has `prompt`, `response` and `full`, as in TorchRL, too",
+        ),
+        (
+            "from pprint import pprint",
+            "from pprint import pprint; import torch; from torchrl.data.llm import History",
+            "",
+        ),
+    ),
     "llm_browser.py": (
         (
             "    headless=True,  # Set to False to see the browser actions\n",

@@ -153,7 +153,7 @@ def outcome_of(block: Block, folder: Path) -> tuple[bool, str, str]:
         return with_torchrl, "refused" if re.search(pattern, error) else "failed", f"{reason} [{error}]"
     edits = [(old, new) for old, new, _ in EDITS.get(block.name, ())]
     if edits and run(_ours(changed(defined + code, edits, block.name)), folder, f"{block.name}-changed")[0]:
-        return with_torchrl, "changed", "; ".join(reason for *_, reason in EDITS[block.name])
+        return with_torchrl, "changed", "; ".join(reason for *_, reason in EDITS[block.name] if reason)
     return with_torchrl, "failed", error
 
 
@@ -183,10 +183,10 @@ def run(code: str, folder: Path, name: str) -> tuple[bool, str]:
         command = [sys.executable, "program.py"]
         try:
             code_of_exit = subprocess.run(
-                command, cwd=place, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=300, check=False
+                command, cwd=place, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=900, check=False
             ).returncode
         except subprocess.TimeoutExpired:
-            return False, "it did not end in 300 seconds"
+            return False, "it did not end in 900 seconds"
     lines = [line for line in (place / "output.log").read_text().splitlines() if line.strip()]
     # Examples catch their own errors, and print them.
     caught = next((line for line in lines if re.match(r"Example \d+ failed: ", line)), None)
