@@ -33,7 +33,7 @@ class SFTLoss(KnownArguments, SequenceLoss):
         kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_prob`.
         kl_estimator: estimator of `kl_estimate`; an estimate of the KL only for tokens that the policy sampled.
         loss_function: `sft`, or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of a row's log-likelihoods
-            (arXiv:2408.10642, equation 8), with which `kl_to_ref_coeff` is 0, with a warning; excludes `token_mean`.
+            (arXiv:2408.10642, equation 8), which sets `kl_to_ref_coeff` to 0 with a warning and excludes `token_mean`.
         beta: coefficient of `minor_sft`.
         masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
         reduction, normalize_by_seq_length, tokenizer, tokenizer_kwargs: as in `SequenceLoss`. Most trainers of
@@ -77,7 +77,7 @@ class SFTLoss(KnownArguments, SequenceLoss):
             if kl_to_ref_coeff is not None:
                 warnings.warn(
                     f"kl_to_ref_coeff={kl_to_ref_coeff} has no meaning with loss_function='minor_sft', in which the "
-                    "reference is a regularizer already; it is 0.",
+                    "reference is a regularizer already; it is set to 0.",
                     stacklevel=3,
                 )
                 kl_to_ref_coeff = 0.0  # as in TorchRL: the output has the KL, which its scripts log
