@@ -161,10 +161,10 @@ class _TakesRayBackend(_TakesApplyTemplate):
     def __new__(cls, *args: object, ray_backend: bool = False, **options: object) -> Self:
         if ray_backend:
             refuse_unknown(cls.__name__, ["ray_backend"], (), instead_of(cls.__name__))
-        return super().__new__(cls, *args, **options)
+        return super().__new__(cls, *args, **options)  # type: ignore[arg-type]
 
     def __init__(self, *args: object, ray_backend: bool = False, **options: object) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, **options)  # type: ignore[arg-type]
 
 
 class DatasetChatEnv(_TakesRayBackend, envs.DatasetChatEnv):
