@@ -38,7 +38,7 @@ FILES = (
 )
 _AREAS = "data|envs|modules|objectives|collectors|weight_update"
 _DATA = {"_CHAT_TEMPLATES"}  # private names of what is data
-_LLM_NAME = re.compile(rf"(?<![.\0])\btorchrl\.({_AREAS})\.llm\b")
+LLM_NAME = re.compile(rf"(?<![.\0])\btorchrl\.({_AREAS})\.llm\b")
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def with_our_imports(text: str) -> tuple[str, set[str]]:
         written += [ast.unparse(ast.ImportFrom(module.replace("torchrl.", "\0torchrl."), theirs, 0))] if theirs else []
         indent = " " * node.col_offset
         lines[node.lineno - 1 : node.end_lineno] = [f"{indent}{line}\n" for line in written]
-    changed = _LLM_NAME.sub(r"llmrl.torchrl.\1.llm", "".join(lines))
+    changed = LLM_NAME.sub(r"llmrl.torchrl.\1.llm", "".join(lines))
     return changed.replace("\0", ""), kept
 
 

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import torchrl_hub
-from torchrl_files import _LLM_NAME
+from torchrl_files import LLM_NAME
 from torchrl_script_edits import EXPERT, GRPO, LLMRL, MACHINE
 
 from llmrl.testing import make_tiny_model
@@ -77,7 +77,7 @@ def with_edits(name: str, text: str) -> tuple[str, list[tuple[int, str]]]:
         text = text.replace(old, new) if name in files else text
     for files, old, new, _ in LLMRL:
         text = text.replace(old, new) if name in files else text
-    return _LLM_NAME.sub(r"llmrl.torchrl.\1.llm", text), sorted(lines)
+    return LLM_NAME.sub(r"llmrl.torchrl.\1.llm", text), sorted(lines)
 
 
 def run(place: Path, script: str, folder: Path) -> tuple[int, int, str]:
