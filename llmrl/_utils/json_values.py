@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from llmrl._utils.types import JSON
@@ -35,6 +36,20 @@ def as_json(value: object, depth: int = _MAX_DEPTH) -> JSON:
         return str(value)
     except Exception:  # a user's class
         return f"<{type(value).__name__}>"
+
+
+def finite(value: object) -> object:
+    """Return a value of JSON without the numbers that JSON does not have; they become None.
+
+    Example:
+        >>> finite({"a": (1.0, math.nan), 3: math.inf})
+        {'a': [1.0, None], '3': None}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): finite(one) for key, one in value.items()}
+    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def by_dotted_name(value: object, prefix: str = "") -> dict[str, object]:

@@ -125,4 +125,5 @@ def _written(message: Message) -> Message:
         function = call["function"]
         arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
         calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "content": message.get("content") or None, "tool_calls": calls}
+    # OpenAI takes an empty content or none beside calls; templates that concatenate it fail on none.
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}

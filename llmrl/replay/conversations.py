@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Literal, cast
 
 from llmrl._utils.files import open_file
+from llmrl._utils.json_values import finite
 from llmrl._utils.spans import span
 from llmrl.data import Message
 from llmrl.endpoint.chat_logs import as_openai, read_chat_log
@@ -19,6 +20,9 @@ from llmrl.viewer.run_data import Record
 
 Form = Literal["messages", "sft", "preferences"]
 """Rows of a file: every conversation; those with an above-average reward; the best beside the worst of each group."""
+
+_FINISH_REASONS = {"completed": "stop", "truncated": "length"}
+"""Finish reason of the GenAI conventions, by a rollout's status."""
 
 
 def conversations_of(record: Record) -> list[list[Message]]:
@@ -67,7 +71,7 @@ def write_conversations(run: RecordedRun, path: str | Path, form: Form = "messag
         rows = ({"messages": as_openai(said)} for group in groups.values() for said in _better(group))
     else:
         rows = (pair for group in groups.values() if (pair := _pair(group)) is not None)
-    lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
+    lines = [json.dumps(finite(row), ensure_ascii=False, default=str) for row in rows]  # others' readers refuse NaN
     if not lines:
         raise ValueError(f"{run.path} has no conversations of split={split!r} to write as {form!r}.")
     if Path(path).exists():
@@ -120,7 +124,8 @@ def send_conversations(run: RecordedRun, *, split: str = "train") -> int:
                 if current is None:
                     continue
                 *before, last = messages
-                texts = {"input": [_with_parts(one) for one in before], "output": [_with_parts(last)]}
+                answer = {**_with_parts(last), "finish_reason": _FINISH_REASONS.get(record["status"], "error")}
+                texts = {"input": [_with_parts(one) for one in before], "output": [answer]}
                 current.set_attributes(
                     {f"gen_ai.{name}.messages": json.dumps(said, ensure_ascii=False) for name, said in texts.items()}
                 )

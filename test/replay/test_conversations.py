@@ -85,6 +85,8 @@ def test_the_messages_of_a_run_are_demonstrations_and_answers_to_score(run, tmp_
     called = call("conversations", run, tmp_path / "said.jsonl", "--json")
     assert called.exit_code == 0 and json.loads(called.output)["num_conversations"] == 4
     rows, recorded = rows_of(tmp_path / "said.jsonl"), RecordedRun(run).records(1)
+    texts = [message["content"] for row in rows for message in row["messages"]]
+    assert all(isinstance(text, str) for text in texts)  # beside calls, too: SmolLM2's template concatenates it
     assert [row["reward"] for row in rows] == [one["reward"] for one in recorded]
     calls = [
         message["tool_calls"][0]["function"] for row in rows for message in row["messages"] if "tool_calls" in message
@@ -156,7 +158,7 @@ def test_spans_have_the_text_and_the_rewards(run):
     for span, one in zip(exporter.get_finished_spans(), recorded, strict=True):
         assert span.attributes["gen_ai.conversation.id"] == one["rollout_id"]
         [output] = json.loads(span.attributes["gen_ai.output.messages"])
-        assert output["parts"][-1]["content"] == one["messages"][-1]["content"]
+        assert output["parts"][-1]["content"] == one["messages"][-1]["content"] and output["finish_reason"] == "stop"
         [event] = span.events
         assert event.attributes["gen_ai.evaluation.score.value"] == one["reward"]
 
