@@ -68,13 +68,16 @@ def rescore(
         Path, typer.Argument(metavar="RUN", help="Folder of a run, or a JSON lines file of conversations (OpenAI).")
     ],
     reward: Annotated[str, typer.Option(help="Reward function: FILE.py:FUNCTION.")],
+    page: Annotated[
+        Path | None, typer.Option(help="HTML file to write, the rollouts with large changes first.")
+    ] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Score the rollouts of a run, or the conversations of a file, by a reward function, and compare the rewards."""
     from llmrl.cli.replay import run_rescore
 
     try:
-        run_rescore(run, reward, console, is_json=as_json)
+        run_rescore(run, reward, console, page=page, is_json=as_json)
     except (ValueError, TypeError, OSError) as error:
         raise fail(error) from None
 

@@ -14,12 +14,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from llmrl._utils.spans import trace_spans
+from llmrl._utils.terminal import printable
 from llmrl.cli.json_output import print_json
 from llmrl.replay.bisect import config_changes, first_difference
 from llmrl.replay.conversations import Form, send_conversations, write_conversations
 from llmrl.replay.fork import fork
 from llmrl.replay.loop import OnStep, pass_over
-from llmrl.replay.page import write_step, write_what_if
+from llmrl.replay.page import write_rescored, write_step, write_what_if
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rescore
 from llmrl.replay.step import Compared, Quantity, ReplayedStep, as_json, replay_step
@@ -65,6 +66,11 @@ def run_replay(
     return first is None or not first.is_beyond_rounding
 
 
+def _shown(text: str) -> str:
+    """Return text of a folder as the console prints it: without markup, and without sequences that steer terminals."""
+    return escape(printable(text))
+
+
 def _announcing(console: Console, *, is_json: bool) -> OnStep:
     """Return what names each step before it is computed; nothing does beside a JSON object."""
     if is_json:
@@ -75,7 +81,7 @@ def _announcing(console: Console, *, is_json: bool) -> OnStep:
 def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
     table = Table("quantity", "numbers", "result", title=f"step {replayed.step}", title_justify="left")
     for compared in replayed.compared:
-        table.add_row(compared.quantity, str(compared.num_values), escape(_result(compared)))
+        table.add_row(compared.quantity, str(compared.num_values), _shown(_result(compared)))
     console.print(table)
     _print_changes_here(replayed.changed_here, console)
     first = replayed.first_difference
@@ -84,7 +90,7 @@ def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
         return
     size = "differs" if first.is_beyond_rounding else "differs by rounding"
     console.print(
-        f"[bold]{first.quantity} {size}[/bold], first at {escape(first.where)}: recorded {first.recorded:.9g}, "
+        f"[bold]{first.quantity} {size}[/bold], first at {_shown(first.where)}: recorded {first.recorded:.9g}, "
         f"computed {first.computed:.9g}.",
         highlight=False,
     )
@@ -133,9 +139,14 @@ def _print_what_if(changed: WhatIf, console: Console) -> None:
         )
 
 
-def run_rescore(path: Path, reward: str, console: Console, *, is_json: bool) -> None:
+def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None, is_json: bool) -> None:
     """Score the rollouts of a run, or the conversations of a file, by another function."""
-    result = rescore(path if path.is_file() else RecordedRun(path), reward)
+    if path.is_file() and page is not None:
+        raise ValueError("--page is of a run, and a file of conversations was given.")
+    source = path if path.is_file() else RecordedRun(path)
+    result = rescore(source, reward)
+    if isinstance(source, RecordedRun) and page is not None:
+        write_rescored(source, result, page)
     if is_json:
         return print_json(dataclasses.asdict(result))
     if result.rewards:
@@ -151,13 +162,13 @@ def run_rescore(path: Path, reward: str, console: Console, *, is_json: bool) -> 
     ):
         console.print(line, highlight=False)
     if result.first_error:
-        console.print(f"The first error: {escape(result.first_error)}", highlight=False)
+        console.print(f"The first error: {_shown(result.first_error)}", highlight=False)
     if result.most_changed:
         table = Table("step", "rollout", "before", "after", "answer", title="largest changes", title_justify="left")
         for one in result.most_changed:
             answer = " ".join(one.answer.split())
             table.add_row(
-                str(one.step), one.rollout_id, f"{one.before:.3g}", f"{one.after:.3g}", escape(f"{answer:.60}")
+                str(one.step), _shown(one.rollout_id), f"{one.before:.3g}", f"{one.after:.3g}", _shown(f"{answer:.60}")
             )
         console.print(table)
 
@@ -175,13 +186,13 @@ def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None
         print_json({"config": changes, "num_steps": len(steps), "first_difference": found})
         return parting is None
     for name, (old, new) in changes.items():
-        console.print(f"configuration: {name} is {old} and {new}", highlight=False, markup=False)
+        console.print(_shown(f"configuration: {name} is {old} and {new}"), highlight=False)
     if parting is None:
         console.print(f"The {len(steps)} steps that both runs have made are equal.", highlight=False)
         return True
     console.print(
-        f"[bold]Step {parting.step}: {parting.quantity} differs[/bold], {escape(parting.where)}: "
-        f"{escape(f'{parting.first!s:.200}')} and {escape(f'{parting.second!s:.200}')}.",
+        f"[bold]Step {parting.step}: {_shown(parting.quantity)} differs[/bold], {_shown(parting.where)}: "
+        f"{_shown(f'{parting.first!s:.200}')} and {_shown(f'{parting.second!s:.200}')}.",
         highlight=False,
     )
     console.print(f"This usually means: {parting.meaning}.", highlight=False)
@@ -200,7 +211,7 @@ def run_fork(path: Path, step: int, entries: Sequence[str], console: Console, *,
     if is_json:
         return print_json({"path": folders[0], "step": step, "changes": changed, "view": view})
     for name, (old, new) in changed.items():
-        console.print(f"{name}: {new} in place of {old}", highlight=False, markup=False)
+        console.print(_shown(f"{name}: {new} in place of {old}"), highlight=False)
     _print_changes_here(run.changes_here(), console)
     for line in (
         f"{folders[0]} has the first {step} steps; go on with run.path={folders[0]} resume=true",

@@ -1,14 +1,15 @@
-"""Pages of the viewer: a what-if beside the recorded steps, and the same step of two runs."""
+"""Pages of the viewer: a what-if beside the recorded steps, other rewards, and the same step of two runs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from llmrl.replay.bisect import Parting
 from llmrl.replay.recorded import RecordedRun
+from llmrl.replay.rescore import Rescored
 from llmrl.replay.what_if import ChangedStep, WhatIf
 from llmrl.viewer import read_run, write_page
 from llmrl.viewer.run_data import Record, RunData
@@ -60,6 +61,22 @@ def write_step(runs: Sequence[RecordedRun], parting: Parting, path: str | Path) 
     return write_page(sides, path)
 
 
+def write_rescored(run: RecordedRun, result: Rescored, path: str | Path) -> Path:
+    """Write a page with the rollouts under the recorded and the other rewards as two runs; large changes come first."""
+    real = _at_steps(read_run(run.path), run.steps)
+    facts: dict[str, float | None] = {
+        "rank correlation": result.correlation,
+        "pairs that change their order": result.swapped_share,
+        "groups with a signal before": result.signal_share[0],
+        "groups with a signal after": result.signal_share[1],
+    }
+    real.rollouts.sort(key=lambda one: -abs(one["reward"] - result.rewards.get(one["rollout_id"], one["reward"])))
+    scored = [_with_reward(record, result.rewards) for record in real.rollouts]
+    return write_page(
+        [real, replace(real, name=f"{real.name}, rescored", rollouts=scored, summary=dict(facts), path="")], path
+    )
+
+
 def _at_steps(data: RunData, steps: Collection[int]) -> RunData:
     """Return what a run recorded in some steps of training."""
     return replace(
@@ -77,10 +94,14 @@ def _changed(record: Record, step: ChangedStep) -> Record:
     if name in step.advantages:
         before, after = step.advantages[name]
         columns["advantage"] = f"{before:.4g} → {after:.4g}"
-    changed = {**record, "columns": columns}
-    if step.rewards:
-        changed |= {"reward": step.rewards.get(name, 0.0), "is_scored": name in step.rewards, "reward_breakdown": {}}
-    return cast(Record, changed)
+    changed = cast(Record, {**record, "columns": columns})
+    return _with_reward(changed, step.rewards) if step.rewards else changed
+
+
+def _with_reward(record: Record, rewards: Mapping[str, float]) -> Record:
+    name = record["rollout_id"]
+    other = {"reward": rewards.get(name, 0.0), "is_scored": name in rewards, "reward_breakdown": {}}
+    return cast(Record, {**record, **other})
 
 
 def _advantage(step: ChangedStep, rollout_id: str) -> float:
