@@ -58,7 +58,8 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
         path: path of the file. Links among its parent folders are followed (`check_entries`).
         mode: `r`, `r+`, `w`, `a` or `a+`, with `b` for bytes.
 
-    Raises UnsafeFileError if the path is no regular file, and FileNotFoundError if there is no file to read.
+    Raises UnsafeFileError if the path is no regular file, FileNotFoundError if there is no file to read, and ValueError
+    if text to read is larger than this machine's memory (a file with holes takes no space on a disk).
 
     Example:
         >>> import tempfile
@@ -80,6 +81,8 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise UnsafeFileError(path)
+        if mode == "r":
+            check_fits_memory(path, os.fstat(descriptor).st_size)
         if flags & os.O_TRUNC:
             os.ftruncate(descriptor, 0)
     except BaseException:
@@ -88,6 +91,16 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
     if "b" in mode:
         return os.fdopen(descriptor, mode)
     return os.fdopen(descriptor, mode, encoding="utf-8", newline=newline, errors=errors)
+
+
+def check_fits_memory(path: Path, num_bytes: int) -> None:
+    """Raise ValueError if reading a file takes more bytes than this machine's memory has."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > memory:
+        raise ValueError(
+            f"{path} takes {num_bytes / 1e9:.0f} GB to read, and this machine has {memory / 1e9:.0f} GB of memory: it "
+            "is damaged, or of a run that a larger machine must read"
+        )
 
 
 def read_text(path: Path, *, newline: str | None = None, errors: str | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,18 +41,32 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
 def load_language_model(path: str | os.PathLike[str], *, dtype: torch.dtype) -> PreTrainedModel:
     """Load the language model of a checkpoint under the checkpoint's own class; encoders of images are left out.
 
-    What is left out is None in the module tree, and is neither read nor allocated.
+    What is left out is None in the module tree, and is neither read nor allocated. Code that comes with a checkpoint is
+    not run.
 
     Raises:
         ImportError: if the class needs a package that is not installed.
-        OSError, ValueError: as transformers raises them.
+        OSError: as transformers raises it.
+        ValueError: as transformers raises it, and if the weights cannot be read.
     """
     import transformers
+    from safetensors import SafetensorError
 
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
+    try:
+        return _load(path, config, dtype)
+    except (SafetensorError, UnpicklingError) as error:
+        raise ValueError(f"{path} has no weights that can be read: {error!s:.200}") from error
+
+
+def _load(path: str | os.PathLike[str], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    import transformers
+
     kind = class_with_images(config)
     if kind is None:
-        return transformers.AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=False
+        )
 
     class LanguageModel(kind):  # type: ignore[valid-type, misc]
         # Unread weights of the checkpoint are expected.

@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from llmrl._utils.terminal import printable
+
 console = Console()
 Model = Annotated[str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")]
@@ -27,5 +29,6 @@ ChatTemplate = Annotated[
 
 def fail(message: object, *, exit_code: int = 2) -> typer.Exit:
     """Print an error and return the exit; the default exit code is that of wrong usage."""
-    Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {escape(str(message))}", highlight=False, soft_wrap=True)
+    text = escape(printable(str(message)))
+    Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {text}", highlight=False, soft_wrap=True)
     return typer.Exit(exit_code)

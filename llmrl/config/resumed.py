@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from llmrl._utils.cpu_limit import CpuLimitError, call_within
 from llmrl._utils.files import UnsafeFileError, open_file, write_atomically
 from llmrl._utils.json_values import by_dotted_name
 from llmrl.config.sections import ScriptConfig
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 CONFIG_NAME = "config.yaml"
+_READING_SECONDS = 10.0
+"""CPU time limit of reading a configuration, whose entries may repeat one another; it normally takes milliseconds."""
 
 Entries: TypeAlias = dict[str, object]
 """Entries of a configuration, with nested groups."""
@@ -58,12 +61,12 @@ def load_config(folder: Path) -> Entries:
     path = folder / CONFIG_NAME
     try:
         with open_file(path) as file:
-            saved = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+            saved = call_within(lambda: OmegaConf.to_container(OmegaConf.load(file), resolve=True), _READING_SECONDS)
         if not isinstance(saved, dict):
             raise ValueError("it holds no sections")
     except UnsafeFileError:
         raise
-    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
+    except (ValueError, OSError, YAMLError, OmegaConfBaseException, CpuLimitError) as error:
         raise DamagedFileError(f"{path} is damaged: {error}. Put a copy of it in its place.") from error
     return {str(name): value for name, value in saved.items()}
 

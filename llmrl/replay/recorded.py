@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -103,14 +104,14 @@ class RecordedRun:
     def config(self, changes: Sequence[str] = ()) -> GRPOConfig:
         """Return the run's configuration, changed by entries such as `train.clip_epsilon=0.3`, for this machine.
 
-        The number of ranks is the run's, since it decides the order of sums; it is 1 if this machine lacks the GPUs.
+        The number of ranks is the run's, since it decides the order of sums; it is 1 if this machine has fewer GPUs, or
+        cores.
 
         Raises ValueError if the run is not one of GRPO, or if an entry is unknown or out of range.
         """
         cfg = self._typed(changes)
-        if cfg.train.device != "cpu":
-            cfg.engine = replace(cfg.engine, use_ray=False)  # no GPU is reserved for the trainer
-            cfg.train = _on_this_machine(cfg.train)
+        cfg.engine = replace(cfg.engine, use_ray=False)  # no GPU is reserved for the trainer
+        cfg.train = _on_this_machine(cfg.train)
         return cfg
 
     def changes_here(self) -> dict[str, tuple[object, object]]:
@@ -166,8 +167,9 @@ def _check_is_there(path: Path) -> None:
 
 
 def _on_this_machine(train: GRPOTrainConfig) -> GRPOTrainConfig:
-    """Return the entries of a trainer on GPUs for those that are here, or for the CPU."""
+    """Return the entries of a trainer for the GPUs that are here, or for the CPU."""
     num_gpus = torch.cuda.device_count()
-    if not num_gpus:
-        return replace(train, device="cpu", num_ranks=1, head_kernel="torch")
-    return replace(train, device="cuda", num_ranks=train.num_ranks if train.num_ranks <= num_gpus else 1)
+    if train.device != "cpu" and num_gpus:
+        return replace(train, device="cuda", num_ranks=train.num_ranks if train.num_ranks <= num_gpus else 1)
+    is_other = train.device != "cpu" or train.num_ranks > (os.cpu_count() or 1)
+    return replace(train, device="cpu", head_kernel="torch", num_ranks=1 if is_other else train.num_ranks)

@@ -172,7 +172,11 @@ def _compare_prompts(run: RecordedRun, step: int) -> Compared:
     for record in run.records(step):
         prompt = [dict(one) for one in prompt_of(record["messages"])]
         if (text := json.dumps(prompt)) not in known:
-            known[text] = [_prompt_ids(tokenizer, prompt) for tokenizer in (recorded, current)]
+            try:
+                known[text] = [_prompt_ids(tokenizer, prompt) for tokenizer in (recorded, current)]
+            except Exception as error:  # a template may raise any error
+                note = f"a template fails on the messages of rollout {record['rollout_id']}: {error}"
+                return Compared("prompts", note=note)
         for place, (ours, theirs) in enumerate(zip_longest(*known[text], fillvalue=math.nan)):
             compared.add(f"token {place} of the prompt of rollout {record['rollout_id']}", ours, theirs)
     return compared
@@ -190,7 +194,7 @@ def _compare_rewards(run: RecordedRun, step: int, reward: str | None) -> Compare
     rubric = None if reward is None else own_rubric(reward)
     try:
         rubric = rubric or rubric_of(run)
-    except (OSError, ImportError) as error:  # its data or a package is not on this machine
+    except (OSError, ImportError, ValueError) as error:  # its data or a package is not on this machine
         compared.note = f"the environment cannot be made here ({error}): give its reward, --reward FILE.py:FUNCTION"
         return compared
     if rubric is None:

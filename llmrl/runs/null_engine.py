@@ -26,7 +26,7 @@ class NullEngine:
         """Return the model's tokenizer."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._model)
+        return AutoTokenizer.from_pretrained(self._model, trust_remote_code=False)  # else it asks on the terminal
 
     async def generate(self, *arguments: Any, **options: Any) -> Completion:
         """Raise EngineError."""

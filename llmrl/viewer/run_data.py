@@ -184,8 +184,8 @@ def read_records(path: Path) -> Iterator[Record]:
         for line in file:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # cut short by a kill
+            except (ValueError, RecursionError):
+                continue  # cut short by a kill, or nested without end
             if not _is_record(record):
                 continue  # damaged
             if (key := key_of(cast(Record, record))) not in seen:
@@ -193,14 +193,15 @@ def read_records(path: Path) -> Iterator[Record]:
                 yield cast(Record, record)
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
+_MAX_BITS = 1000
+"""Size of an integer that a float can have."""
+_TYPES: dict[str, type] = {
     "step": int,
     "split": str,
     "group_id": str,
     "rollout_id": str,
     "status": str,
     "reason": str,
-    "reward": (int, float),
     "messages": list,
     "turns": list,
     "is_scored": bool,
@@ -218,9 +219,13 @@ def _is_record(value: object) -> bool:
     return (
         all(isinstance(value[name], kind) for name, kind in _TYPES.items() if name in value)
         and _are_messages(value["messages"])
-        and all(isinstance(number, int | float) for number in value.get("reward_breakdown", {}).values())
+        and all(map(_is_number, (value["reward"], *value.get("reward_breakdown", {}).values())))
         and all(_is_turn(turn, place) for place, turn in enumerate(value.get("turns", ())))
     )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and value.bit_length() < _MAX_BITS)
 
 
 def _is_turn(value: object, place: int) -> bool:
@@ -231,7 +236,16 @@ def _is_turn(value: object, place: int) -> bool:
 
 
 def _are_messages(values: list[object]) -> bool:
-    return all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in values)
+    return all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and _are_calls(one.get("tool_calls") or [])
+        for one in values
+    )
+
+
+def _are_calls(values: object) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in values
+    )
 
 
 def recorded_tokenizer(folder: RunFolder) -> Tokenizer | None:

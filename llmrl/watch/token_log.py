@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from llmrl._utils.files import open_file, write_atomically
+from llmrl._utils.files import check_fits_memory, open_file, write_atomically
 from llmrl.data.state_file import DamagedFileError
 from llmrl.data.tensordicts import batch_elements, plain
 
@@ -25,6 +23,8 @@ _DTYPES = {
     "trainer_log_probs": np.float32,
     "versions": np.int32,
 }
+_BYTES_IN_LISTS = 7
+"""Bytes of a row's lists for each byte of its arrays: of a token 120 (a number is an object) and 17."""
 TOKEN_KEYS = (
     ("tokens", "full"),
     ("masks", "all_assistant_mask"),
@@ -138,12 +138,14 @@ class TokenLog:
             return self._read(path)
         except FileNotFoundError:
             raise FileNotFoundError(f"{path} is missing: the tokens of step {step} were lost or not stored.") from None
-        except (ValueError, KeyError, EOFError, TypeError, AttributeError, zlib.error, zipfile.BadZipFile) as error:
+        except Exception as error:  # a file of unknown origin may raise any error
             raise DamagedFileError(f"{path} is damaged: {error}. Remove it to see the rest of the run.") from error
 
     @staticmethod
     def _read(path: Path) -> list[TokenRow]:
         with open_file(path, "rb") as file, np.load(file) as data:
+            num_bytes = sum(entry.file_size for entry in data.zip.infolist())
+            check_fits_memory(path, num_bytes * _BYTES_IN_LISTS)  # zeros are compressed to a thousandth
             ends = data["lengths"].cumsum()[:-1]
             columns = {name: [part.tolist() for part in np.split(data[name], ends)] for name in _DTYPES}
             heads = zip(data["rollout_ids"], data["row_indices"], data["advantages"], strict=True)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import base64
 import gzip
 import importlib
-import io
 import json
 import math
 import re
 import shutil
 import sys
 
-import httpx
+import numpy as np
 import pytest
 import torch
 from opened_pages import opened
 from pytest import approx
-from rich.console import Console
+from recorded_runs import NUM_STEPS, call, edit_jsonl, make_agent, train_run
 from tensordict import lazy_stack
-from typer.testing import CliRunner
 
-from llmrl import AgentEnv, DatasetChatEnv, RubricReward, TransformersEngine, train
-from llmrl.cli.app import app
 from llmrl.data.state_file import load_state, save_state
 from llmrl.replay.page import write_what_if
 from llmrl.replay.recorded import RecordedRun
@@ -31,86 +27,6 @@ from llmrl.replay.step import replay_step
 from llmrl.replay.what_if import what_if
 from llmrl.runs.run_folder import RunFolder
 from llmrl.watch.tracking import as_recorded
-
-NUM_STEPS = 4
-REWARDS = """
-import random
-
-def length(completion):
-    return float(len(completion) % 7) / 7
-
-def other_length(completion):
-    return float(len(completion) % 7 + (len(completion) % 11 == 3)) / 7
-
-def negative(completion):
-    return -length(completion)
-
-def noise(completion):
-    return random.random()
-"""
-
-
-def length(completion):
-    return float(len(completion) % 7) / 7
-
-
-def make_env():
-    env = DatasetChatEnv([f"{a} + 1 =" for a in range(6)], repeats=4, name="train", shuffle=True)
-    return env.append_transform(RubricReward(length))
-
-
-def ask_twice(row, model):
-    """An agent that asks on in its conversation, then in a new one; the rollout has two training rows."""
-    client = httpx.Client(base_url=model.base_url, headers={"Authorization": f"Bearer {model.api_key}"}, timeout=600)
-
-    def answer(messages):
-        asked = client.post("/chat/completions", json={"model": model.name, "messages": messages}).raise_for_status()
-        return asked.json()["choices"][0]["message"]
-
-    with client:
-        messages = [{"role": "user", "content": row["query"]}]
-        messages += [answer(messages), {"role": "user", "content": "And then?"}]
-        said = [answer(messages)["content"], answer([{"role": "user", "content": "Well?"}])["content"]]
-    return length("".join(said))
-
-
-def make_agent():
-    return AgentEnv(ask_twice, [{"query": f"{a} + 1 ="} for a in range(6)], repeats=4, name="train")
-
-
-def train_run(model, path, make_env=make_env, **options):
-    """Train a tiny random model for some steps, and keep all batches."""
-    engine = TransformersEngine(model)
-    settings = {"num_steps": NUM_STEPS, "groups_per_batch": 2, "max_new_tokens": 6, "learning_rate": 1e-2}
-    settings |= {"keep_batches": True, "checkpoint_every": 3, "console": Console(file=io.StringIO())}
-    try:
-        return train(model, make_env(), path=path, engine=engine, **{**settings, **options})
-    finally:
-        engine.shutdown()
-
-
-@pytest.fixture(scope="module")
-def recorded(tiny_model_path, tmp_path_factory, takes_long):
-    return train_run(tiny_model_path, tmp_path_factory.mktemp("recorded") / "run")
-
-
-@pytest.fixture
-def run_path(recorded, tmp_path):
-    """A copy of the recorded run, which a test may damage."""
-    return shutil.copytree(recorded, tmp_path / "run")
-
-
-@pytest.fixture
-def rewards(tmp_path):
-    path = tmp_path / "rewards.py"
-    path.write_text(REWARDS)
-    return path
-
-
-def call(*arguments):
-    result = CliRunner().invoke(app, list(map(str, arguments)))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
 
 
 def results_of(replayed):
@@ -151,11 +67,6 @@ def test_steps_on_answers_of_older_weights_are_computed_again_bit_by_bit(tiny_mo
     for step in (4, 5):
         replayed = replay_step(run, step, quantities=["advantages", "log_probs", "metrics"])
         assert all(results_of(replayed).values()) and len(results_of(replayed)) == 3, replayed
-
-
-def edit_jsonl(path, edit):
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(edit(record)) + "\n" for record in records))
 
 
 def test_a_reward_function_that_has_changed_is_the_first_difference(run_path, rewards):
@@ -214,8 +125,6 @@ def test_a_template_of_another_version_is_named_by_replay_and_by_bisect(recorded
 
 def test_an_advantage_of_the_wrong_sign_is_found(run_path):
     tokens = run_path / "tokens" / "000002.npz"
-    import numpy as np
-
     with np.load(tokens) as data:
         arrays = {**data, "advantages": -data["advantages"]}
     np.savez_compressed(tokens.open("wb"), **arrays)
@@ -241,82 +150,6 @@ def test_another_loss_is_found_in_the_metrics(run_path):
     config.write_text(config.read_text().replace("loss: grpo", "loss: cispo"))
     replayed = replay_step(RecordedRun(run_path), 2, quantities=["log_probs", "metrics"])
     assert replayed.first_difference.quantity == "metrics"
-
-
-@pytest.mark.parametrize(
-    ("damage", "exit_code"),
-    [
-        ({"step": []}, 0),
-        ({"turns": [{"parent": 3, "messages": []}]}, 0),
-        ({"messages": [{"content": "no role"}]}, 0),
-        ({"reward_breakdown": {"length": "high"}}, 0),
-        ({"status": "praised"}, 2),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_records_that_no_run_writes_are_left_out_or_refused(run_path, rewards, tmp_path, damage, exit_code):
-    """A folder may come from another person: every command ends with a result or a message."""
-    path = run_path / "rollouts.jsonl"
-    last = json.loads(path.read_text().splitlines()[-1])
-    edit_jsonl(path, lambda one: {**one, **damage} if one["rollout_id"] == last["rollout_id"] else one)
-    scored = call("rescore", run_path, "--reward", f"{rewards}:length", "--json")
-    assert scored.exit_code == exit_code
-    if not exit_code:
-        assert json.loads(scored.output)["num_rollouts"] == 4 * NUM_STEPS * 2 - 1
-    else:
-        assert last["rollout_id"] in scored.output and "praised" in scored.output
-    called = call("conversations", run_path, tmp_path / "said.jsonl", "--as", "sft")
-    assert called.exit_code == 0
-
-
-def test_a_step_without_its_batch_says_what_would_have_kept_it(run_path):
-    (run_path / "batches" / "000001.safetensors").unlink()
-    called = call("replay", run_path, "--step", 2)
-    assert called.exit_code == 2 and "run.keep_batches=true" in called.output
-    assert call("replay", run_path, "--step", 2, "--quantities", "advantages").exit_code == 0
-    called = call("replay", run_path, "--step", 9)
-    assert called.exit_code == 2 and "1 to 4" in called.output
-
-
-def first_line(data):
-    return data.splitlines(keepends=True)[0]
-
-
-def cut(data):
-    return data[: len(data) * 4 // 10]
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("metrics.csv", None),
-        ("metrics.csv", first_line),
-        ("rollouts.jsonl", None),
-        ("rollouts.jsonl", first_line),
-        ("rollouts.jsonl", cut),  # in the middle of step 2
-        ("tokens/000002.npz", None),
-        ("tokens/000002.npz", cut),
-    ],
-)
-def test_a_file_that_is_missing_or_cut_is_named_before_the_model_is_loaded(
-    recorded, run_path, tiny_model_path, tmp_path, name, damage
-):
-    config = run_path / "config.yaml"
-    config.write_text(config.read_text().replace(str(tiny_model_path), str(tmp_path / "no model")))
-    path = run_path / name
-    if damage is None:
-        path.unlink()
-    else:
-        path.write_bytes(damage(path.read_bytes()))
-    for arguments in (
-        ("replay", run_path, "--step", 2),
-        ("replay", run_path, "--step", 2, "loss=dapo"),
-        ("bisect", recorded, run_path),
-        ("fork", run_path, f"run.path={tmp_path / 'forked'}", "--step", 2),
-    ):
-        called = call(*arguments)
-        assert called.exit_code == 2 and name in called.output and "no model" not in called.output, called.output
-    assert not (tmp_path / "forked").exists()
 
 
 def test_a_run_of_other_ranks_and_devices_says_what_this_machine_computes_otherwise(run_path, tmp_path, monkeypatch):
@@ -450,8 +283,6 @@ def test_two_runs_part_at_the_step_where_one_of_them_was_changed(tiny_model_path
 
 
 def test_an_edited_token_is_where_two_runs_part(recorded, run_path, tmp_path, own_programs):
-    import numpy as np
-
     tokens = run_path / "tokens" / "000003.npz"
     with np.load(tokens) as data:
         arrays = dict(data)
