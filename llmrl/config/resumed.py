@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.yaml"
 _READING_SECONDS = 10.0
-"""CPU time limit of reading a configuration, whose entries may repeat one another; it normally takes milliseconds."""
+"""CPU time limit of reading a configuration, since entries may repeat each other; it normally takes milliseconds."""
 
 Entries: TypeAlias = dict[str, object]
 """Entries of a configuration, with nested groups."""
