@@ -91,7 +91,7 @@ def _differences(first: RecordedRun, second: RecordedRun, step: int) -> Iterator
     for key in rows[0]:
         advantages = (rows[0][key].advantage, rows[1][key].advantage)
         if not is_same(*advantages):
-            meaning = "the baseline or its normalization"
+            meaning = "another normalization, a sign, or rollouts left out of the baseline"
             yield Parting(step, "advantage", f"rollout {key[0]}", *advantages, meaning, key[0])
     for name in first.metrics(step):
         values = (first.metrics(step)[name], second.metrics(step).get(name, math.nan))
