@@ -53,9 +53,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Fork engines from a process that has imported vLLM, but on GPUs, which a fork cannot use."""
+    """Fork processes from one that has imported vLLM, but on GPUs, which a fork cannot use."""
     fixtures = set(item.fixturenames)
-    if "real_vllm" not in fixtures or "spawned_engines" in fixtures or Path("/dev/nvidiactl").exists():
+    is_starting = not fixtures.isdisjoint(("real_vllm", "own_programs"))
+    if not is_starting or "spawned_engines" in fixtures or Path("/dev/nvidiactl").exists():
         return (yield)
     from warm_processes import fork_what_is_spawned
 
@@ -72,6 +73,17 @@ def pytest_runtest_teardown(item, nextitem):
         for name in (*SHARED[group], "reference_model"):
             for fixture in item.session._fixturemanager.getfixturedefs(name, item) or ():
                 fixture.finish(item._request)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config):
+    """Fork the processes that tests run in, too: not on GPUs, nor where coverage is to see what imports run."""
+    if Path("/dev/nvidiactl").exists() or config.getoption("cov_source", None):
+        return
+    import execnet.gateway_io
+    from warm_processes import worker_io
+
+    execnet.gateway_io.Popen2IOMaster = worker_io(has_engines="not engine" not in config.option.markexpr)
 
 
 @pytest.hookimpl(optionalhook=True)

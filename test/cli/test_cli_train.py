@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from warm_processes import run_warm
 
 from llmrl.cli import train as command
 from llmrl.cli.app import app
 
-ROOT = Path(__file__).resolve().parents[2]
 runner = CliRunner()
 
 
@@ -78,12 +75,11 @@ folder.close()
 def test_json_is_one_object_and_the_rest_goes_to_stderr(tmp_path, own_programs):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "sums.py").write_text("def env(split, repeats): ...")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     program = "import llmrl.cli.run_report as r; r.MODULE = 'script'; from llmrl.cli.app import app; app()"
 
     def run(*words):
-        command = [sys.executable, "-c", program, *words]
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        result = run_warm([sys.executable, "-c", program, *words], cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
         return json.loads(result.stdout), result.stderr
 
     report, others = run("train", "sums.py:env", "--json", "run.path=runs/mine")

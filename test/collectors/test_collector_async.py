@@ -20,6 +20,7 @@ import pytest
 import torch
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from waiting import wait_until
+from warm_processes import WarmPopen
 
 from llmrl.collectors import CollectionStalled, DropReason, GroupRules, LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus, StopReason
@@ -567,7 +568,7 @@ def is_session_alive(session):
 
 
 def end_while_collecting(code, how):
-    process = subprocess.Popen(
+    process = WarmPopen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout.readline() == "collecting\n", process.stderr.read()

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,14 +98,14 @@ def test_an_entry_that_is_none_or_of_another_type_is_refused(overrides, message)
 
 def test_a_misspelt_entry_on_the_command_line_is_answered_with_the_nearest(tmp_path, own_programs):
     command = [sys.executable, str(SCRIPTS / "grpo/grpo-async.py"), "train.learning_rat=1e-5"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = run_warm(command, cwd=tmp_path)
     assert result.returncode == 1 and "Did you mean 'train.learning_rate'?" in result.stderr
     assert "Traceback" not in result.stderr and list(tmp_path.iterdir()) == []
 
 
 def test_the_help_of_a_script_names_what_an_entry_may_be(tmp_path, own_programs):
     command = [sys.executable, str(SCRIPTS / "grpo/grpo-sync.py"), "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = run_warm(command, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for line in (
         "loss: grpo, dr_grpo, dapo, cispo, gspo, rloo, dppo",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import threading
 import time
 
 import pytest
 import torch
+from warm_processes import run_warm
 
 from llmrl.engines import Engine, EngineError, SamplingConfig, TransformersEngine
 
@@ -307,4 +307,4 @@ sys.exit(7)
 
 
 def test_a_program_that_ends_while_the_engine_computes_ends_as_it_says(own_programs):
-    assert subprocess.run([sys.executable, "-c", LEAVING], capture_output=True).returncode == 7
+    assert run_warm([sys.executable, "-c", LEAVING]).returncode == 7

@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import gc
 import importlib.util
+import itertools
 import logging
 import os
 import pickle
@@ -32,15 +33,17 @@ from pathlib import Path
 from unittest import mock
 
 # What the processes import. None of it may start a thread: a process that has several cannot be forked.
-MODULES = (
+ENGINE_MODULES = (
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.models.llama",
     "vllm.v1.engine.async_llm",
+    "llmrl.weight_sync.plugin",
+)
+MODULES = (
     "llmrl",
     "llmrl.engines",
-    "llmrl.weight_sync.plugin",
     # What scripts and ranks import besides.
     "llmrl.runs.grpo",
     "hydra",
@@ -64,12 +67,12 @@ class WarmServer:
         self._is_ready = False
 
     @classmethod
-    def launch(cls, environment):
-        """Start a server in an interpreter of its own."""
+    def launch(cls, environment, *, has_engines=True):
+        """Start a server in an interpreter of its own; without engines it does not import vLLM."""
         connection, its_end = socket.socketpair()
         with its_end:
             number = its_end.fileno()
-            command = [sys.executable, __file__, str(number)]
+            command = [sys.executable, __file__, str(number), *(["engines"] if has_engines else [])]
             return cls(connection, subprocess.Popen(command, env=environment, pass_fds=[number]))
 
     @classmethod
@@ -183,8 +186,11 @@ def become(request, files):
     os.environ.update(environment)
     os.chdir(folder)
     catch_up(environment)
-    util.spawnv_passfds = forking(WarmServer.fork())
-    first, *rest = arguments
+    # Under this name the program finds it, and asks the same server.
+    sys.modules["warm_processes"] = sys.modules["__main__"]
+    _servers[key_of(environment)] = own = WarmServer.fork()
+    util.spawnv_passfds = forking(own)
+    first, *rest = itertools.dropwhile(lambda word: word in ("-u", "-B"), arguments)
     if first == "-m":
         sys.argv, sys.path[0] = rest, folder
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -208,14 +214,19 @@ _servers: dict[tuple[tuple[str, str], ...], WarmServer] = {}
 _lock = threading.Lock()
 
 
-def server_for(environment):
-    """The server of processes with this environment; it is launched when it is first asked for."""
+def key_of(environment):
+    """What processes of one server have in common."""
     early = {name: text for name, text in environment.items() if name.startswith(READ_EARLY)}
     if "LD_LIBRARY_PATH" in early:
         # OpenCV, which vLLM imports, adds a folder of its own: a process that has imported it needs no other server.
         folders = early["LD_LIBRARY_PATH"].split(":")
         early["LD_LIBRARY_PATH"] = ":".join(folder for folder in folders if folder and "/cv2/" not in folder)
-    key = tuple(sorted((name, text) for name, text in early.items() if text))
+    return tuple(sorted((name, text) for name, text in early.items() if text))
+
+
+def server_for(environment):
+    """The server of processes with this environment; it is launched when it is first asked for."""
+    key = key_of(environment)
     with _lock:
         if key not in _servers:
             # With more threads for numerics the server would have several, and could not be forked.
@@ -270,8 +281,25 @@ def run_warm(command, *, timeout=None, **options):
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def worker_io(*, has_engines):
+    """What pytest-xdist starts its processes with: they are forked from one that has imported what they will."""
+    from execnet.gateway_base import Popen2IO
+    from execnet.gateway_io import Popen2IOMaster
+
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a process per core
+    _servers[key_of(environment)] = WarmServer.launch(environment, has_engines=has_engines)
+
+    class WarmIO(Popen2IOMaster):
+        def __init__(self, args, execmodel):
+            self.popen = WarmPopen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+            Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
+
+    return WarmIO
+
+
 def main():
-    for name in MODULES:
+    is_for_engines = "engines" in sys.argv
+    for name in (*(ENGINE_MODULES if is_for_engines else ()), *MODULES):
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     gc.collect()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+from warm_processes import run_warm
 
 PROGRAM = """
 import sys
@@ -71,5 +71,5 @@ def test_a_given_llm_generates_what_a_scorer_scores_alike(tiny_model_path, tmp_p
     program.write_text(PROGRAM)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     command = [sys.executable, program, tiny_model_path]
-    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    ended = run_warm(command, env=os.environ | variables)
     assert ended.returncode == 0 and ended.stdout.endswith("all is so\n"), ended.stdout[-2000:] + ended.stderr[-4000:]

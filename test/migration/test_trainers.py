@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 from functools import partial
 
@@ -14,6 +13,7 @@ from torchrl.record.loggers import CSVLogger
 from torchrl.trainers import LogScalar, MixedPrecisionOptimizationStepper, Trainer
 from torchrl.trainers.algorithms.grpo import GRPOTrainer
 from transformers import AutoModelForCausalLM
+from warm_processes import run_warm
 
 from llmrl.collectors import LLMCollector
 from llmrl.envs import DatasetChatEnv
@@ -192,6 +192,6 @@ collector = LLMCollector(
 collector.next()
 print("batch")
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = run_warm([sys.executable, "-c", program])
     assert ended.stdout.endswith("batch\n") and ended.returncode == 0, ended.stderr
     assert "was destroyed but it is pending" not in ended.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import killed_runs
 import pytest
 import torch
 from killed_runs import NUM_STEPS, Scheme, train
+from warm_processes import run_warm
 
 from llmrl.runs.batch_source import BatchSource
 from llmrl.runs.evaluation import Evaluator
@@ -30,7 +30,7 @@ KNOWN = ("eval/sums/pass@1", "eval/sums/reward", "reward_mean", "learning_rate",
 @pytest.mark.timeout(120 + 60 * NUM_KILLS)
 def test_whenever_a_run_is_killed_it_ends_with_the_weights_of_one_that_was_not(model_path, tmp_path, own_programs):
     command = [sys.executable, killed_runs.__file__, str(tmp_path), str(NUM_KILLS), "0"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run_warm(command)
     assert result.returncode == 0, result.stdout + result.stderr
     whole = json.loads((tmp_path / "whole/weights.json").read_text())
     moved = [value for values in whole["weights"].values() for value in values]
