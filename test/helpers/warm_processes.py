@@ -217,10 +217,9 @@ _lock = threading.Lock()
 def key_of(environment):
     """What processes of one server have in common."""
     early = {name: text for name, text in environment.items() if name.startswith(READ_EARLY)}
-    if "LD_LIBRARY_PATH" in early:
-        # OpenCV, which vLLM imports, adds a folder of its own: a process that has imported it needs no other server.
-        folders = early["LD_LIBRARY_PATH"].split(":")
-        early["LD_LIBRARY_PATH"] = ":".join(folder for folder in folders if folder and "/cv2/" not in folder)
+    # What a process that has imported vLLM has besides: OpenCV adds a folder of its own, vLLM the libgomp of torch.
+    for name, part in (("LD_LIBRARY_PATH", "/cv2/"), ("LD_PRELOAD", "/torch/lib/")):
+        early[name] = ":".join(path for path in early.get(name, "").split(":") if path and part not in path)
     return tuple(sorted((name, text) for name, text in early.items() if text))
 
 
