@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -24,7 +25,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A mark is set by what a test asks for, itself or through another fixture.
 MARKS = {"real_vllm": "engine", "ray_nodes": "ray", "own_programs": "slow", "takes_long": "slow"}
 # Files that share what takes long to start run in one process; the others go one by one.
-SHARED = {"the engine": ("vllm_engine", "trainable_engine"), "the cluster": ("ray_nodes", "ray_cluster")}
+SHARED = {
+    "the examples": ("example_engine",),
+    "the engine": ("vllm_engine", "trainable_engine"),
+    "the cluster": ("ray_nodes", "ray_cluster"),
+}
 # Of tests that start programs: on a machine that is busy with other things each start can take a minute.
 TIMEOUT_S = 900
 
@@ -70,7 +75,7 @@ def pytest_runtest_teardown(item, nextitem):
     yield
     group = group_of(item.path)
     if "PYTEST_XDIST_WORKER" in os.environ and group in SHARED and (not nextitem or group_of(nextitem.path) != group):
-        for name in (*SHARED[group], "reference_model"):
+        for name in (*SHARED[group], "started_example_engine", "reference_model"):
             for fixture in item.session._fixturemanager.getfixturedefs(name, item) or ():
                 fixture.finish(item._request)
 
@@ -169,20 +174,55 @@ def vllm_engine(model_path, real_vllm):
     engine.shutdown()
 
 
+@contextlib.contextmanager
+def weights_put_back(engine, load_model):
+    """Give an engine that was given other weights those of a model again."""
+    version = engine.policy_version
+    yield
+    if engine.policy_version != version:
+        from llmrl import VLLMWeightSyncScheme, get_model_metadata
+
+        sender, model = VLLMWeightSyncScheme().create_sender(), load_model()
+        sender.register_model(model)
+        sender.init_all_workers_group(get_model_metadata(model), engine)
+        sender.update_weights()
+        engine.policy_version = version
+
+
 @pytest.fixture
 def trainable_engine(vllm_engine, request):
     """The session's engine for a test that may give it other weights; they are put back."""
-    version = vllm_engine.policy_version
-    yield vllm_engine
-    if vllm_engine.policy_version != version:
-        from llmrl import VLLMWeightSyncScheme, get_model_metadata
+    with weights_put_back(vllm_engine, lambda: request.getfixturevalue("reference_model")):
+        yield vllm_engine
 
-        sender = VLLMWeightSyncScheme().create_sender()
-        model = request.getfixturevalue("reference_model")
-        sender.register_model(model)
-        sender.init_all_workers_group(get_model_metadata(model), vllm_engine)
-        sender.update_weights()
-        vllm_engine.policy_version = version
+
+@pytest.fixture(scope="session")
+def started_example_engine(tmp_path_factory, real_vllm):
+    """An engine of a tiny model that answers with digits, and the home in which it is the embedded model."""
+    from biased_models import save_as_embedded
+
+    from llmrl.engines import AsyncVLLM
+
+    home = tmp_path_factory.mktemp("home")
+    folder = save_as_embedded(home)
+    with AsyncVLLM.from_pretrained(folder, max_model_len=2048, kv_cache_memory=1 << 28, cpu_threads=1) as engine:
+        yield engine, folder, home
+
+
+@pytest.fixture
+def example_engine(started_example_engine, monkeypatch):
+    """What examples run on, in place of the embedded model and an engine with it; its weights are put back."""
+    engine, folder, home = started_example_engine
+    monkeypatch.setenv("LLMRL_HOME", str(home))
+
+    def load_model():
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    with weights_put_back(engine, load_model):
+        yield engine
 
 
 @pytest.fixture(scope="session")

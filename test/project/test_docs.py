@@ -58,16 +58,16 @@ def test_examples_run(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name, (_, source) in SOURCES.items() if "AsyncVLLM" in source])
-def test_examples_run_on_a_real_engine(name, tmp_path, monkeypatch, trainable_engine):
+def test_examples_run_on_a_real_engine(name, tmp_path, monkeypatch, example_engine):
     monkeypatch.chdir(tmp_path)
-    signature = inspect.signature(type(trainable_engine).from_pretrained)
+    signature = inspect.signature(type(example_engine).from_pretrained)
 
     def started_before(*arguments, **options):
         signature.bind(*arguments, **options)
-        return trainable_engine
+        return example_engine
 
-    monkeypatch.setattr(type(trainable_engine), "from_pretrained", started_before)
-    monkeypatch.setattr(trainable_engine, "shutdown", lambda: None)
+    monkeypatch.setattr(type(example_engine), "from_pretrained", started_before)
+    monkeypatch.setattr(example_engine, "shutdown", lambda: None)
     known = keywords_of(llmrl.train)
     # Tests of `train` and an example train.
     monkeypatch.setattr(llmrl, "train", lambda *arguments, **options: refuse_unknown("train", options, known))

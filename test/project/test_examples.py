@@ -1,4 +1,4 @@
-"""Every example runs, on the session's engine, and prints something."""
+"""Every example runs, on an engine with a tiny model, and prints something."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path, trainable_engine, capsys):
+def test_example_runs(path, example_engine, capsys):
     spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.main(trainable_engine)
+    module.main(example_engine)
     assert capsys.readouterr().out.strip()

@@ -14,12 +14,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
+from biased_models import save_model_that_says
 from transformers import AutoModelForCausalLM
 from waiting import is_running
 from warm_processes import WarmPopen, run_warm
-
-from llmrl.testing import make_tiny_model
 
 SCRIPTS = Path(__file__).parents[2] / "sota-implementations" / "grpo"
 SMALL = (
@@ -28,25 +26,13 @@ SMALL = (
     "run.checkpoint_every=2",
     "engine.cpu_threads=1",
 )
+EOS = 2  # of the tokenizer of tiny models
 # What a random model does in half of its answers.
 PROBLEM = {
     "prompt": "Say something.",
     "instruction_id_list": ["length_constraints:number_words"],
     "kwargs": [{"relation": "at least", "num_words": 3}],
 }
-
-
-def save_model_that_ends(path):
-    """A random model that ends its answers, one token in eight: rewards of answers that were cut do not differ."""
-    make_tiny_model(path)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 1.0
-        model.lm_head.weight[:, 0] = 0.0
-        hidden = model.model(torch.arange(100)[:, None]).last_hidden_state[:, -1, 0]
-        others = model.lm_head.weight.shape[0] / 8
-        model.lm_head.weight[model.config.eos_token_id, 0] = math.log(others) / hidden.mean()
-    model.save_pretrained(path)
 
 
 def read_csv(path):
@@ -77,7 +63,8 @@ def killed_and_resumed(tmp_path_factory, real_vllm):
     script = "grpo-async.py"
     folder = tmp_path_factory.mktemp("grpo")
     run_path = folder / "run"
-    save_model_that_ends(folder / "model")
+    # Rewards of answers that were cut do not differ.
+    save_model_that_says(folder / "model", {EOS: 1 / 9})
     (folder / "problems.jsonl").write_text(f"{json.dumps(PROBLEM)}\n" * 100)
     begin = (*SMALL, f"model.path={folder / 'model'}", f"env.data={folder / 'problems.jsonl'}", "train.num_steps=50")
     with (folder / "first.log").open("w") as log:
