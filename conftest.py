@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 from pathlib import Path
@@ -33,6 +34,7 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def pytest_unconfigure():
-    """Let the interpreter end as it does: libraries report what is left then as leaks."""
+@atexit.register
+def let_the_interpreter_end_as_it_does():
+    """Libraries report what is left then as leaks. Before that pytest looks for garbage, five times."""
     gc.unfreeze()

@@ -52,6 +52,8 @@ MODULES = (
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
 )
+# What files of tests import, of which each process imports all.
+TEST_MODULES = ("anthropic", "openai", "aiohttp.web", "gymnasium", "mcp", "torchrl.trainers")
 # Variables that are read before a program runs: those of a warm process are the server's.
 READ_EARLY = ("CUDA_", "GOMP_", "HF_", "LD_", "MKL_", "PYTHONHASHSEED", "PYTHONPATH", "TRANSFORMERS_")
 PR_SET_CHILD_SUBREAPER = 36
@@ -67,12 +69,12 @@ class WarmServer:
         self._is_ready = False
 
     @classmethod
-    def launch(cls, environment, *, has_engines=True):
-        """Start a server in an interpreter of its own; without engines it does not import vLLM."""
+    def launch(cls, environment, *parts):
+        """Start a server in an interpreter of its own, which imports what `engines` or `tests` need besides."""
         connection, its_end = socket.socketpair()
         with its_end:
             number = its_end.fileno()
-            command = [sys.executable, __file__, str(number), *(["engines"] if has_engines else [])]
+            command = [sys.executable, __file__, str(number), *parts]
             return cls(connection, subprocess.Popen(command, env=environment, pass_fds=[number]))
 
     @classmethod
@@ -229,7 +231,7 @@ def server_for(environment):
     with _lock:
         if key not in _servers:
             # With more threads for numerics the server would have several, and could not be forked.
-            _servers[key] = WarmServer.launch({**environment, "OMP_NUM_THREADS": "1"})
+            _servers[key] = WarmServer.launch({**environment, "OMP_NUM_THREADS": "1"}, "engines")
         return _servers[key]
 
 
@@ -286,7 +288,7 @@ def worker_io(*, has_engines):
     from execnet.gateway_io import Popen2IOMaster
 
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # a process per core
-    _servers[key_of(environment)] = WarmServer.launch(environment, has_engines=has_engines)
+    _servers[key_of(environment)] = WarmServer.launch(environment, "tests", *(["engines"] if has_engines else []))
 
     class WarmIO(Popen2IOMaster):
         def __init__(self, args, execmodel):
@@ -297,14 +299,18 @@ def worker_io(*, has_engines):
 
 
 def main():
-    is_for_engines = "engines" in sys.argv
-    for name in (*(ENGINE_MODULES if is_for_engines else ()), *MODULES):
+    number, *parts = sys.argv[1:]
+    for name in (
+        *(ENGINE_MODULES if "engines" in parts else ()),
+        *MODULES,
+        *(TEST_MODULES if "tests" in parts else ()),
+    ):
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "what was imported started threads"
-    become(*serve(socket.socket(fileno=int(sys.argv[1]))))
+    become(*serve(socket.socket(fileno=int(number))))
 
 
 if __name__ == "__main__":
