@@ -27,7 +27,7 @@ MARKS = {"real_vllm": "engine", "ray_nodes": "ray", "own_programs": "slow", "tak
 # Files that share what takes long to start run in one process; the others go one by one.
 SHARED = {
     "the examples": ("example_engine",),
-    "the engine": ("vllm_engine", "trainable_engine"),
+    "the engine": ("vllm_engine", "trainable_engine", "shallow_engine"),
     "the cluster": ("ray_nodes", "ray_cluster"),
 }
 # Of tests that start programs: on a machine that is busy with other things each start can take a minute.
@@ -69,15 +69,21 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
+_shared = contextlib.ExitStack()  # what the files of a group share
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
     """End what a group of files shared with its last test: an idle Ray cluster takes a tenth of a core."""
     yield
-    group = group_of(item.path)
-    if "PYTEST_XDIST_WORKER" in os.environ and group in SHARED and (not nextitem or group_of(nextitem.path) != group):
-        for name in (*SHARED[group], "started_example_engine", "reference_model"):
-            for fixture in item.session._fixturemanager.getfixturedefs(name, item) or ():
-                fixture.finish(item._request)
+    is_last = "PYTEST_XDIST_WORKER" in os.environ and nextitem and group_of(nextitem.path) != group_of(item.path)
+    if not nextitem or is_last:
+        _shared.close()
+
+
+def pytest_sessionfinish():
+    """End it where tests are given up, too."""
+    _shared.close()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -162,16 +168,43 @@ def renderer(tokenizer):
     return make_renderer(tokenizer)
 
 
+def engine_options():
+    """On all cores, unless the other processes want theirs."""
+    cpu_threads = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
+    return {"max_model_len": 2048, "kv_cache_memory": 1 << 30, "cpu_threads": cpu_threads}
+
+
 @pytest.fixture(scope="session")
 def vllm_engine(model_path, real_vllm):
     """One vLLM engine for the whole session; a test that changes its weights puts them back."""
     from llmrl.engines import AsyncVLLM
 
-    # On all cores, unless the other processes want theirs.
-    cpu_threads = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
-    engine = AsyncVLLM.from_pretrained(model_path, max_model_len=2048, kv_cache_memory=1 << 30, cpu_threads=cpu_threads)
-    yield engine
-    engine.shutdown()
+    return _shared.enter_context(AsyncVLLM.from_pretrained(model_path, **engine_options()))
+
+
+@pytest.fixture(scope="session")
+def shallow_model_path(model_path, tmp_path_factory):
+    """Folder of the embedded model with four of its layers, for tests that compare and do not read what it says."""
+    from shallow_models import save_shallow
+
+    return save_shallow(model_path, tmp_path_factory.mktemp("shallow") / "model")
+
+
+@pytest.fixture(scope="session")
+def shallow_engine(shallow_model_path, real_vllm):
+    """An engine with it for the whole session; a test that changes its weights puts them back."""
+    from llmrl.engines import AsyncVLLM
+
+    return _shared.enter_context(AsyncVLLM.from_pretrained(shallow_model_path, **engine_options()))
+
+
+@pytest.fixture(scope="session")
+def shallow_model(shallow_model_path):
+    """It in transformers, float32; a test that changes its weights puts them back."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(shallow_model_path, dtype=torch.float32).eval()
 
 
 @contextlib.contextmanager
@@ -205,8 +238,8 @@ def started_example_engine(tmp_path_factory, real_vllm):
 
     home = tmp_path_factory.mktemp("home")
     folder = save_as_embedded(home)
-    with AsyncVLLM.from_pretrained(folder, max_model_len=2048, kv_cache_memory=1 << 28, cpu_threads=1) as engine:
-        yield engine, folder, home
+    options = {"max_model_len": 2048, "kv_cache_memory": 1 << 28, "cpu_threads": 1}
+    return _shared.enter_context(AsyncVLLM.from_pretrained(folder, **options)), folder, home
 
 
 @pytest.fixture
@@ -253,8 +286,8 @@ def ray_nodes():
     head = {"num_cpus": 2, "resources": {"seat": 1}, "include_dashboard": False}
     head["_system_config"] = {f"health_check_{name}": value for name, value in health.items()}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    yield cluster
-    cluster.shutdown()
+    _shared.callback(cluster.shutdown)
+    return cluster
 
 
 @pytest.fixture(scope="session")
@@ -263,8 +296,8 @@ def ray_cluster(ray_nodes):
     import ray
 
     ray.init(address=ray_nodes.address, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    _shared.callback(ray.shutdown)
+    return ray
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ from llmrl.weight_sync import VLLMWeightSyncScheme
 NUM_TOKENS = 96
 
 
-def test_partial_rollouts_go_on_after_an_update_that_aborted_them(vllm_engine, reference_model, tokenizer):
+def test_partial_rollouts_go_on_after_an_update_that_aborted_them(shallow_engine, shallow_model, tokenizer):
     sampling = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    policy = vLLMWrapper(vllm_engine, tokenizer=tokenizer, generate_kwargs=sampling)
+    policy = vLLMWrapper(shallow_engine, tokenizer=tokenizer, generate_kwargs=sampling)
     policy.sampling = policy.sampling.with_changes(stop_token_ids=())
-    before = vllm_engine.policy_version
+    before = shallow_engine.policy_version
     batches = []
     with LLMCollector(
         DatasetChatEnv([{"query": "Tell me a story."}] * 4, repeats=4),
@@ -39,10 +39,10 @@ def test_partial_rollouts_go_on_after_an_update_that_aborted_them(vllm_engine, r
         while len(set(num_tokens)) < 8:  # tokens have come when it has changed so often
             assert time.monotonic() < deadline
             time.sleep(0.01)
-            if vllm_engine.num_in_flight == 8:
-                num_tokens.append(asyncio.run(vllm_engine.progress()))
+            if shallow_engine.num_in_flight == 8:
+                num_tokens.append(asyncio.run(shallow_engine.progress()))
         # The weights are those that the engine has: what changes is their version.
-        version = collector.update_policy_weights_(reference_model)
+        version = collector.update_policy_weights_(shallow_model)
         thread.join()
         assert version == before + 1 == collector.policy_version
         assert collector.report.num_dropped_by_reason == {}
@@ -75,7 +75,7 @@ class Higher(Game):
 
 
 def test_three_environments_in_one_run_have_exact_rows_metrics_by_name_and_resume(
-    vllm_engine, reference_model, tokenizer
+    shallow_engine, shallow_model, tokenizer
 ):
     def collector():
         envs = {
@@ -83,7 +83,7 @@ def test_three_environments_in_one_run_have_exact_rows_metrics_by_name_and_resum
             "guess": make_guess_env("train", repeats=2),
             "higher": GameEnv(lambda row: Higher(), [{"place": place} for place in range(9)], roles=Higher.roles),
         }
-        policy = vLLMWrapper(vllm_engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 6})
+        policy = vLLMWrapper(shallow_engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 6})
         limits = RolloutLimits(max_turns=3, end_at_length=False)
         return LLMCollector(MixedEnv(envs, weights={"addition": 1, "guess": 2, "higher": 1}), policy=policy,
                             groups_per_batch=4, limits=limits)  # fmt: skip
@@ -113,7 +113,7 @@ def test_three_environments_in_one_run_have_exact_rows_metrics_by_name_and_resum
         assert ids[: len(prompt)].tolist() == prompt
         mask = row["masks", "all_assistant_mask"]
         with torch.no_grad():
-            expected = reference_model(ids[None]).logits[0].double().log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+            expected = shallow_model(ids[None]).logits[0].double().log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
         torch.testing.assert_close(
             row["log_probs", "full"][1:][mask[1:]].double(), expected[mask[1:]], atol=1e-3, rtol=0
         )

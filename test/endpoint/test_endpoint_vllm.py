@@ -23,8 +23,10 @@ async def play(row, model):
     return 1.0
 
 
-def test_an_agents_rows_have_the_log_probs_of_the_model(vllm_engine, reference_model, tokenizer):
-    policy = vLLMWrapper(vllm_engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 16, "temperature": 0.8})
+def test_an_agents_rows_have_the_log_probs_of_the_model(shallow_engine, shallow_model, tokenizer):
+    policy = vLLMWrapper(
+        shallow_engine, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 16, "temperature": 0.8}
+    )
     env = AgentEnv(play, [{"query": "Tell me a story."}], repeats=2)
     with LLMCollector(env, policy=policy, groups_per_batch=1) as collector:
         rows = next(iter(collector)).unbind(0)
@@ -35,6 +37,6 @@ def test_an_agents_rows_have_the_log_probs_of_the_model(vllm_engine, reference_m
     for row in rows:
         ids, mask = row["tokens", "full"], row["masks", "all_assistant_mask"][1:]
         with torch.no_grad():
-            logits = reference_model(input_ids=ids[None]).logits[0, :-1].float() / 0.8
+            logits = shallow_model(input_ids=ids[None]).logits[0, :-1].float() / 0.8
         expected = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         torch.testing.assert_close(row["log_probs", "full"][1:][mask], expected[mask], atol=0.02, rtol=0)

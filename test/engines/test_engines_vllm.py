@@ -50,57 +50,57 @@ def differences(model, prompt_ids, completions, sampling):
     )
 
 
-def test_it_is_an_engine(vllm_engine):
-    assert isinstance(vllm_engine, Engine)
-    assert vllm_engine.is_alive
-    assert vllm_engine.max_model_len == 2048
-    assert vllm_engine.start_s > 0
+def test_it_is_an_engine(shallow_engine):
+    assert isinstance(shallow_engine, Engine)
+    assert shallow_engine.is_alive
+    assert shallow_engine.max_model_len == 2048
+    assert shallow_engine.start_s > 0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.5, 0.0])
-def test_log_probs_are_those_of_the_distribution_sampled_from(vllm_engine, reference_model, prompt_ids, temperature):
+def test_log_probs_are_those_of_the_distribution_sampled_from(shallow_engine, shallow_model, prompt_ids, temperature):
     sampling = SamplingConfig(max_new_tokens=32, temperature=temperature)
-    completions = vllm_engine.generate_batch([prompt_ids] * 4, sampling)
-    difference = differences(reference_model, prompt_ids, completions, sampling)
+    completions = shallow_engine.generate_batch([prompt_ids] * 4, sampling)
+    difference = differences(shallow_model, prompt_ids, completions, sampling)
     assert difference.mean() < MEAN_TOLERANCE
     if temperature not in (0.0, 1.0):
-        raw = differences(reference_model, prompt_ids, completions, sampling.with_changes(temperature=1.0))
+        raw = differences(shallow_model, prompt_ids, completions, sampling.with_changes(temperature=1.0))
         assert raw.mean() > 2 * MEAN_TOLERANCE, "the comparison would not see unscaled log-probs"
 
 
-def test_top_k_is_part_of_the_distribution(vllm_engine, reference_model, prompt_ids):
+def test_top_k_is_part_of_the_distribution(shallow_engine, shallow_model, prompt_ids):
     sampling = SamplingConfig(max_new_tokens=32, top_k=5)
-    completions = vllm_engine.generate_batch([prompt_ids] * 4, sampling)
+    completions = shallow_engine.generate_batch([prompt_ids] * 4, sampling)
     # Rounding may rank the fifth and sixth token the other way round: the reference then says minus infinity.
-    difference = differences(reference_model, prompt_ids, completions, sampling)
+    difference = differences(shallow_model, prompt_ids, completions, sampling)
     is_ranked_alike = difference.isfinite()
     assert is_ranked_alike.float().mean() > 0.9
     assert difference[is_ranked_alike].mean() < 2 * MEAN_TOLERANCE
 
 
-def test_top_k_of_one_is_certain(vllm_engine, prompt_ids):
+def test_top_k_of_one_is_certain(shallow_engine, prompt_ids):
     greedy, certain = (
-        vllm_engine.generate_batch([prompt_ids], SamplingConfig(max_new_tokens=8, **options))[0]
+        shallow_engine.generate_batch([prompt_ids], SamplingConfig(max_new_tokens=8, **options))[0]
         for options in ({"temperature": 0.0}, {"top_k": 1})
     )
     assert certain.token_ids == greedy.token_ids
     assert certain.log_probs == [0.0] * 8
 
 
-def test_min_p_narrows_the_distribution(vllm_engine, prompt_ids):
+def test_min_p_narrows_the_distribution(shallow_engine, prompt_ids):
     sampling = SamplingConfig(max_new_tokens=16, temperature=2.0, ignore_eos=True, replay=False)
-    [wild] = vllm_engine.generate_batch([prompt_ids], sampling)
-    [tame] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(min_p=0.9))
+    [wild] = shallow_engine.generate_batch([prompt_ids], sampling)
+    [tame] = shallow_engine.generate_batch([prompt_ids], sampling.with_changes(min_p=0.9))
     assert sum(tame.log_probs) > sum(wild.log_probs) / 4
 
 
-def test_a_seed_of_a_request_is_refused_on_cpu_where_long_prompts_would_end_the_engine(vllm_engine, prompt_ids):
+def test_a_seed_of_a_request_is_refused_on_cpu_where_long_prompts_would_end_the_engine(shallow_engine, prompt_ids):
     sampling = SamplingConfig(max_new_tokens=16, temperature=1.5, seed=7)
     with pytest.raises(ValueError, match="its own seed"):
-        vllm_engine.generate_batch([prompt_ids], sampling)
-    [greedy] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(temperature=0.0))
+        shallow_engine.generate_batch([prompt_ids], sampling)
+    [greedy] = shallow_engine.generate_batch([prompt_ids], sampling.with_changes(temperature=0.0))
     assert len(greedy.token_ids) == 16
-    free = vllm_engine.generate_batch([prompt_ids] * 4, sampling.with_changes(seed=None))
+    free = shallow_engine.generate_batch([prompt_ids] * 4, sampling.with_changes(seed=None))
     assert len({tuple(one.token_ids) for one in free}) > 1
 
 
@@ -121,22 +121,22 @@ def test_a_sampled_stop_token_stays(vllm_engine, tokenizer):
     assert len(completion.log_probs) == len(completion.versions) == len(completion.token_ids)
 
 
-def test_extra_stop_tokens_end_and_stay(vllm_engine, prompt_ids):
+def test_extra_stop_tokens_end_and_stay(shallow_engine, prompt_ids):
     sampling = SamplingConfig(max_new_tokens=16, temperature=0.0)
-    [whole] = vllm_engine.generate_batch([prompt_ids], sampling)
+    [whole] = shallow_engine.generate_batch([prompt_ids], sampling)
     stop = whole.token_ids[5]
-    [cut] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(stop_token_ids=(stop,)))
+    [cut] = shallow_engine.generate_batch([prompt_ids], sampling.with_changes(stop_token_ids=(stop,)))
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
     assert cut.finish_reason == "stop"
 
 
-def test_a_stop_string_inside_a_token_keeps_the_sampled_ids(vllm_engine, tokenizer, prompt_ids):
+def test_a_stop_string_inside_a_token_keeps_the_sampled_ids(shallow_engine, tokenizer, prompt_ids):
     sampling = SamplingConfig(max_new_tokens=24, temperature=0.0)
-    [whole] = vllm_engine.generate_batch([prompt_ids], sampling)
+    [whole] = shallow_engine.generate_batch([prompt_ids], sampling)
     words = [tokenizer.decode([token]) for token in whole.token_ids]
     index = next(i for i in range(3, len(words)) if len(words[i].strip()) >= 5)
     stop = words[index].strip()[:-1]  # ends one letter before the token does
-    [cut] = vllm_engine.generate_batch([prompt_ids], sampling.with_changes(stop=(stop,)))
+    [cut] = shallow_engine.generate_batch([prompt_ids], sampling.with_changes(stop=(stop,)))
     assert cut.stop_string == stop
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     assert stop in tokenizer.decode(cut.token_ids)
@@ -144,29 +144,29 @@ def test_a_stop_string_inside_a_token_keeps_the_sampled_ids(vllm_engine, tokeniz
     assert len(cut.log_probs) == len(cut.versions) == len(cut.token_ids)
 
 
-def test_the_budget_is_clipped_to_the_context(vllm_engine):
-    [completion] = vllm_engine.generate_batch([[5] * 2045], SamplingConfig(max_new_tokens=100, ignore_eos=True))
+def test_the_budget_is_clipped_to_the_context(shallow_engine):
+    [completion] = shallow_engine.generate_batch([[5] * 2045], SamplingConfig(max_new_tokens=100, ignore_eos=True))
     assert (len(completion.token_ids), completion.finish_reason) == (3, "length")
 
 
 @pytest.mark.parametrize(
     ("prompt", "message"), [([], "empty"), ([5] * 2048, "2048"), ([10**7], "out of vocabulary"), ([-3], "vocabulary")]
 )
-def test_prompts_that_cannot_be_served_are_refused(vllm_engine, prompt, message):
+def test_prompts_that_cannot_be_served_are_refused(shallow_engine, prompt, message):
     with pytest.raises(ValueError, match=message):
-        asyncio.run(vllm_engine.generate(prompt, SamplingConfig()))
-    assert vllm_engine.is_alive
+        asyncio.run(shallow_engine.generate(prompt, SamplingConfig()))
+    assert shallow_engine.is_alive
 
 
-def test_abort_returns_what_it_has(vllm_engine, prompt_ids):
+def test_abort_returns_what_it_has(shallow_engine, prompt_ids):
     async def run():
         sampling = SamplingConfig(max_new_tokens=1500, ignore_eos=True)
-        task = asyncio.create_task(vllm_engine.generate(prompt_ids, sampling, request_id="long"))
+        task = asyncio.create_task(shallow_engine.generate(prompt_ids, sampling, request_id="long"))
         await asyncio.sleep(1.0)
         with pytest.raises(ValueError, match="in flight"):
-            await vllm_engine.generate(prompt_ids, sampling, request_id="long")
-        await vllm_engine.abort("long")
-        await vllm_engine.abort("never seen")
+            await shallow_engine.generate(prompt_ids, sampling, request_id="long")
+        await shallow_engine.abort("long")
+        await shallow_engine.abort("never seen")
         return await task
 
     completion = asyncio.run(run())
@@ -175,85 +175,87 @@ def test_abort_returns_what_it_has(vllm_engine, prompt_ids):
     assert len(completion.log_probs) == len(completion.versions) == len(completion.token_ids)
 
 
-def test_cancelling_aborts_in_the_engine(vllm_engine, prompt_ids):
+def test_cancelling_aborts_in_the_engine(shallow_engine, prompt_ids):
     async def run():
         sampling = SamplingConfig(max_new_tokens=1500, ignore_eos=True)
-        task = asyncio.create_task(vllm_engine.generate(prompt_ids, sampling))
+        task = asyncio.create_task(shallow_engine.generate(prompt_ids, sampling))
         await asyncio.sleep(0.3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         for _ in range(100):
-            if not vllm_engine.llm.output_processor.request_states:
+            if not shallow_engine.llm.output_processor.request_states:
                 break
             await asyncio.sleep(0.02)
 
     asyncio.run(run())
-    assert not vllm_engine.llm.output_processor.request_states
-    assert vllm_engine.num_in_flight == 0
+    assert not shallow_engine.llm.output_processor.request_states
+    assert shallow_engine.num_in_flight == 0
 
 
-def test_the_prefix_cache_serves_shared_prompts_until_it_is_reset(vllm_engine):
+def test_the_prefix_cache_serves_shared_prompts_until_it_is_reset(shallow_engine):
     prompt_ids = list(range(100, 500))
     sampling = SamplingConfig(max_new_tokens=1)
-    vllm_engine.reset_prefix_cache()
-    cached = [vllm_engine.generate_batch([prompt_ids], sampling)[0].metrics["num_cached_tokens"] for _ in range(2)]
+    shallow_engine.reset_prefix_cache()
+    cached = [shallow_engine.generate_batch([prompt_ids], sampling)[0].metrics["num_cached_tokens"] for _ in range(2)]
     assert cached[0] == 0
     assert cached[1] >= 256
-    vllm_engine.reset_prefix_cache()
-    assert vllm_engine.generate_batch([prompt_ids], sampling)[0].metrics["num_cached_tokens"] == 0
+    shallow_engine.reset_prefix_cache()
+    assert shallow_engine.generate_batch([prompt_ids], sampling)[0].metrics["num_cached_tokens"] == 0
 
 
-def test_the_load_is_what_its_requests_say_of_themselves(vllm_engine, prompt_ids):
-    vllm_engine.reset_prefix_cache()
-    vllm_engine.take_load()
+def test_the_load_is_what_its_requests_say_of_themselves(shallow_engine, prompt_ids):
+    shallow_engine.reset_prefix_cache()
+    shallow_engine.take_load()
     prompt, sampling = prompt_ids * 8, SamplingConfig(max_new_tokens=24, ignore_eos=True)
-    first = vllm_engine.generate_batch([prompt], sampling)
-    later = vllm_engine.generate_batch([prompt] * 6, sampling)
-    load = vllm_engine.take_load()
+    first = shallow_engine.generate_batch([prompt], sampling)
+    later = shallow_engine.generate_batch([prompt] * 6, sampling)
+    load = shallow_engine.take_load()
     assert load.num_prompt_tokens == 7 * len(prompt)
     assert load.num_cached_tokens == sum(one.metrics["num_cached_tokens"] for one in first + later) > 0
-    cache = vllm_engine.llm.vllm_config.cache_config
+    cache = shallow_engine.llm.vllm_config.cache_config
     blocks = 6 * (24 // cache.block_size)  # that six answers fill on their own
     assert blocks / cache.num_gpu_blocks <= load.kv_use_max < 1
     assert load.num_preemptions == 0
-    assert vllm_engine.take_load().to_metrics() == {
+    assert shallow_engine.take_load().to_metrics() == {
         "engine_kv_use_max": 0, "engine_waiting_max": 0, "engine_preemptions": 0
     }  # fmt: skip
 
 
-def test_pause_keeps_requests_and_resume_finishes_them(vllm_engine, prompt_ids):
+def test_pause_keeps_requests_and_resume_finishes_them(shallow_engine, prompt_ids):
     async def run():
         sampling = SamplingConfig(max_new_tokens=64, ignore_eos=True)
-        task = asyncio.create_task(vllm_engine.generate(prompt_ids, sampling))
+        task = asyncio.create_task(shallow_engine.generate(prompt_ids, sampling))
         await asyncio.sleep(0.2)
-        await asyncio.to_thread(vllm_engine.pause)
+        await asyncio.to_thread(shallow_engine.pause)
         await asyncio.sleep(1.0)
         assert not task.done()
-        await asyncio.to_thread(vllm_engine.resume)
+        await asyncio.to_thread(shallow_engine.resume)
         return await task
 
     assert len(asyncio.run(run()).token_ids) == 64
 
 
-def test_an_engine_whose_process_is_stopped_hangs_and_says_what_to_do(vllm_engine, prompt_ids, monkeypatch):
+def test_an_engine_whose_process_is_stopped_hangs_and_says_what_to_do(shallow_engine, prompt_ids, monkeypatch):
     ended = threading.Event()
-    monkeypatch.setattr(vllm_engine, "shutdown", ended.set)  # the session's engine goes on
-    monkeypatch.setattr(vllm_engine, "_watch", HangWatch(0.8))
-    processes = processes_of(vllm_engine.llm)
+    monkeypatch.setattr(shallow_engine, "shutdown", ended.set)  # the session's engine goes on
+    monkeypatch.setattr(shallow_engine, "_watch", HangWatch(0.8))
+    processes = processes_of(shallow_engine.llm)
 
     async def run():
-        task = asyncio.create_task(vllm_engine.generate(prompt_ids, SamplingConfig(max_new_tokens=32, ignore_eos=True)))
+        task = asyncio.create_task(
+            shallow_engine.generate(prompt_ids, SamplingConfig(max_new_tokens=32, ignore_eos=True))
+        )
         await asyncio.sleep(0.1)
         for process in processes:
             os.kill(process.pid, signal.SIGSTOP)
         try:
             await asyncio.to_thread(ended.wait, 60)
-            assert ended.is_set() and not vllm_engine.is_alive
+            assert ended.is_set() and not shallow_engine.is_alive
             with pytest.raises(EngineError, match=r"no token for 0.8 s.*Start it again.*hang_timeout_seconds"):
-                await vllm_engine.generate(prompt_ids, SamplingConfig())
+                await shallow_engine.generate(prompt_ids, SamplingConfig())
             with pytest.raises(EngineError, match=r"no token for 0\.8 s"):
-                vllm_engine.reset_prefix_cache()
+                shallow_engine.reset_prefix_cache()
         finally:
             for process in processes:
                 os.kill(process.pid, signal.SIGCONT)
@@ -284,9 +286,9 @@ def test_a_model_that_does_not_exist_is_an_engine_error(tmp_path):
         AsyncVLLM.from_pretrained(tmp_path)
 
 
-def test_a_value_that_vllm_does_not_take_is_refused(vllm_engine):
+def test_a_value_that_vllm_does_not_take_is_refused(shallow_engine):
     with pytest.raises(ValueError, match="temperature"):
-        vllm_engine.generate_batch([[1]], SamplingConfig(temperature=3.0))
+        shallow_engine.generate_batch([[1]], SamplingConfig(temperature=3.0))
 
 
 def version_span(version, start, end):

@@ -54,7 +54,9 @@ def with_calls(env):
     return env
 
 
-def test_each_is_played_as_exactly_as_any_other_and_stands_bad_input(vllm_engine, renderer, model_path, stand_in):
+def test_each_is_played_as_exactly_as_any_other_and_stands_bad_input(
+    shallow_engine, renderer, shallow_model_path, stand_in
+):
     server = openenv_server.GuessingServer()
     tasks = [{"prompt": [], "amount": amount} for amount in (4, "many")]
     envs = {
@@ -66,7 +68,7 @@ def test_each_is_played_as_exactly_as_any_other_and_stands_bad_input(vllm_engine
         "gymnasium": MessageChatEnv(lambda row: GymnasiumTextEnv(Echo()), repeats=2),
         "gymnasium_bad": MessageChatEnv(lambda row: GymnasiumTextEnv(Echo(), seed=13), repeats=2),
     }
-    policy = vLLMWrapper(vllm_engine, renderer=renderer, generate_kwargs={"max_new_tokens": 8})
+    policy = vLLMWrapper(shallow_engine, renderer=renderer, generate_kwargs={"max_new_tokens": 8})
     limits = RolloutLimits(max_turns=3, end_at_length=False)
     with LLMCollector(MixedEnv(envs), policy=policy, groups_per_batch=1, limits=limits) as collector:
         played = collector.play(2 * len(envs))
@@ -87,7 +89,7 @@ def test_each_is_played_as_exactly_as_any_other_and_stands_bad_input(vllm_engine
     sampled = {one.rollout_id: [t for turn in one.conversation.turns for t in turn.completion_ids] for one in scored}
     batch = batch_rows([scored])
     with torch.no_grad():
-        recomputed = TransformersWrapper(model_path, generate=False)(batch.copy())
+        recomputed = TransformersWrapper(shallow_model_path, generate=False)(batch.copy())
     for row, expected in zip(batch.unbind(0), recomputed.unbind(0), strict=True):
         mask = row["masks", "all_assistant_mask"]
         assert row["tokens", "full"][mask].tolist() == sampled[row["rollout", "rollout_id"]]

@@ -212,11 +212,11 @@ def test_rows_of_both_kinds_train_together():
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 20}, {"top_p": 0.9, "top_k": 100}, {"min_p": 0.1, "top_k": 100}])
-def test_the_ratio_is_one_on_policy_on_vllm(vllm_engine, tokenizer, reference_model, cut):
+def test_the_ratio_is_one_on_policy_on_vllm(shallow_engine, tokenizer, shallow_model, cut):
     sampling = {"max_new_tokens": 24, "temperature": 1.0, **cut}
     env = DatasetChatEnv([{"query": "Name three animals."}, {"query": "What is two plus three?"}], repeats=2)
-    policy = vLLMWrapper(vllm_engine, tokenizer=tokenizer, generate_kwargs=sampling)
-    scorer = TransformersWrapper(reference_model, generate=False, generate_kwargs=sampling)
+    policy = vLLMWrapper(shallow_engine, tokenizer=tokenizer, generate_kwargs=sampling)
+    scorer = TransformersWrapper(shallow_model, generate=False, generate_kwargs=sampling)
     with LLMCollector(env, policy, groups_per_batch=2, limits=RolloutLimits(max_turns=1)) as collector:
         batch = collector.next()
     rows = list(batch.unbind(0))

@@ -25,89 +25,89 @@ MEAN_TOLERANCE = 0.001
 
 
 @pytest.fixture(scope="module")
-def second_engine(model_path, real_vllm):
+def second_engine(shallow_model_path, real_vllm):
     """A second replica of the session's engine."""
     engine = AsyncVLLM.from_pretrained(
-        model_path, max_model_len=512, kv_cache_memory=1 << 27, engine_args={"skip_tokenizer_init": True}
+        shallow_model_path, max_model_len=512, kv_cache_memory=1 << 27, engine_args={"skip_tokenizer_init": True}
     )
     yield engine
     engine.shutdown()
 
 
 @pytest.fixture(scope="module")
-def original(vllm_engine, reference_model):
+def original(shallow_engine, shallow_model):
     """The weights that engine and model start with, and get back afterwards."""
-    state = weights_of(reference_model)
+    state = weights_of(shallow_model)
     yield state
-    reference_model.load_state_dict(state)
-    sender = make_sender(VLLMWeightSyncScheme(), reference_model, vllm_engine)
+    shallow_model.load_state_dict(state)
+    sender = make_sender(VLLMWeightSyncScheme(), shallow_model, shallow_engine)
     sender.update_weights()
     sender.shutdown()
 
 
 @pytest.fixture(scope="module")
-def level(vllm_engine, reference_model, original):
+def level(shallow_engine, shallow_model, original):
     """How far engine and model differ without any update."""
-    difference = log_prob_difference(reference_model, vllm_engine)
+    difference = log_prob_difference(shallow_model, shallow_engine)
     assert difference < MEAN_TOLERANCE
     return difference
 
 
 @pytest.mark.parametrize("way", ["shared memory", "gloo", "double buffer"])
 def test_every_parameter_arrives_at_every_replica(
-    vllm_engine, second_engine, reference_model, original, level, tmp_path, monkeypatch, way
+    shallow_engine, second_engine, shallow_model, original, level, tmp_path, monkeypatch, way
 ):
-    assert reference_model.config.tie_word_embeddings, "the trap needs a tied head"
-    engines = [vllm_engine, second_engine]
+    assert shallow_model.config.tie_word_embeddings, "the trap needs a tied head"
+    engines = [shallow_engine, second_engine]
     if way == "gloo":
         out_of_reach(monkeypatch)
     is_file = way == "double buffer"
     anchors = {"anchor_every": 1 if way == "shared memory" else 4}
     files = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path), **anchors)
-    sender = make_sender(files if is_file else VLLMWeightSyncScheme(**anchors), reference_model, engines)
+    sender = make_sender(files if is_file else VLLMWeightSyncScheme(**anchors), shallow_model, engines)
     version = max(engine.policy_version for engine in engines)
-    set_noisy(reference_model, original, seed=len(way), size=0.05)
+    set_noisy(shallow_model, original, seed=len(way), size=0.05)
     assert sender.update_weights() == version + 1
     if anchors["anchor_every"] > 1:
         with torch.no_grad():
-            reference_model.model.norm.weight[:16].mul_(3)
-        assert log_prob_difference(reference_model, engines[1]) > 3 * MEAN_TOLERANCE
+            shallow_model.model.norm.weight[:16].mul_(3)
+        assert log_prob_difference(shallow_model, engines[1]) > 3 * MEAN_TOLERANCE
         assert sender.update_weights() == version + 2
     sender.shutdown()
     assert len({engine.policy_version for engine in engines}) == 1
     for engine in engines:
-        assert log_prob_difference(reference_model, engine) < max(MEAN_TOLERANCE, 2 * level)
+        assert log_prob_difference(shallow_model, engine) < max(MEAN_TOLERANCE, 2 * level)
     assert set(sender.last_timings) == {"stage_s", "pause_s", "send_s", "load_s", "resume_s"}
 
 
-def test_a_head_left_behind_would_be_seen_by_the_comparison(vllm_engine, reference_model, original):
+def test_a_head_left_behind_would_be_seen_by_the_comparison(shallow_engine, shallow_model, original):
     """Were the engine's head a copy of the old embedding, it would differ as much as a model with the old head."""
-    set_noisy(reference_model, original, seed=1, size=0.05)
-    assert log_prob_difference(reference_model, vllm_engine) > 3 * MEAN_TOLERANCE, "noise too small to be seen"
-    sender = make_sender(VLLMWeightSyncScheme(), reference_model, vllm_engine)
+    set_noisy(shallow_model, original, seed=1, size=0.05)
+    assert log_prob_difference(shallow_model, shallow_engine) > 3 * MEAN_TOLERANCE, "noise too small to be seen"
+    sender = make_sender(VLLMWeightSyncScheme(), shallow_model, shallow_engine)
     sender.update_weights()
     sender.shutdown()
-    assert log_prob_difference(reference_model, vllm_engine) < MEAN_TOLERANCE
+    assert log_prob_difference(shallow_model, shallow_engine) < MEAN_TOLERANCE
 
     def with_old_head(token_ids):
-        hidden = reference_model.model(token_ids).last_hidden_state
+        hidden = shallow_model.model(token_ids).last_hidden_state
         return SimpleNamespace(logits=hidden @ original["lm_head.weight"].T)
 
-    assert log_prob_difference(with_old_head, vllm_engine) > 2 * MEAN_TOLERANCE
+    assert log_prob_difference(with_old_head, shallow_engine) > 2 * MEAN_TOLERANCE
 
 
-def test_32_conversations_go_on_while_10_updates_pass(vllm_engine, reference_model, original):
+def test_32_conversations_go_on_while_10_updates_pass(shallow_engine, shallow_model, original):
     """No request is lost, versions grow, and each token is of the version that it says, to the token."""
     num_conversations, num_updates = 32, 10
-    reference_model.load_state_dict(original)
-    sender = make_sender(VLLMWeightSyncScheme(), reference_model, vllm_engine)
+    shallow_model.load_state_dict(original)
+    sender = make_sender(VLLMWeightSyncScheme(), shallow_model, shallow_engine)
     seeds = {sender.update_weights(): None}
     first = next(iter(seeds))
 
     async def converse(index):
         prompt_ids, turns = [1, 493, 198, 148 + index, 314], []
         while not turns or len(seeds) <= num_updates:
-            completion = await vllm_engine.generate(prompt_ids, SAMPLING)
+            completion = await shallow_engine.generate(prompt_ids, SAMPLING)
             turns.append((list(prompt_ids), completion))
             prompt_ids = [*prompt_ids, *completion.token_ids, 198, 260 + len(turns)]
         return turns
@@ -115,8 +115,8 @@ def test_32_conversations_go_on_while_10_updates_pass(vllm_engine, reference_mod
     async def run():
         tasks = [asyncio.create_task(converse(index)) for index in range(num_conversations)]
         for seed in range(num_updates):
-            await _tokens_of_a_new_version(vllm_engine)
-            await asyncio.to_thread(set_noisy, reference_model, original, seed=seed, size=0.04)
+            await _tokens_of_a_new_version(shallow_engine)
+            await asyncio.to_thread(set_noisy, shallow_model, original, seed=seed, size=0.04)
             seeds[await asyncio.to_thread(sender.update_weights)] = seed
         return await asyncio.gather(*tasks)
 
@@ -133,9 +133,9 @@ def test_32_conversations_go_on_while_10_updates_pass(vllm_engine, reference_mod
     own, of_next, at_ends = [], [], []
     for version, seed in seeds.items():
         if seed is None:
-            reference_model.load_state_dict(original)
+            shallow_model.load_state_dict(original)
         else:
-            set_noisy(reference_model, original, seed=seed, size=0.04)
+            set_noisy(shallow_model, original, seed=seed, size=0.04)
         for turns in conversations[::8]:
             for prompt_ids, completion in turns:
                 versions = torch.tensor(completion.versions)
@@ -145,7 +145,7 @@ def test_32_conversations_go_on_while_10_updates_pass(vllm_engine, reference_mod
                 is_end[changes] = is_end[changes + 1] = True
                 if not ((versions == version) | (is_end & (versions == version - 1))).any():
                     continue
-                errors = differences_of(reference_model, [prompt_ids], [completion])[0].abs()
+                errors = differences_of(shallow_model, [prompt_ids], [completion])[0].abs()
                 own.append(errors[versions == version])
                 at_ends.append(errors[is_end & (versions == version)])
                 of_next.append(errors[is_end & (versions == version - 1)])
