@@ -68,9 +68,10 @@ def doctor(
 
     if plan is not None:
         try:
-            command.print_plan(plan, entries or [], console)
+            needed = command.plan_of(plan, entries or [])
         except (ValueError, OSError) as error:
             raise fail(error) from None
+        print_json(needed) if as_json else command.print_plan(needed, console)
         return
     if model is not None:
         from llmrl.cli.model_check import examine_model
@@ -276,6 +277,7 @@ def push(
     ],
     step: Annotated[int | None, typer.Option(min=1, help="Push the export of this step; by default the model.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a created repository public.")] = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Push a run's model to the Hugging Face hub, with a card that describes the training, its data and its results."""
     from llmrl.cli.models import model_path
@@ -283,9 +285,10 @@ def push(
 
     try:
         folder = Path(model_path(str(run))) if step is None else run / f"exports/step-{step:06d}"
-        console.print(push_folder(folder, repository, is_public=public), highlight=False, soft_wrap=True)
+        url = push_folder(folder, repository, is_public=public)
     except (ValueError, OSError) as error:
         raise fail(error) from None
+    print_json({"url": url}) if as_json else console.print(url, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -341,6 +344,7 @@ for _command in (recorded.replay, recorded.rescore, recorded.conversations, reco
 def new(
     kind: Annotated[str, typer.Argument(help="task, env, agent or loop.")],
     name: Annotated[str, typer.Argument(help="Name of the folder and of its module.")],
+    as_json: AsJSON = False,
 ) -> None:
     """Start a folder of your own: a task, an environment, an agent or a training loop, with a configuration and a test.
 
@@ -353,6 +357,8 @@ def new(
         first, *others = make_project(kind, name, Path())
     except (ValueError, FileExistsError) as error:
         raise fail(error) from None
+    if as_json:
+        return print_json({"folder": name, "edit": first, "files": [first, *others]})
     console.print(f"[bold]{first}[/bold]  edit this one", highlight=False, soft_wrap=True)
     for path in others:
         console.print(path, highlight=False, soft_wrap=True)
@@ -368,22 +374,27 @@ def train(context: typer.Context, as_json: AsJSON = False) -> None:
 
     `llmrl train --help` lists all entries.
     """
-    from llmrl.cli.train import entries_of, run_script
+    from llmrl.cli.train import entries_of
 
     try:
         entries = entries_of(context.args)
     except (ValueError, FileNotFoundError) as error:
         raise fail(error) from None
+    _run_script(entries, as_json=as_json)
+
+
+@app.command(context_settings=_SCRIPT)
+def demo(context: typer.Context, as_json: AsJSON = False) -> None:
+    """Post-train the embedded model on one-digit sums; further words are entries, such as `seed=1`."""
+    _run_script(context.args, as_json=as_json)
+
+
+def _run_script(entries: list[str], *, as_json: bool) -> None:
+    """Run the script in place of this process, or below it where the run is printed as JSON at its end."""
     if as_json:
         from llmrl.cli.run_report import run_and_report
 
         raise typer.Exit(run_and_report(entries))
-    run_script(entries)
-
-
-@app.command(context_settings=_SCRIPT)
-def demo(context: typer.Context) -> None:
-    """Post-train the embedded model on one-digit sums; further words are entries, such as `seed=1`."""
     from llmrl.cli.train import run_script
 
-    run_script(context.args)
+    run_script(entries)

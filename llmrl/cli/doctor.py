@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
@@ -241,8 +241,8 @@ def examine_server(url: str) -> list[Check]:
     return findings
 
 
-def print_plan(folder: Path, entries: list[str], console: Console) -> None:
-    """Print the memory of a model's trainer per device, by parts, and the changes with which it would fit.
+def plan_of(folder: Path, entries: list[str]) -> dict[str, Any]:
+    """Return the memory of a model's trainer per device, in GiB and by parts, and the changes with which it would fit.
 
     `entries` belong to the sections `model` and `train`; `hardware=NAME` adds those of the scripts,
     `hardware=FILE.yaml` those of a file.
@@ -252,29 +252,46 @@ def print_plan(folder: Path, entries: list[str], console: Console) -> None:
     """
     from omegaconf import OmegaConf
 
-    from llmrl.config.fit import GIB, PlanConfig, lines_of, training_shape
+    from llmrl.config.fit import GIB, PlanConfig, parts_of, training_shape
     from llmrl.config.launch import typed
     from llmrl.trainer.memory_plan import ModelShape, plan_memory, what_fits
 
-    parts: list[object] = [{"model": {"path": str(folder), "dtype": "bfloat16"}, "train": {"device": "cuda"}}]
+    given: list[object] = [{"model": {"path": str(folder), "dtype": "bfloat16"}, "train": {"device": "cuda"}}]
     for entry in entries:
         name, _, value = entry.partition("=")
-        parts += _hardware(value) if name == "hardware" else [OmegaConf.from_dotlist([entry])]
-    cfg = typed(OmegaConf.merge(*parts), PlanConfig)
+        given += _hardware(value) if name == "hardware" else [OmegaConf.from_dotlist([entry])]
+    cfg = typed(OmegaConf.merge(*given), PlanConfig)
     training = training_shape(cfg.model, cfg.train)
     model = ModelShape.read(folder)
     plan = plan_memory(model, training)
-    console.print(
-        f"{model.num_parameters / 1e9:.2f} B parameters on {training.num_ranks} device(s): {plan.total / GIB:.1f} GiB "
-        f"on each; GiB by parts: {', '.join(lines_of(plan))}",
-        highlight=False,
-    )
+    devices = {}
     for gigabytes in (80, 141):
         usable = int(gigabytes * 1e9 * 0.92)
-        fitting = what_fits(model, training, usable)
         fits = plan.total <= usable
-        would = f"needs {'; or '.join(fitting)}" if fitting else "too small, whatever is changed"
-        console.print(f"  a device of {gigabytes} GB: {'fits' if fits else would}", highlight=False, soft_wrap=True)
+        devices[f"{gigabytes} GB"] = {"fits": fits, "would_fit": [] if fits else what_fits(model, training, usable)}
+    return {
+        "num_parameters": model.num_parameters,
+        "num_devices": training.num_ranks,
+        "gib": plan.total / GIB,
+        "parts": parts_of(plan),
+        "devices": devices,
+    }
+
+
+def print_plan(plan: dict[str, Any], console: Console) -> None:
+    """Print what `plan_of` returns."""
+    parts = ", ".join(f"{name} {size:.1f}" for name, size in plan["parts"].items())
+    console.print(
+        f"{plan['num_parameters'] / 1e9:.2f} B parameters on {plan['num_devices']} device(s): {plan['gib']:.1f} GiB "
+        f"on each; GiB by parts: {parts}",
+        highlight=False,
+    )
+    for device, verdict in plan["devices"].items():
+        would = (
+            f"needs {'; or '.join(verdict['would_fit'])}" if verdict["would_fit"] else "too small, whatever is changed"
+        )
+        text = "fits" if verdict["fits"] else would
+        console.print(f"  a device of {device}: {text}", highlight=False, soft_wrap=True)
 
 
 def _hardware(name: str) -> list[dict[str, object]]:

@@ -97,13 +97,16 @@ def check_fit(cfg: ScriptConfig) -> None:
     )
 
 
+def parts_of(plan: MemoryPlan) -> dict[str, float]:
+    """Return the parts of a plan in GiB, the largest first, after `loading` where that is the peak."""
+    parts = sorted((plan.lasting | plan.passing).items(), key=lambda pair: -pair[1])
+    loading = [("loading", plan.loading)] if plan.total == plan.loading else []
+    return {name: part / GIB for name, part in (*loading, *parts)}
+
+
 def lines_of(plan: MemoryPlan) -> Iterator[str]:
-    """Yield the parts of a plan, the largest first."""
-    parts = plan.lasting | plan.passing
-    if plan.total == plan.loading:
-        yield f"loading {plan.loading / GIB:.1f}"
-    for name, part in sorted(parts.items(), key=lambda pair: -pair[1]):
-        yield f"{name} {part / GIB:.1f}"
+    """Yield the parts of a plan as text, the largest first."""
+    return (f"{name} {part:.1f}" for name, part in parts_of(plan).items())
 
 
 def _gpu_memory() -> int | None:

