@@ -342,9 +342,11 @@ def print_findings(findings: list[Check], console: Console) -> None:
         together: dict[tuple[str, str], list[str]] = {}  # packages of one extra are one line
         for finding in of_state:
             together.setdefault((finding.found, finding.advice), []).append(finding.name)
-        for (found, advice), names in together.items():
+        for place, ((found, advice), names) in enumerate(together.items(), start=1):
             console.print(f"  {', '.join(names)}: {escape(found)}", soft_wrap=True)
-            if advice:
+            if advice and advice not in {other for _, other in list(together)[place:]}:  # once, after the last
                 console.print(f"    [bold]{escape(advice)}[/bold]", soft_wrap=True)
+    if any(finding.pip for finding in findings if finding.state == "wrong"):
+        console.print("\n[bold]llmrl doctor --fix[/bold] runs the commands of pip in this environment.")
     if not any(finding.state == "wrong" for finding in findings):
         console.print("\nAll is well.")

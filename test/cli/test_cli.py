@@ -132,6 +132,21 @@ def test_the_doctor_names_what_an_extra_lacks_in_one_line():
     assert console.file.getvalue().count("not installed") == 1
 
 
+def test_one_command_that_fixes_several_packages_is_printed_once_with_the_way_to_run_it():
+    fix = ("uninstall", "-y", "a", "b")
+    broken = [Check(name, "wrong", f"{name} does not import", "pip uninstall -y a b", fix) for name in ("a", "b")]
+    console = Console(file=io.StringIO(), width=100)
+    print_findings(broken, console)
+    assert console.file.getvalue().split("\n\n", 1)[1].splitlines() == [
+        "What is wrong, and how to fix it",
+        "  a: a does not import",
+        "  b: b does not import",
+        "    pip uninstall -y a b",
+        "",
+        "llmrl doctor --fix runs the commands of pip in this environment.",
+    ]
+
+
 def test_the_doctor_gives_no_advice_that_says_nothing(monkeypatch):
     class Broken:
         model, max_model_len = "a-model", 8
