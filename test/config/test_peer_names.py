@@ -77,6 +77,32 @@ def test_no_name_of_trls_configuration_is_answered_by_one_that_only_looks_alike(
     assert sum("known are" in text for text in said.values()) < 0.2 * len(names), "most of them have an answer"
 
 
+# Of verl's data, actor, rollout, algorithm and trainer sections, and of prime-rl's configurations.
+OTHERS = """
+train_files val_files prompt_key reward_fn_key max_prompt_length max_response_length train_batch_size val_batch_size
+filter_overlong_prompts truncation ppo_mini_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz
+ppo_max_token_len_per_gpu grad_clip clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode entropy_coeff
+use_kl_loss kl_loss_coef kl_loss_type ppo_epochs lr lr_warmup_steps lr_warmup_steps_ratio min_lr_ratio warmup_style
+weight_decay total_training_steps param_offload optimizer_offload ulysses_sequence_parallel_size
+log_prob_micro_batch_size_per_gpu top_k prompt_length response_length gpu_memory_utilization ignore_eos enforce_eager
+free_cache_engine tensor_model_parallel_size max_num_batched_tokens max_num_seqs n do_sample adv_estimator gamma lam
+use_kl_in_reward kl_penalty kl_ctrl balance_batch total_epochs project_name experiment_name logger nnodes
+n_gpus_per_node save_freq test_freq resume_mode val_before_train critic_warmup default_local_dir
+enable_gradient_checkpointing use_remove_padding norm_adv_by_std_in_grpo calculate_log_probs multi_turn max_user_turns
+max_assistant_turns custom_reward_function
+batch_size micro_batch_size rollouts_per_example seq_len max_steps max_async_level async_level strict_async_level
+oversampling_factor online_difficulty_filtering easy_fraction hard_fraction mask_env_responses
+mask_truncated_completions zero_truncated_completions trajectory_strategy token_mask_low max_tokens min_tokens kl_tau
+adv_tau ratio_type max_concurrent max_norm length_bonus output_dir
+"""
+
+
+def test_every_name_of_verl_and_prime_rl_has_an_answer_that_is_not_one_spelt_alike():
+    said = {name: answer(name) for name in OTHERS.split()}
+    alike = {name for name, text in said.items() if "did you mean" in text and name not in SYNONYMS}
+    assert not alike and not {name for name, text in said.items() if "known are" in text}
+
+
 def test_every_synonym_is_a_name_here_and_none_has_two_answers():
     ours = {*ENTRIES, *entries_by_name(GRPOConfig), "repeats", "grpo_size", "reward_fns", "max_prompt_tokens"}
     assert not {name: same for name, same in SYNONYMS.items() if not set(same) <= ours}
