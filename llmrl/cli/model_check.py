@@ -15,6 +15,8 @@ from llmrl.trainer.model.decoder import PACKABLE_LAYERS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+DTYPES = ("float32", "bfloat16")
+
 
 def examine_model(folder: Path) -> list[Check]:
     """Check a model's class, layers, weights, engine and template; its weights are not read.
@@ -35,9 +37,10 @@ def examine_model(folder: Path) -> list[Check]:
     return [
         Check("class", "good", f"{name}, {num_parameters / 1e9:.3g} B parameters trained{without}"),
         *_training(model),
-        *_engine(model, name),
+        *_engine(model, name, config),
         _template(folder),
-        Check("memory", "good", f"llmrl doctor --plan {folder} hardware=gpu8 says what its trainer needs"),
+        _cost(folder, num_parameters),
+        _adapters(model),  # last, since it adds them
     ]
 
 
@@ -70,19 +73,52 @@ def _training(model: PreTrainedModel) -> Iterator[Check]:
         yield Check("shards", "note", "not: its decoder has no list of layers", "train it on one device")
 
 
-def _engine(model: PreTrainedModel, name: str) -> Iterator[Check]:
+def _engine(model: PreTrainedModel, name: str, config: PreTrainedConfig) -> Iterator[Check]:
+    from llmrl.engines.vllm.model_types import problem_of
     from llmrl.weight_sync.source import ModelWeights
 
     num_weights = len(ModelWeights(model).metadata())
     try:
-        from llmrl.engines.vllm.private import ModelRegistry
+        from llmrl.engines.vllm.private import ModelRegistry, current_platform
     except ImportError:
         yield Check("engine", "note", "vLLM is not installed", "make setup")
         return
-    if name in ModelRegistry.get_supported_archs():
-        yield Check("engine", "good", f"vLLM has its class; {num_weights} weights are sent, and compared at the start")
-    else:
-        yield Check("engine", "wrong", f"vLLM has no class {name}", "train another model, or TransformersEngine")
+    elsewhere = "train another model, or with TransformersEngine"
+    if name not in ModelRegistry.get_supported_archs():
+        yield Check("engine", "wrong", f"vLLM has no class {name}", elsewhere)
+        return
+    problems = {dtype: problem_of(config.to_dict(), dtype=dtype, is_cpu=current_platform.is_cpu()) for dtype in DTYPES}
+    if all(problems.values()):
+        yield Check("engine", "wrong", str(problems["bfloat16"]), elsewhere)
+        return
+    yield Check("engine", "good", f"vLLM has its class; {num_weights} weights are sent, and compared at the start")
+    if refused := [dtype for dtype in DTYPES if problems[dtype]]:
+        yield Check("dtype", "note", str(problems[refused[0]]))
+
+
+def _adapters(model: PreTrainedModel) -> Check:
+    """Add LoRA adapters as a run does, which must leave what is sent as it is."""
+    from llmrl.trainer.loading import LoRAConfig, add_adapters
+    from llmrl.weight_sync import get_model_metadata
+
+    expected = get_model_metadata(model)
+    try:
+        is_base = get_model_metadata(add_adapters(model, LoRAConfig(rank=2))) == expected
+    except ImportError as error:
+        return Check("adapters", "note", str(error).splitlines()[0])
+    except (TypeError, ValueError) as error:
+        advice = "name the layers of attention: model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+        return Check("adapters", "note", f"not of all linear layers: {str(error).splitlines()[0]}", advice)
+    if not is_base:
+        return Check("adapters", "note", "not: merged weights have other names", "train all weights")
+    return Check("adapters", "good", "of all linear layers (model.lora.rank), merged on the way to the engine")
+
+
+def _cost(folder: Path, num_parameters: int) -> Check:
+    """Say what lasts in memory; a plan adds activations, for dense models."""
+    parts = {"weights, gradients and Adam": 16, "with adapters": 4, "engine in bfloat16": 2}
+    found = ", ".join(f"{name} {size * num_parameters / 2**30:.3g} GiB" for name, size in parts.items())
+    return Check("memory", "good", f"{found}; activations: llmrl doctor --plan {folder} hardware=gpu8")
 
 
 def _template(folder: Path) -> Check:

@@ -73,8 +73,11 @@ def load_model(
     model.to(device)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    if lora is None:
-        return model
+    return model if lora is None else add_adapters(model, lora)
+
+
+def add_adapters(model: PreTrainedModel, lora: LoRAConfig) -> PreTrainedModel:
+    """Add adapters, in place, and return peft's model around the model; raises as `load_model` does."""
     require("peft", extra="lora")
     import peft
 

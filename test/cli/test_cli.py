@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -167,8 +168,9 @@ def test_the_doctor_gives_no_advice_that_says_nothing(monkeypatch):
     assert [line for line in console.file.getvalue().splitlines() if "start it" in line or line == "    "] == []
 
 
-def test_the_doctor_says_what_becomes_of_a_model_from_its_configuration_alone(tmp_path, takes_long):
-    from causal_types import tiny_config
+def test_the_doctor_says_what_becomes_of_a_model_from_its_configuration_alone(tmp_path, model_path, takes_long):
+    from causal_types import tiny_config, tiny_model
+    from real_templates import real_tokenizer
 
     for model_type, name in (
         ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
@@ -178,12 +180,20 @@ def test_the_doctor_says_what_becomes_of_a_model_from_its_configuration_alone(tm
         config = tiny_config(model_type)
         config.architectures = [name]
         config.save_pretrained(tmp_path / model_type)
+    real_tokenizer(model_path, "qwen3_5_nothink").save_pretrained(tmp_path / "qwen3_5")
     result = runner.invoke(app, ["doctor", "--model", str(tmp_path / "qwen3_5")])
     text = " ".join(result.output.split())
     assert result.exit_code == 0, text
     assert "Qwen3_5ForConditionalGeneration" in text and "encoders left out" in text
     assert "packed, if the probe" in text and "layer by layer" in text
     assert "vLLM has its class" in text and "weights are sent" in text
+    # vLLM's kernels of its delta rules, which are those of a CPU here.
+    assert "bfloat16 alone, got float32: set dtype='bfloat16'" in text or torch.cuda.is_available()
+    parameters = dict(tiny_model("qwen3_5").named_parameters())
+    num_bytes = 16 * sum(one.numel() for name, one in parameters.items() if ".visual." not in name)
+    assert f"weights, gradients and Adam {num_bytes / 2**30:.3g} GiB" in text
+    assert "adapters of all linear layers" in text
+    assert re.search(r"renders exactly; tool calls: (?!None)\w", text)
     result = runner.invoke(app, ["doctor", "--model", str(tmp_path / "zamba2")])
     assert "one row a bin, for layers of type hybrid" in " ".join(result.output.split())
     result = runner.invoke(app, ["doctor", "--model", str(tmp_path / "bert")])

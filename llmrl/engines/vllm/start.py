@@ -13,6 +13,7 @@ from llmrl.engines.engine_folder import FOLDER_VARIABLE, engine_folder
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
 from llmrl.engines.load import LoadMeter
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, EngineOptions, build_engine_args
+from llmrl.engines.vllm.model_types import check_model
 from llmrl.engines.vllm.private import start_llm
 from llmrl.engines.vllm.quantized import checkpoint_for
 
@@ -51,6 +52,7 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
         try:
             with starting_environment(variables):
                 arguments = build_engine_args(folder, options, is_cpu=is_cpu)
+                check_model(folder, dtype=str(arguments.dtype), is_cpu=is_cpu)
                 return background.run(start_llm(arguments, load)), background, load
         except (TypeError, EngineError):
             background.close()
