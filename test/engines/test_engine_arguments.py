@@ -3,12 +3,16 @@
 import asyncio
 import dataclasses
 import logging
+import re
+from pathlib import Path
 
 import pytest
+from causal_types import tiny_config
 from weight_sync_tools import change_every_parameter, differences_of, make_sender, sharp_llama
 
 from llmrl.config.engine import EngineConfig
 from llmrl.engines import AsyncVLLM, SamplingConfig
+from llmrl.engines.base import EngineError
 from llmrl.engines.vllm.arguments import build_engine_args
 from llmrl.engines.vllm.passed_through import REFUSED, TESTED, check_passed_through, untested
 from llmrl.weight_sync import VLLMWeightSyncScheme
@@ -54,6 +58,12 @@ def test_arguments_that_change_log_probs_are_refused_before_an_engine_starts(nam
     check_passed_through({name: None})
 
 
+def test_delta_rules_in_float32_are_refused_on_a_cpu_before_an_engine_starts(imports_vllm, tmp_path):
+    tiny_config("qwen3_5").save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"bfloat16 alone, got float32: set dtype='bfloat16'"):
+        AsyncVLLM.from_pretrained(tmp_path, kv_cache_memory=1 << 26)
+
+
 def test_an_entry_of_the_configuration_is_not_given_twice():
     with pytest.raises(ValueError, match=r"set engine\.tensor_parallel_size"):
         EngineConfig(engine_args={"tensor_parallel_size": 2})
@@ -69,3 +79,21 @@ def test_arguments_that_no_test_covers_warn_once_and_are_remembered(imports_vllm
     (record,) = caplog.records
     assert "do not compare attention_backend with" in record.getMessage()
     assert untested(options["engine_args"]) == ("attention_backend",)
+    assert untested({"hf_overrides": {"rope_theta": 1e3}}) == ("hf_overrides",)
+    assert untested({"hf_overrides": {"head_dtype": "float32"}}) == ()
+
+
+def test_the_page_lists_the_arguments_and_the_tests_that_use_them():
+    text = (Path(__file__).parents[2] / "docs/models.md").read_text().partition("## Arguments of vLLM")[2]
+    tested, _, others = text.partition("\n## ")[0].partition("Others:")
+    found = {}
+    for line in tested.splitlines():
+        if line.startswith("| `"):
+            arguments, _, files = line.strip("| ").split(" | ")
+            (file,) = re.findall(r"test_\w+\.py", files)
+            (path,) = Path(__file__).parents[1].rglob(file)
+            found |= dict.fromkeys(re.findall(r"`(\w+)", arguments), path.read_text())
+    options = {"enable_prefix_caching", "max_num_seqs"}  # of `from_pretrained`
+    assert found.keys() - options == TESTED
+    assert all(re.search(rf"\b{name}\b", source) for name, source in found.items())
+    assert set(re.findall(r"`(\w+)`", others)) >= REFUSED.keys()

@@ -140,7 +140,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         engine = cls(
             llm, background, load, weight_transfer=backend, start_s=start_s, hang_timeout_seconds=hang_timeout_seconds
         )
-        engine.untested_arguments = untested(options.get("engine_args") or ())
+        engine.untested_arguments = untested(options.get("engine_args") or {})
         return engine
 
     # -- requests ------------------------------------------------------------------------------------------------

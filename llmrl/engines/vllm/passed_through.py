@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 # Tests compare the log-probs of engines with these against the trainer's.
 TESTED: frozenset[str] = frozenset(
     {
-        "async_scheduling", "enable_chunked_prefill", "enable_return_routed_experts", "hf_overrides",
-        "long_prefill_token_threshold", "max_lora_rank", "max_loras", "max_num_batched_tokens",
-        "num_gpu_blocks_override", "skip_tokenizer_init", "tensor_parallel_size",
+        "async_scheduling", "enable_chunked_prefill", "hf_overrides", "long_prefill_token_threshold", "max_lora_rank",
+        "max_loras", "max_num_batched_tokens", "num_gpu_blocks_override", "skip_tokenizer_init",
+        "tensor_parallel_size",
     }
 )  # fmt: skip
 
@@ -52,11 +52,17 @@ def check_passed_through(engine_args: Mapping[str, object]) -> None:
             raise ValueError(f"engine_args may not hold {name!r}: {REFUSED[name]}. Leave it out.")
 
 
-def untested(engine_args: Iterable[str]) -> tuple[str, ...]:
+def untested(engine_args: Mapping[str, object]) -> tuple[str, ...]:
     """Return the names of arguments that no test of llmrl compares with the trainer, sorted.
 
+    Of `hf_overrides` tests cover `head_dtype`; others may make the engine's model another one than the trainer's.
+
     Example:
-        >>> untested(["tensor_parallel_size", "attention_backend"])
+        >>> untested({"tensor_parallel_size": 2, "attention_backend": "CPU_ATTN"})
         ('attention_backend',)
     """
-    return tuple(sorted(set(engine_args) - TESTED - REFUSED.keys()))
+    names = engine_args.keys() - TESTED - REFUSED.keys()
+    overrides = engine_args.get("hf_overrides") or {}
+    if not isinstance(overrides, Mapping) or overrides.keys() - {"head_dtype"}:
+        names.add("hf_overrides")
+    return tuple(sorted(names))
