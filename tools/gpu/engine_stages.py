@@ -1,4 +1,4 @@
-"""Stages in which weights leave the trainer: on another stream, and into vLLM."""
+"""Stages in which weights leave the trainer: on another stream, into vLLM, and into vLLM's types of models."""
 
 from __future__ import annotations
 
@@ -41,6 +41,24 @@ def stream(sizes: Sizes, device: str) -> Result:
         stale = sum(int((a != b).sum()) for a, b in zip(read, model.parameters(), strict=True))
         results[way] = {"stale_share": stale / sum(weight.numel() for weight in read)}
     return results
+
+
+def types(sizes: Sizes, device: str) -> Result:
+    """Nats between vLLM and trainer after an update, of random tiny checkpoints, by type of model and dtype."""
+    from causal_types import causal_types
+    from engine_halves import nats_after_update, wrapper_types, write_checkpoint
+    from stages import attempted
+
+    def of_type(model_type: str, dtype: str) -> Result:
+        with tempfile.TemporaryDirectory() as folder:
+            write_checkpoint(model_type, names[model_type], Path(folder))
+            return {"nats": nats_after_update(Path(folder), device, dtype)}
+
+    names = causal_types() | wrapper_types()
+    return {
+        f"{model_type} {dtype}": attempted(lambda one=model_type, dtype=dtype: of_type(one, dtype))
+        for model_type, dtype in sizes.served_types
+    }
 
 
 def engine(sizes: Sizes, device: str) -> Result:

@@ -16,7 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("llmrl", "tools/gpu", "test/helpers/causal_types.py", "pyproject.toml", "LICENSE")
+HELPERS = ("causal_types", "engine_halves", "warm_processes", "weight_sync_tools")
+COPIED = ("llmrl", "tools/gpu", *(f"test/helpers/{name}.py" for name in HELPERS), "pyproject.toml", "LICENSE")
 WHEELS = ("tensordict", "torchrl", "pyvers", "orjson", "importlib_metadata", "zipp", "cloudpickle", "packaging")
 """At the versions that are installed here; their dependencies are in the list or come with torch."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 28, 27, 24, 17)] + ["manylinux2014_x86_64", "any"]

@@ -11,6 +11,9 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 Rows = tuple[int, int, int]
 """Rows of a group, tokens that they share, and tokens that each has of its own."""
 
+ON_GPUS_ALONE = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "kimi_linear", "nemotron_h", "olmo_hybrid", "deepseek_v4")
+"""Types whose kernels vLLM's CPU build does not have."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -30,6 +33,12 @@ class Sizes:
     sharded_model: str = "3B"
     engine_model: str = "1.5B"
     """That vLLM serves."""
+    served_types: tuple[tuple[str, str], ...] = (
+        *((name, "bfloat16") for name in ON_GPUS_ALONE),
+        *((name, "float16") for name in ("llama", "qwen3", "gemma3")),
+        *((name, "bfloat16") for name in ("qwen3_5", "qwen3_next", "lfm2", "granitemoehybrid", "gpt_oss", "gemma4")),
+    )
+    """Types of models that vLLM serves with random tiny weights, and their dtypes."""
     batches: tuple[Rows, ...] = ((16, 0, 1024), (4, 0, 16_384), (16, 4000, 200))
     token_budget: int = 16_384
     num_steps: int = 3
@@ -46,6 +55,7 @@ TINY = Sizes(
     models=("tiny",),
     sharded_model="tiny",
     engine_model="served",
+    served_types=(("llama", "float32"),),
     batches=((4, 0, 40), (4, 60, 10)),
     token_budget=256,
     num_steps=1,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_stages import engine, stream
+from engine_stages import engine, stream, types
 from sizes import MODELS, Rows, Sizes, flops_of, make_batch, make_model
 
 Result = dict[str, Any]
@@ -21,7 +21,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "test" / "helpers"))  
 
 PEAK_FLOPS = 989e12
 """Of an H100 or H200, dense, in bfloat16: what shares of it (`mfu`) refer to."""
-FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen3_moe")
+FAMILIES = (
+    "llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen3_moe", "qwen3_5_text", "lfm2",
+    "granitemoehybrid",
+)  # fmt: skip
 
 
 def synchronize(device: str) -> None:
@@ -105,7 +108,9 @@ def _exactness_of(family: str, token_ids: list[torch.Tensor], device: str) -> Re
     config = tiny_config(family, head_dim=32, num_key_value_heads=2, initializer_range=0.1)
     reference = tiny_model(family, config=config, attn_implementation="eager").to(device)
     results: Result = {}
-    for name, dtype in (("float32", None), ("bfloat16", torch.bfloat16)):
+    halves = (torch.bfloat16, torch.float16) if device == "cuda" else (torch.bfloat16,)
+    for dtype in (None, *halves):
+        name = str(dtype or torch.float32).removeprefix("torch.")
         policy = TransformersWrapper(tiny_model(family, config=config).to(device), generate=False, autocast_dtype=dtype)
         (packed,) = policy.pack(token_ids, [torch.ones_like(ids).bool() for ids in token_ids], token_budget=400)
         log_probs, _ = policy.packed_log_probs(packed)
@@ -390,5 +395,6 @@ STAGES: dict[str, tuple[Callable[[Sizes, str], Result], int]] = {
     "ipc": (ipc, 240),
     "learning": (learning, 400),
     "engine": (engine, 580),
+    "types": (types, 580),
 }
 """Each stage and the seconds after which it is ended."""
