@@ -92,8 +92,9 @@ def class_with_images(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     if getattr(config, "text_config", None) is None:
         return None
     usual = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    named = (config.architectures or [usual])[0]
-    return getattr(transformers, named, None) if named is not None else None
+    # Checkpoints with code of their own name a class that transformers has under another name (Kimi K2.5).
+    names = [*(config.architectures or ()), usual]
+    return next((getattr(transformers, name) for name in names if name and hasattr(transformers, name)), None)
 
 
 def language_parameters(model: PreTrainedModel) -> set[int]:

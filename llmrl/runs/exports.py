@@ -19,6 +19,7 @@ from llmrl.runs.encoders import copy_encoders
 from llmrl.runs.report import RunResults
 from llmrl.runs.run_card import run_card
 from llmrl.runs.run_folder import BackgroundWrites
+from llmrl.trainer.model.checkpoint_format import conversions_of
 from llmrl.trainer.trained_model import trained_model
 from llmrl.weight_sync.source import named_weights
 
@@ -182,8 +183,8 @@ def copy_to_host(model: PreTrainedModel) -> PreTrainedModel | None:
         served = type(base)(config).to(dtype)
     if has_encoders(served):
         leave_out_encoders(served)
-    # The names of the checkpoint that was loaded.
-    served._weight_conversions = getattr(base, "_weight_conversions", None)
+    # The names and the layout of the checkpoint that was loaded.
+    served._weight_conversions = conversions_of(base) or None
     served.load_state_dict(weights | buffers, strict=False, assign=True)
     served.tie_weights()
     served.generation_config = copy.deepcopy(base.generation_config)

@@ -176,11 +176,11 @@ def _tiny(kind: Any, changes: dict[str, Any]) -> Any:
     values = {name: value for name, value in SIZES.items() if name in fields}
     if {"kv_lora_rank", "num_key_value_heads"} <= fields:
         values["num_key_value_heads"] = 4  # latent attention has a key head for each head
-    values |= {
-        name: _tiny(sub, {})
-        for name, sub in kind.sub_configs.items()
-        if dataclasses.is_dataclass(sub) and name in fields
-    }
+    parts = {name: sub for name, sub in kind.sub_configs.items() if name in fields and name not in changes}
+    if not all(map(dataclasses.is_dataclass, parts.values())):  # parts of any type: that which it has by default
+        usual_parts = kind()
+        parts = {name: type(getattr(usual_parts, name)) for name in parts}
+    values |= {name: _tiny(sub, {}) for name, sub in parts.items() if dataclasses.is_dataclass(sub)}
     if "layer_types" in fields and "layer_types" not in changes:
         usual = list(dict.fromkeys(getattr(kind(), "layer_types", None) or []))
         if usual == ["full_attention"] and "sliding_window" in fields:

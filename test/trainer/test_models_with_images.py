@@ -6,8 +6,9 @@ import pytest
 import torch
 import transformers
 from causal_types import tiny_config
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from llmrl._utils.model_parts import class_with_images
 from llmrl.runs.exports import copy_to_host, write_model
 from llmrl.trainer import TransformersWrapper, load_model, shard_model
 from llmrl.trainer.loading import LoRAConfig
@@ -25,16 +26,32 @@ def save_whole(model_type, folder):
     """Write a random checkpoint in the official form of its class, and return its weights by name."""
     torch.manual_seed(0)
     kind = getattr(transformers, CLASSES[model_type])
-    model = kind(tiny_config(model_type)).to(torch.bfloat16)
+    config = tiny_config(model_type)
+    if model_type == "qwen3_vl_moe":  # a square one would not show in which layout it is
+        config.text_config.moe_intermediate_size = 24
+    model = kind(config).to(torch.bfloat16)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
+    if model_type == "qwen3_vl_moe":  # the official layout, [num_experts, num_inputs, num_outputs]
+        for name in [name for name in weights if ".mlp.experts." in name]:
+            weights[name] = weights[name].transpose(1, 2).contiguous()
+        shape = weights["model.language_model.layers.0.mlp.experts.down_proj"].shape
+        assert shape == (4, 24, config.text_config.hidden_size)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return weights
 
 
 @pytest.fixture(params=CLASSES)
 def checkpoint(request, tmp_path):
     return request.param, tmp_path / "whole", save_whole(request.param, tmp_path / "whole")
+
+
+def test_a_class_that_official_checkpoints_name_otherwise_is_found():
+    config = tiny_config("kimi_k25")
+    config.architectures = ["KimiK25ForConditionalGeneration"]
+    assert class_with_images(config).__name__ == "Kimi_K25ForConditionalGeneration"
 
 
 def is_of_encoder(name):
@@ -67,6 +84,8 @@ def test_the_encoders_are_saved_bit_by_bit_beside_what_was_trained(checkpoint, t
     saved = tmp_path / "saved"
     write_model(copy_to_host(model), saved, tmp_path / "tokenizer", "", "1GB", str(folder))
     assert (saved / "preprocessor_config.json").is_file()
+    shapes = {name: tensor.shape for path in saved.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert shapes == {name: tensor.shape for name, tensor in before.items()}
     kind = getattr(transformers, CLASSES[model_type])
     again, report = kind.from_pretrained(saved, dtype="auto", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -54,7 +54,7 @@ def checkpoint_weights(model: object, names: Iterable[str]) -> Iterator[Checkpoi
         >>> [weights.name for weights in checkpoint_weights(torch.nn.Linear(2, 1), ["weight"])]
         ['weight']
     """
-    conversions = _conversions(model)
+    conversions = conversions_of(model)
     if not conversions:
         for name in names:
             yield CheckpointWeights(name, (name,))
@@ -84,8 +84,20 @@ def checkpoint_weights(model: object, names: Iterable[str]) -> Iterator[Checkpoi
             yield CheckpointWeights(renamed, parameters)
 
 
+def conversions_of(model: object) -> list[WeightTransform]:
+    """Return the conversions with which transformers loaded a model, else those of its class.
+
+    In reverse they restore the layout of the official checkpoint (Qwen3-VL's experts are transposed there).
+    """
+    conversions = copy.deepcopy(_conversions(model))
+    # Those that compare shapes with the model's, in reverse, would leave the model's layout as it is.
+    for operation in (one for conversion in conversions for one in getattr(conversion, "operations", ())):
+        if hasattr(operation, "check_dims"):
+            operation.check_dims = False
+    return conversions
+
+
 def _conversions(model: object) -> list[WeightTransform]:
-    """Return the conversions with which transformers loaded a model, else those of its class."""
     if getattr(model, "base_model_prefix", None) is None:
         return []
     from transformers import PreTrainedModel
