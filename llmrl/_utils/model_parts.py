@@ -131,3 +131,5 @@ def _leave_out(module: torch.nn.Module, kept: set[int]) -> None:
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and id(parameter) not in kept:
             module._parameters[name] = None
+            # Else transformers would initialise it (LLaVA-NeXT's image_newline).
+            module._is_hf_initialized = True  # type: ignore[assignment]

@@ -19,6 +19,7 @@ CLASSES = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
 }
 
 
@@ -55,7 +56,7 @@ def test_a_class_that_official_checkpoints_name_otherwise_is_found():
 
 
 def is_of_encoder(name):
-    return any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector."))
+    return any(part in name for part in ("visual.", "vision_tower.", "multi_modal_projector.", "image_newline"))
 
 
 def test_the_language_model_alone_is_loaded_and_sent_by_the_names_of_the_checkpoint(checkpoint):
