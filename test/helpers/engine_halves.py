@@ -1,7 +1,8 @@
 """The engine's half of a type of model: whether vLLM's class takes every weight that the trainer sends.
 
 The class is made on this machine without an engine, and asked to load what is sent. That shows names, shapes, and
-weights that are missing or left over. It does not show what its kernels compute.
+weights that are missing or left over. Then an engine is started, given changed weights, and asked for tokens, whose
+log-probs are compared with the trainer's; where its kernels need a GPU, this is left to `tools/gpu`.
 
 `python test/helpers/engine_halves.py` examines every causal type that vLLM serves, and every type with images, and
 writes a table of `docs/models.md`; with names of types it writes their rows.
@@ -23,6 +24,11 @@ from causal_types import PAGE, SPECIAL, causal_types, tiny_config
 from causal_types import SIZES as TINY_SIZES
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
+from warm_processes import fork_what_is_spawned
+from weight_sync_tools import change_every_parameter, differences_of, make_sender
+
+from llmrl._utils.model_parts import text_config
+from llmrl.engines import SamplingConfig
 
 BEGIN = "<!-- what engines take -->\n\n"
 END = "\n<!-- end -->"
@@ -32,30 +38,52 @@ SIZES = {8: 32, 16: 64, 32: 128, 48: 128, 61: 64}
 # Parameters of vLLM's classes that it does not use, and checkpoints do not have.
 UNUSED = {"axk1": {"model.layers.0.post_mlp_layernorm.weight"}}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # all that vLLM's kernels on a CPU have
 _FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
 _CHANGES: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 3}},
     "falcon_h1": {"mamba_d_ssm": 256},
     "gemma4_text": {"num_experts": None, "enable_moe_block": False},
+    "granite4_vision": {
+        "text_config": lambda: tiny_config("granite"),
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [0, 1, 0, 1],
+        "downsample_rate": "1/2",
+    },
     "lfm2_moe": {"num_dense_layers": 1},
     "mamba2": {"head_dim": 64},
+    "mistral3": {"text_config": lambda: tiny_config("ministral3")},
     "qwen2": _FULL,
+    "qwen2_5_vl_text": _FULL,
+    "qwen2_vl_text": _FULL,
     "qwen3": _FULL,
+    # Not square, since transformers finds by its shape whether an expert's weight is transposed.
+    "qwen3_vl_moe_text": {"moe_intermediate_size": 32},
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA,
     "qwen4_exp_text": {"indexer_head_dim": 32},
 }
+# Classes that official checkpoints name, and vLLM, where transformers has another name.
+_OFFICIAL_CLASSES = {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}
 # Entries of official configurations that vLLM reads and transformers' classes do not name.
 _OFFICIAL: dict[str, dict[str, Any]] = {
-    "afmoe": {"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0},
+    "afmoe": {"n_group": 1, "route_norm": True, "route_scale": 1.0, "score_func": "sigmoid", "topk_group": 1},
     "glm4_moe": {"head_dim": 32},
+    "glm4v_moe_text": {"head_dim": 32, "use_qk_norm": False},
+    "glm4v_text": {"attention_bias": True},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
-    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "route_norm": True},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "qk_norm": True, "route_norm": True},
     "lfm2": {"conv_dim": 128, "block_dim": 128},
     "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
-    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid"},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1],
         "moe_layer_freq": [0, 1],
         "layernorm_epsilon": 1e-5,
+        "add_swa_attention_sink_bias": True,
+        "sliding_window_size": 18,
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
         "swa_head_dim": 32,
@@ -70,6 +98,7 @@ class EngineHalf:
 
     shards: str = ""
     engine: str = ""
+    nats: str = ""
     saved: str = ""
     lora: str = ""
 
@@ -79,7 +108,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(EngineHalf))
 
 def is_shown(cell: str) -> bool:
     """Whether a cell says yes, perhaps under a condition that is enforced."""
-    return cell in ("yes", "merged", "attention alone", "attention alone, merged")
+    return cell in ("yes", "merged", "attention alone", "attention alone, merged") or cell[1:3] == "e-"
 
 
 def page_rows() -> dict[str, dict[str, str]]:
@@ -90,60 +119,77 @@ def page_rows() -> dict[str, dict[str, str]]:
     return {(row := dict(zip(names, (cell.strip("|` ") for cell in one), strict=True)))["type"]: row for one in cells}
 
 
-def examine_in_child(model_type: str, class_name: str) -> EngineHalf:
-    """Examine a type in a forked process, which may crash."""
+def examine_type(model_type: str, class_name: str) -> EngineHalf:
+    """Make a random checkpoint of a type and take it through trainer, engine and saving."""
+    with tempfile.TemporaryDirectory() as name:
+        half = examine_in_child(model_type, class_name, Path(name))
+        if not half.engine.startswith("refused"):
+            half = dataclasses.replace(half, nats=outcome(nats_after_update, Path(name) / "whole"))
+    return half
+
+
+def examine_in_child(model_type: str, class_name: str, folder: Path) -> EngineHalf:
+    """Examine all but a running engine in a forked process, which may crash."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(writer, model_type, class_name))
+    process = context.Process(target=_send, args=(writer, model_type, class_name, folder))
     process.start()
     writer.close()
     try:
-        return reader.recv()
+        return reader.recv() if reader.poll(300) else EngineHalf(engine="it took more than 300 s")
     except EOFError:
         return EngineHalf(engine="the process died")
     finally:
+        process.kill()
         process.join()
 
 
-def _send(writer, model_type, class_name):
+def _send(writer, *arguments):
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-    writer.send(examine(model_type, class_name))
+    writer.send(examine(*arguments))
 
 
-def examine(model_type: str, class_name: str) -> EngineHalf:
-    """Make a random checkpoint of a type and take it through trainer, engine and saving."""
+def examine(model_type: str, class_name: str, folder: Path) -> EngineHalf:
+    """Examine a type, with a random checkpoint of it in `folder`."""
     import transformers
 
     from llmrl.trainer import load_model
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        try:
-            kind = getattr(transformers, class_name)
-            torch.manual_seed(0)
-            config = enlarged(model_type, kind)
-            whole = kind(config)
-            config.architectures = [class_name]
-            whole.save_pretrained(folder / "whole")
-            model = load_model(folder / "whole")
-        except ImportError as error:
-            return EngineHalf(**dict.fromkeys(COLUMNS, f"refused: {said(error)}"))
-        except Exception as error:
-            return EngineHalf(engine=said(error))
-        return EngineHalf(
-            shards=outcome(shards, folder / "whole"),
-            # Before vLLM, which replaces activations.
-            saved=outcome(is_saved, model, folder, kind),
-            lora=outcome(is_lora_base, folder / "whole", class_name),
-            engine=outcome(takes_weights, model, folder / "whole", class_name),
-        )
+    try:
+        kind = getattr(transformers, class_name)
+        class_name = write_checkpoint(model_type, class_name, folder / "whole")
+        model = load_model(folder / "whole")
+    except ImportError as error:
+        return EngineHalf(**dict.fromkeys(COLUMNS, f"refused: {said(error)}"))
+    except Exception as error:
+        return EngineHalf(engine=said(error))
+    return EngineHalf(
+        shards=outcome(shards, folder / "whole"),
+        # Before vLLM, which replaces activations.
+        saved=outcome(is_saved, model, folder, kind),
+        lora=outcome(is_lora_base, folder / "whole", class_name),
+        engine=outcome(takes_weights, model, folder / "whole", class_name),
+    )
+
+
+def write_checkpoint(model_type, class_name, folder):
+    """Write a random checkpoint, and return the class that official ones name."""
+    import transformers
+
+    kind = getattr(transformers, class_name)
+    torch.manual_seed(0)
+    kind(enlarged(model_type, kind)).save_pretrained(folder)
+    official = _OFFICIAL_CLASSES.get(class_name, class_name)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [official]}))
+    return official
 
 
 def said(error: BaseException) -> str:
-    """The first line of an error."""
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].replace("|", "/")[:160]
+    """The beginning of an error."""
+    return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:160]
 
 
 def outcome(question, *arguments) -> str:
@@ -294,7 +340,9 @@ def takes_weights(model, folder, class_name):
             engine.load_weights((name, one) for name, one in stored.items() if name not in sent)
             with reads:
                 engine.load_weights(layout.views(buffer))
-    missing = [name for name, one in engine.named_parameters() if one.is_floating_point() and one.isnan().any()]
+    # Parameters for images are on the device `meta`, as are encoders.
+    loaded = {name: one for name, one in engine.named_parameters() if one.is_floating_point() and not one.is_meta}
+    missing = [name for name, one in loaded.items() if one.isnan().any()]
     missing = [name for name in missing if name not in UNUSED.get(model.config.model_type, ())]
     if missing:
         left = [name for name in stored if name not in sent]
@@ -306,6 +354,36 @@ def takes_weights(model, folder, class_name):
         if not any(place.offset <= start < end for start in starts):
             unread.append(place.name)
     return f"leaves {len(unread)} weights: {unread[:2]}" if unread else None
+
+
+def nats_after_update(folder, device="cpu", dtype=None):
+    """The mean difference of an engine's log-probs from the model's, after every parameter was changed and sent."""
+    from llmrl.engines import AsyncVLLM
+    from llmrl.trainer import load_model
+    from llmrl.weight_sync import VLLMWeightSyncScheme
+
+    model = load_model(folder).eval()
+    has_delta_rule = hasattr(text_config(model), "linear_num_value_heads")
+    # bfloat16 is all that vLLM has of delta rules on a CPU.
+    dtype = dtype or ("bfloat16" if has_delta_rule or device == "cuda" else "float32")
+    options = {"max_model_len": 96, "max_num_seqs": 4, "dtype": dtype, "engine_args": {"skip_tokenizer_init": True}}
+    if device == "cuda":
+        options |= {"weight_transfer": "ipc", "gpu_memory_utilization": 0.2, "enforce_eager": True}
+    else:
+        options |= {"kv_cache_memory": 1 << 26, "cpu_threads": 1}
+    prompts = [[(7 * place + 11 * index) % 50 + 5 for place in range(24)] for index in range(4)]
+    sampling = SamplingConfig(max_new_tokens=16, ignore_eos=True)
+    with AsyncVLLM.from_pretrained(folder, **options) as engine:
+        change_every_parameter(model, seed=1, size=0.3)
+        sender = make_sender(VLLMWeightSyncScheme(), model.to(device), engine)
+        sender.update_weights()
+        sender.shutdown()
+        completions = engine.generate_batch(prompts, sampling)
+    new, old = (
+        float(differences_of(one.cpu(), prompts, completions).abs().mean())
+        for one in (model, load_model(folder).eval())
+    )
+    return f"{new:.0e}" if new < 0.05 and old > 5 * new else f"{new:.2g}, and {old:.2g} from the weights before"
 
 
 def wrapper_types() -> dict[str, str]:
@@ -320,14 +398,15 @@ def write_table(rows: list[dict[str, str]]) -> None:
     import transformers
     import vllm
 
-    counts = [sum(is_shown(row[name]) for row in rows) for name in COLUMNS]
+    counts = {name: sum(is_shown(row[name]) for row in rows) for name in COLUMNS}
     lines = [
         f"vLLM {vllm.__version__}, transformers {transformers.__version__}, {len(rows)} types of both: "
-        f"**{counts[0]} shard**, **{counts[1]} engines take every weight**, **{counts[2]} load again after saving**, "
-        f"**{counts[3]} are bases of adapters**.",
+        f"**{counts['shards']} shard**, **{counts['engine']} engines take every weight** ({counts['nats']} of them ran "
+        f"beside the trainer), **{counts['saved']} load again after saving**, "
+        f"**{counts['lora']} are bases of adapters**.",
         "",
-        "| type | class | shards | engine takes its weights | saved | adapters |",
-        "|---|---|---|---|---|---|",
+        "| type | class | shards | engine takes its weights | nats after an update | saved | adapters |",
+        "|---|---|---|---|---|---|---|",
         *(f"| `{row['type']}` | `{row['class']}` | {' | '.join(row[name] for name in COLUMNS)} |" for row in rows),
     ]
     before, _, rest = PAGE.read_text().partition(BEGIN)
@@ -350,10 +429,11 @@ def main() -> None:
     torch.set_num_threads(1)
     kinds = {**causal_types(), **wrapper_types()}
     served = set(ModelRegistry.get_supported_archs())
-    rows = page_rows()
+    rows = page_rows() if sys.argv[1:] else {}
     for model_type in sys.argv[1:] or kinds:
-        if kinds[model_type] in served:
-            half = examine_in_child(model_type, kinds[model_type])
+        if _OFFICIAL_CLASSES.get(kinds[model_type], kinds[model_type]) in served:
+            with fork_what_is_spawned():
+                half = examine_type(model_type, kinds[model_type])
             rows[model_type] = {"type": model_type, "class": kinds[model_type], **dataclasses.asdict(half)}
             print(json.dumps(rows[model_type]), flush=True)
             write_table([rows[name] for name in sorted(rows)])

@@ -11,7 +11,9 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 Rows = tuple[int, int, int]
 """Rows of a group, tokens that they share, and tokens that each has of its own."""
 
-ON_GPUS_ALONE = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "kimi_linear", "nemotron_h", "olmo_hybrid", "deepseek_v4")
+ON_GPUS_ALONE = (
+    "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "kimi_linear", "nemotron_h", "olmo_hybrid", "qwen4_exp",
+)  # fmt: skip
 """Types whose kernels vLLM's CPU build does not have."""
 
 

@@ -52,7 +52,8 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
         try:
             with starting_environment(variables):
                 arguments = build_engine_args(folder, options, is_cpu=is_cpu)
-                check_model(folder, dtype=str(arguments.dtype), is_cpu=is_cpu)
+                is_updated = weight_transfer is not False
+                check_model(folder, dtype=str(arguments.dtype), is_cpu=is_cpu, is_updated=is_updated)
                 return background.run(start_llm(arguments, load)), background, load
         except (TypeError, EngineError):
             background.close()
