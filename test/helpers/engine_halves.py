@@ -1,8 +1,8 @@
 """The engine's half of a type of model: whether vLLM's class takes every weight that the trainer sends.
 
 The class is made on this machine without an engine, and asked to load what is sent. That shows names, shapes, and
-weights that are missing or left over. Then an engine is started, given changed weights, and asked for tokens, whose
-log-probs are compared with the trainer's; where its kernels need a GPU, this is left to `tools/gpu`.
+weights that are missing or left over. Then an engine is started and given changed weights, and the
+log-probs of its tokens are compared with the trainer's; where its kernels need a GPU, this is left to `tools/gpu`.
 
 `python test/helpers/engine_halves.py` examines every causal type that vLLM serves, and every type with images, and
 writes a table of `docs/models.md`; with names of types it writes their rows.

@@ -14,7 +14,7 @@ Rows = tuple[int, int, int]
 ON_GPUS_ALONE = (
     "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "kimi_linear", "nemotron_h", "olmo_hybrid", "qwen4_exp",
 )  # fmt: skip
-"""Types whose kernels vLLM's CPU build does not have."""
+"""Types that lack kernels in vLLM's CPU build."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ _NOT_TAKEN = frozenset(
 def check_model(folder: str, *, dtype: str, is_cpu: bool, is_updated: bool) -> None:
     """Raise EngineError if an engine of the model in `folder` does not start, or takes no updates and `is_updated`.
 
-    A model whose configuration cannot be read passes; vLLM says what is wrong with it.
+    A model without a readable configuration passes; vLLM says what is wrong with it.
     """
     from transformers import PreTrainedConfig
 
