@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 import torch
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
