@@ -194,7 +194,7 @@ class RolloutRunner:
         row = copied({name: rollout.columns.get(name) for name in agent_env.columns})
         async with self._endpoint.session(rollout) as (session, model):
             try:
-                score = await agent_env.run_agent(row, model)
+                score = await agent_env.run_agent(row, model, rollout)
             except Exception as error:
                 # If the agent failed because a limit refused it an answer, that limit is the reason.
                 if session.failure is not None:
@@ -210,7 +210,7 @@ class RolloutRunner:
         score = with_answer_rewards(score, sum(rewards.values()) if rewards else None)
         self._endpoint.write_last(element, session, is_read=self.stepper.are_turns_read)
         agent_env.end_with(element, score)
-        rollout.reason = session.reason  # set if the agent continued after a limit refused it answers
+        rollout.reason = session.reason or rollout.reason  # set if the agent continued after a limit refused it answers
         element.set(("rollout", "reason"), non_tensor(str(rollout.reason)))
         try:
             stepped, element = await self.stepper.step(element)

@@ -152,12 +152,17 @@ class EnvSource:
             return self._drawn_one_by_one(count, positions, as_exception(error))
         return [
             RolloutTask(
-                records=[self.runner.open(element)],
+                records=[self._opened_record(element)],
                 payload=element,
                 positions=(positions[index],) if positions else (),
             )
             for index, element in enumerate(elements)
         ]
+
+    def _opened_record(self, element: TensorDictBase) -> Rollout:
+        record = self.runner.open(element)
+        record.role = _role_of(self.dataset_env, record.sample_index)
+        return record
 
     def _drawn_one_by_one(self, count: int, positions: list[int], error: Exception) -> list[RolloutTask]:
         """Return the jobs of a reset that failed; only the rollouts that caused the failure fail."""
@@ -190,15 +195,19 @@ class EnvSource:
 def drawn_record(dataset_env: DatasetChatEnv | DataLoadingPrimer, drawn: Drawn) -> Rollout:
     """Return the record of a rollout that was drawn from a dataset and is not opened yet."""
     row, group_id, sample_index = drawn
-    roles: tuple[str, ...] = getattr(dataset_env, "roles", ("",))
     return Rollout(
         rollout_id=f"{group_id}/{sample_index}",
         group_id=group_id,
         sample_index=sample_index,
-        role=roles[sample_index % len(roles)],
+        role=_role_of(dataset_env, sample_index),
         group_size=dataset_env.prompts.num_samples,
         columns={**dict.fromkeys(dataset_env.columns), **row},
     )
+
+
+def _role_of(dataset_env: object, sample_index: int) -> str:
+    roles: tuple[str, ...] = getattr(dataset_env, "roles", ("",))
+    return roles[sample_index % len(roles)]
 
 
 class MixedSource:

@@ -12,6 +12,7 @@ from llmrl.envs.hubs.gymnasium import GymnasiumTextEnv
 from llmrl.envs.hubs.mlgym import MLGymWrapper, make_mlgym
 from llmrl.envs.hubs.openenv import OpenEnvChatEnv
 from llmrl.envs.hubs.textarena import make_textarena_env
+from llmrl.envs.hubs.verifiers import VerifiersEnv
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.mixed import EnvProgress, MixedEnv
 from llmrl.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer
@@ -73,6 +74,7 @@ __all__ = [
     "TaskEnv",
     "TaskOptions",
     "ToolEnv",
+    "VerifiersEnv",
     "addition_problems",
     "command",
     "countdown_problems",

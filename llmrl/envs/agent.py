@@ -17,6 +17,7 @@ from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.threads import run_in_thread
 from llmrl._utils.types import Row
+from llmrl.data import Rollout
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
 from llmrl.endpoint.agent import AgentModel, Play
 from llmrl.envs.agent_command import Command
@@ -102,8 +103,11 @@ class AgentEnv(DatasetChatEnv):
         if isinstance(play, Command):
             play.check_columns(self.columns)
 
-    async def run_agent(self, row: Row, model: AgentModel) -> Score:
-        """Run the agent and return its score; cancelling this coroutine cancels the agent."""
+    async def run_agent(self, row: Row, model: AgentModel, rollout: Rollout) -> Score:
+        """Run the agent and return its score; cancelling this coroutine cancels the agent.
+
+        An environment that ends the rollout early writes `rollout.reason`.
+        """
         is_async = any(map(inspect.iscoroutinefunction, (self.play, type(self.play).__call__)))
         if is_async:
             return _score_of(await self._loops.wait(self._returned(row, model)), self.play)

@@ -11,7 +11,10 @@ from pathlib import Path
 from torchrl.envs import EnvBase
 
 from llmrl._utils.arguments import keywords_of, nearest, refuse_unknown
+from llmrl.envs.hubs.verifiers import VerifiersEnv
 from llmrl.envs.tasks.task import TASKS, Dataset
+
+_VERIFIERS = "verifiers:"
 
 
 def task_environments() -> dict[str, str]:
@@ -30,8 +33,9 @@ def make_task_env(
     """Make a task environment by its name, or with your own function.
 
     Args:
-        name: a name in `task_environments()`, or `FILE.py:FUNCTION` for a function that returns an environment. It is
-            called with the options, and with `split`, `repeats`, `data` and `seed` if it has such parameters.
+        name: a name in `task_environments()`, `verifiers:TASKSET` for a `VerifiersEnv`, or `FILE.py:FUNCTION` for a
+            function that returns an environment. It is called with the options, and with `split`, `repeats`, `data`
+            and `seed` if it has such parameters.
         split: `train`, `test`, or a split of the hub's dataset, such as `train[:-100]`.
         data: your own problems: a hub name, a file or folder, or rows.
         repeats: group size, the number of conversations per problem.
@@ -52,6 +56,12 @@ def make_task_env(
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):
         return _make_own(Path(file), function, {"split": split, "repeats": repeats, "data": data}, options)
+    if name.startswith(_VERIFIERS):
+        if data is not None:
+            raise ValueError(f"data is given, and {name!r} has tasks of its own: choose among them with select=.")
+        refuse_unknown(name, options, keywords_of(VerifiersEnv) or ())
+        make_verifiers: Callable[..., EnvBase] = VerifiersEnv
+        return make_verifiers(name.removeprefix(_VERIFIERS), **{"name": split, **options}, split=split, repeats=repeats)
     if name not in TASKS:
         near = nearest(name, TASKS)
         hint = f"Did you mean {near!r}?" if near else "One of your own is FILE.py:FUNCTION."

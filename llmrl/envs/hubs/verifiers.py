@@ -1,0 +1,265 @@
+"""`VerifiersEnv`: an environment written for verifiers, unmodified, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Unpack
+
+import torch
+
+from llmrl._utils.failure import describe
+from llmrl._utils.numbers import finite_number
+from llmrl._utils.types import Row
+from llmrl.data import Rollout, StopReason
+from llmrl.endpoint.agent import AgentModel, AgentTimeout
+from llmrl.envs.agent import AgentEnv
+from llmrl.envs.hubs.virtual_env import python_with
+from llmrl.envs.hubs.worker_process import Answer, WorkerDied, WorkerError, WorkerProcess
+from llmrl.envs.sampler import DrawOptions
+from llmrl.envs.sources import StreamedRows
+from llmrl.rewards import Score
+
+_VERIFIERS = "verifiers>=0.4,<0.5"
+_ROWS_PER_REQUEST = 256
+_WORKER = Path(__file__).with_name("verifiers_worker.py")
+
+
+class VerifiersEnv(AgentEnv):
+    """An environment of the verifiers library (https://github.com/PrimeIntellect-ai/verifiers), as it is.
+
+    Its package runs in a worker process with a virtual environment of its own, which is made at the first use and kept.
+    Its tasks are the dataset, their fields the columns. An episode asks the policy at a collector's endpoint
+    (`AgentEnv`). Weighted rewards, which add up, and metrics are the breakdown; `info`, the state and what stopped the
+    episode are in the rollout's `info`; errors of verifiers make the rollout an error.
+
+    The policy plays every seat for which the configuration names no `model` or `client`. If it plays several, each is a
+    rollout with a role, as in `GameEnv`, and `repeats` counts rollouts; seats that the environment does not train are
+    played by the policy, and not recorded. Seats that name no harness get messages and the environment's tools in the
+    worker, without a shell or a container: name one in `config` for more.
+
+    The package runs with your rights. A worker that dies is replaced; the rollouts that it played are errors.
+
+    Args:
+        taskset: id of the taskset, as of `vf-eval`.
+        requirements: lines as of a `requirements.txt`, such as the package's name, or its folder (`./my_env`).
+            verifiers itself is always installed.
+        config: configuration of the environment, as under `[env]` of verifiers' files: `taskset`, seats, judges.
+        select: which tasks to take, as verifiers' `select`, such as `{"include": {"idx": ["0:100"]}}`.
+        split: value of the taskset's own field `split` or `dataset_split`; a taskset without one has only `train`.
+        timeout_seconds: time limit of an episode, which truncates its rollouts.
+        open_seconds: time limit for the worker to start and to load the package.
+        host, port, public_url: see `AgentEnv`.
+        **draws: see `DatasetChatEnv`. Tasksets without end cannot be shuffled.
+
+    Raises:
+        ValueError: if the packages cannot be installed (`InstallError`), verifiers refuses the taskset or its
+            configuration, the policy plays no seat, or `repeats` is no multiple of the number of its seats.
+    """
+
+    def __init__(
+        self,
+        taskset: str,
+        *,
+        requirements: Sequence[str] = (),
+        config: Mapping[str, object] | None = None,
+        select: Mapping[str, object] | None = None,
+        split: str | None = None,
+        timeout_seconds: float = 600.0,
+        open_seconds: float = 300.0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        public_url: str | None = None,
+        device: torch.device | None = None,
+        **draws: Unpack[DrawOptions],
+    ) -> None:
+        if isinstance(requirements, str):
+            raise TypeError(f"requirements must be lines in a list, got {requirements!r}.")
+        if not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}.")
+        self.taskset = taskset
+        opening = {
+            "taskset": taskset,
+            "config": dict(config or {}),
+            "select": dict(select or {}),
+            "split": split,
+        }
+        self._workers = _Workers((_VERIFIERS, "uv", *requirements), opening, open_seconds)
+        self.timeout_seconds = timeout_seconds
+        """Time limit of an episode."""
+        self._tables: dict[tuple[str, int], _Table] = {}
+        rows = _Rows(self._workers)
+        try:
+            opened = self._workers.current().opened
+            dataset: Iterable[Row]
+            if opened["is_infinite"]:
+                dataset = StreamedRows(rows)
+                dataset.read(1)
+            else:
+                dataset = [row for part in rows for row in part]
+        except (WorkerDied, WorkerError, TimeoutError) as error:
+            self._workers.close()
+            raise ValueError(f"the taskset {taskset!r} cannot be played: {describe(error)}") from error
+        seats = tuple(name for name, is_trained in opened["seats"].items() if is_trained)
+        if not seats:
+            raise ValueError(
+                f"the policy trains no seat of {taskset!r}: {sorted(opened['seats'])} are fixed, or have a model of "
+                "their own in config."
+            )
+        self._seats = seats
+        self.roles = seats if len(seats) > 1 else ("",)
+        draws.setdefault("repeats", len(seats))
+        if draws["repeats"] % len(seats):
+            raise ValueError(
+                f"repeats must be a multiple of the {len(seats)} seats {list(seats)}, got {draws['repeats']}."
+            )
+        super().__init__(self._play_alone, dataset, host=host, port=port, public_url=public_url, device=device, **draws)
+
+    async def run_agent(self, row: Row, model: AgentModel, rollout: Rollout) -> Score:
+        """Play the episode when the rollouts of all its seats have come, and return the score of this one's seat."""
+        number, place = divmod(rollout.sample_index, len(self._seats))
+        key = (rollout.group_id, number)
+        table = self._tables.setdefault(key, _Table())
+        table.models[self._seats[place]] = model
+        if len(table.models) == len(self._seats):
+            del self._tables[key]
+            table.begin(self._episode(row, table.models))
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                episode = await asyncio.shield(table.result)
+        except TimeoutError:
+            raise AgentTimeout(f"an episode of {self.taskset!r} took more than {self.timeout_seconds:g} s.") from None
+        finally:
+            # A rollout that leaves before the end takes the others with it.
+            self._tables.pop(key, None)
+            table.end(f"the rollout of the seat {self._seats[place]!r} ended before its episode.")
+        return self._scored(episode, self._seats[place], model, rollout)
+
+    async def _episode(self, row: Row, models: Mapping[str, AgentModel]) -> Answer:
+        worker = await asyncio.to_thread(self._workers.current)
+        urls = {seat: f"{model.base_url.removesuffix('/v1')}/s/{model.api_key}/v1" for seat, model in models.items()}
+        arguments = {"row": row, "urls": urls, "model": next(iter(models.values())).name}
+        request = await asyncio.to_thread(worker.ask, "play", arguments)
+        try:
+            return await asyncio.wrap_future(request)
+        except asyncio.CancelledError:
+            worker.cancel(request)
+            raise
+
+    def _scored(self, episode: Answer, seat: str, model: AgentModel, rollout: Rollout) -> Score:
+        traces = [trace for trace in episode["traces"] if trace["seat"] == seat]
+        for error in (*episode["errors"], *(error for trace in traces for error in trace["errors"])):
+            if any(trace["is_timeout"] for trace in traces):
+                raise AgentTimeout(error["message"])
+            failure = WorkerError(f"{error['type']}: {error['message']}")
+            failure.add_note(error["traceback"])
+            raise failure
+        if len(traces) > 1:
+            raise ValueError(
+                f"the seat {seat!r} played {len(traces)} conversations in one episode, and a rollout is one with one "
+                "reward: configure the environment to play one."
+            )
+        if not traces:
+            return Score(0.0, is_scored=False)
+        [trace] = traces
+        if trace["is_truncated"]:
+            rollout.reason = StopReason.ENVIRONMENT_TRUNCATED
+        rewards, metrics = trace["rewards"], trace["metrics"]
+        finite = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        model.info.update(trace["info"])
+        if odd := {name: value for name, value in metrics.items() if name not in finite}:
+            model.info["metrics"] = odd
+        if not rewards or None in rewards.values():
+            return Score(0.0, finite, is_scored=False)
+        try:
+            parts = {name: finite_number(value, f"the reward {name!r}") for name, value in rewards.items()}
+            return Score(finite_number(sum(parts.values()), "the reward"), {**finite, **parts})
+        except (TypeError, ValueError) as error:
+            return Score(0.0, finite, is_scored=False, error=f"{describe(error)} Returned by {self.taskset!r}.")
+
+    async def _play_alone(self, row: Row, model: AgentModel) -> None:
+        raise NotImplementedError("episodes are played by `run_agent`.")
+
+    def close(self, **kwargs: object) -> None:
+        """End the worker."""
+        super().close(**kwargs)
+        self._workers.close()
+
+
+class _Table:
+    """An episode, and the rollouts of its seats that have come."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, AgentModel] = {}
+        self.result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.result.add_done_callback(lambda result: result.cancelled() or result.exception())  # marks it as seen
+        self._playing: asyncio.Task[Answer] | None = None
+
+    def begin(self, episode: Coroutine[None, None, Answer]) -> None:
+        self._playing = asyncio.create_task(episode)
+        self._playing.add_done_callback(self._ended)
+
+    def end(self, reason: str) -> None:
+        """Stop the episode, unless it has ended."""
+        if not self.result.done():
+            self.result.set_exception(WorkerError(reason))
+        if self._playing is not None:
+            self._playing.cancel()
+
+    def _ended(self, playing: asyncio.Task[Answer]) -> None:
+        if self.result.done() or playing.cancelled():
+            return
+        if (error := playing.exception()) is not None:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(playing.result())
+
+
+class _Workers:
+    """The worker of an environment; one that died is replaced when it is asked for."""
+
+    def __init__(self, requirements: Sequence[str], opening: Mapping[str, object], open_seconds: float) -> None:
+        self._requirements = tuple(requirements)
+        self._opening = opening
+        self.open_seconds = open_seconds
+        self._worker: WorkerProcess | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[_Workers], tuple[object, ...]]:
+        return _Workers, (self._requirements, self._opening, self.open_seconds)  # another process has its own
+
+    def current(self) -> WorkerProcess:
+        """Return the worker; waits for it to open."""
+        with self._lock:
+            if self._worker is None or not self._worker.is_alive:
+                python = python_with(self._requirements)
+                self._worker = WorkerProcess(python, [str(_WORKER)], self._opening, open_seconds=self.open_seconds)
+            return self._worker
+
+    def close(self) -> None:
+        with self._lock:
+            if self._worker is not None:
+                self._worker.close()
+
+
+class _Rows:
+    """Iterator of the tasks in parts, as rows."""
+
+    def __init__(self, workers: _Workers) -> None:
+        self._workers = workers
+        self._place = 0
+        self._has_ended = False
+
+    def __iter__(self) -> _Rows:
+        return self
+
+    def __next__(self) -> list[Row]:
+        if self._has_ended:
+            raise StopIteration
+        request = self._workers.current().ask("rows", {"start": self._place, "count": _ROWS_PER_REQUEST})
+        part = request.result(self._workers.open_seconds)
+        self._place += len(part["rows"])
+        self._has_ended = part["has_ended"]
+        return part["rows"]

@@ -1,0 +1,351 @@
+"""Plays episodes of a verifiers environment; runs in a process and a virtual environment of its own.
+
+`VerifiersEnv` starts this file with the Python of that environment, in which llmrl is not installed: it imports the
+standard library, verifiers and what verifiers depends on. Requests and answers are JSON frames on a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import json
+import logging
+import math
+import os
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import verifiers.v1 as vf
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai.types.chat.chat_completion_message_function_tool_call import Function
+from verifiers import __version__ as verifiers_version
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
+from verifiers.v1.configs.client import EvalClientConfig
+from verifiers.v1.configs.harness import HarnessConfig
+from verifiers.v1.configs.select import SelectConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harness import Harness
+from verifiers.v1.harnesses.utils.core import gate_tool_call
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.runtimes import ProgramResult
+from verifiers.v1.types import SamplingConfig
+from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load_environment, taskset_config_type
+
+Fields = dict[str, Any]
+"""An object of JSON, or of verifiers' configuration."""
+
+_HEADER = struct.Struct("<I")
+_MAX_ROWS_BYTES = 4 << 20
+_MAX_INFO_BYTES = 64 << 10
+_CHAT = "llmrl_chat"
+_NO_KEY = "LLMRL_NO_KEY"  # the address of a seat holds its key
+_SPLIT_FIELDS = ("split", "dataset_split")
+
+
+class ChatHarness(Harness[HarnessConfig]):
+    """The loop of verifiers' `null` harness (messages and MCP tools), in this process.
+
+    `null` starts a program for each user turn, which takes seconds of CPU.
+    """
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    SUPPORTS_TOOL_INTERCEPTION = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+        tool_interception_url: str | None = None,
+    ) -> ProgramResult:
+        """Ask until an answer calls no tool; a refused request ends the loop, as it ends the program of `null`."""
+        system_prompt, prompt = self.resolve_prompt(data)
+        messages: list[Any] = []
+        if system_prompt:
+            messages.append({"role": "system", "content": system_prompt})
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        elif prompt is not None:
+            messages += map(message_to_wire, prompt)
+        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+        async with contextlib.AsyncExitStack() as stack:
+            tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
+            client = await stack.enter_async_context(_client(endpoint, secret))
+            options = {"tools": tools} if tools else {}
+            while True:
+                try:
+                    completion = await client.chat.completions.create(model=ctx.model, messages=messages, **options)
+                except Exception:  # verifiers keeps what its interception server answered, which is the cause
+                    return ProgramResult(1, "", traceback.format_exc())
+                message = completion.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not message.tool_calls:
+                    return ProgramResult(0, "", "")
+                for call in message.tool_calls:
+                    assert call.type == "function"  # the endpoint offers no other
+                    content = None
+                    if tool_interception_url:
+                        decision = await gate_tool_call(client._client, tool_interception_url, secret, call)
+                        content = decision["message"] if decision["action"] == "deny" else None
+                    if content is None:
+                        content = await _called(call.function, dispatch, connections)
+                    if isinstance(content, dict):  # a denial is a whole message
+                        messages.append(content)
+                    else:
+                        name = call.function.name
+                        messages.append({"role": "tool", "tool_call_id": call.id, "content": content, "name": name})
+
+
+def _client(endpoint: str, secret: str) -> AsyncOpenAI:
+    # Nothing is encrypted here, and reading certificates takes 30 ms.
+    return AsyncOpenAI(
+        base_url=endpoint, api_key=secret, timeout=None, http_client=DefaultAsyncHttpxClient(verify=False, timeout=None)
+    )
+
+
+async def _called(function: Function, dispatch: dict[str, tuple[str, str]], connections: Fields) -> object:
+    """Return the result of a call, or what is wrong with it, in the words of verifiers' program."""
+    try:
+        arguments = json.loads(function.arguments or "{}")
+    except json.JSONDecodeError as error:
+        return f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
+    if not isinstance(arguments, dict):
+        kind = type(arguments).__name__
+        return f"error: tool arguments must be a JSON object, got {kind}; resend as an object"
+    if function.name not in dispatch:
+        return f"error: unknown tool {function.name!r}"
+    return await call_mcp(connections, dispatch, function.name, arguments)
+
+
+def register_harness() -> None:
+    """Make `ChatHarness` a plugin of verifiers, which it finds by the name of a module."""
+    module = ModuleType(_CHAT)
+    module.ChatHarness = ChatHarness  # type: ignore[attr-defined]
+    module.__all__ = ["ChatHarness"]  # type: ignore[attr-defined]
+    sys.modules[_CHAT] = module
+
+
+def resolved_config(taskset: str, config: Fields, split: str | None) -> vf.EnvConfig:
+    """Return the environment's configuration; seats that leave it open chat in this process, without a sandbox."""
+    data: Fields = copy.deepcopy(config)
+    data["taskset"] = {**data.get("taskset", {}), "id": taskset}
+    if split is not None:
+        fields = taskset_config_type(taskset).model_fields
+        field = next((name for name in _SPLIT_FIELDS if name in fields), None)
+        if field is None and split != "train":  # then all tasks are for training
+            raise ValueError(
+                f"the taskset {taskset!r} has no splits: its configuration has {sorted(fields)}. Take a part of its "
+                'tasks with select=, such as {"include": {"idx": ["100:200"]}}.'
+            )
+        if field is not None:
+            data["taskset"][field] = split
+    cls = env_config_type(taskset, data.get("id", ""))
+    for name, field_info in cls.model_fields.items():
+        seat = field_info.default
+        if not isinstance(seat, AgentConfig):
+            continue
+        given = data[name] = dict(data.get(name) or {})
+        if "runtime" not in given and "runtime" not in seat.model_fields_set:
+            given["runtime"] = {"type": "subprocess"}
+        author = default_harness_id(taskset) if seat.harness is None else seat.harness.id
+        if "harness" not in given and author in ("null", "bash") and (seat.harness is None or author == "null"):
+            given["harness"] = {"id": _CHAT}
+    resolved = cls.model_validate(data)
+    for name, seat in [("", resolved), *agent_config_fields(resolved).items()]:
+        if seat.retries.max_retries or any(rule.max_retries for rule in seat.retries.rules):
+            place = f"{name}.retries" if name else "retries"
+            raise ValueError(
+                f"{place} must be left at 0: the answers of a failed attempt would be trained with the reward of the "
+                "next one. A rollout that fails is an error, and its group goes on without it."
+            )
+    return resolved
+
+
+class Player:
+    """One environment, its tasks and its episodes."""
+
+    def __init__(self, taskset: str, config: Fields, select: Fields, split: str | None) -> None:
+        self.env = load_environment(resolved_config(taskset, config, split))
+        self.tasks = self.env.taskset.select(SelectConfig.model_validate(select))
+        self.task_class = type(self.env.taskset).task_type()
+        self.data_class = self.task_class.data_type()
+        if excluded := [name for name, field in self.data_class.model_fields.items() if field.exclude]:
+            raise ValueError(
+                f"{self.data_class.__name__} excludes {excluded} from its JSON, so its tasks do not travel."
+            )
+        self._rows: Iterator[vf.Task] = iter(())
+        self._place = -1
+
+    async def seats(self) -> dict[str, bool]:
+        """Return whether the policy plays and trains each seat, by name."""
+        context = ModelContext("policy", EvalClientConfig(api_key_var=_NO_KEY), SamplingConfig())
+        agents = self.env._episode_agents(context, [], None, None)
+        await self.env.setup(agents)
+        return {
+            name: getattr(agents, name).trainable and seat.model is None and seat.client is None
+            for name, seat in agent_config_fields(self.env.config).items()
+        }
+
+    async def rows(self, start: int, count: int) -> Fields:
+        """Return the next tasks as rows; reading goes on where it was, or starts again."""
+        if start != self._place:
+            self._rows = itertools.islice(iter(self.tasks), start, None)
+            self._place = start
+        rows: list[Fields] = []
+        size = 0
+        while len(rows) < count and size < _MAX_ROWS_BYTES:
+            task = next(self._rows, None)
+            if task is None:
+                return {"rows": rows, "has_ended": True}
+            rows.append(task.data.model_dump(mode="json"))
+            size += len(json.dumps(rows[-1]))
+            self._place += 1
+        return {"rows": rows, "has_ended": False}
+
+    async def play(self, row: Fields, urls: dict[str, str], model: str) -> Fields:
+        """Play one episode; `urls` has the model's address for each trained seat."""
+        task = self.task_class(self.data_class.model_validate(row), self.env.config.taskset.task)
+        env = copy.copy(self.env)
+        seats = {}
+        for name, seat in agent_config_fields(env.config).items():
+            if seat.model is not None or seat.client is not None:
+                continue
+            # The policy also plays seats that are not trained; those answers are not recorded.
+            url = urls.get(name) or next(iter(urls.values()))
+            client = EvalClientConfig(base_url=url, api_key_var=_NO_KEY)
+            seats[name] = seat.model_copy(
+                update={"client": client, "model": model if name in urls else f"{model}:aside"}
+            )
+        env.config = env.config.model_copy(update=seats)
+        default = next(iter(urls.values()))
+        context = ModelContext(
+            f"{model}:aside", EvalClientConfig(base_url=default, api_key_var=_NO_KEY), SamplingConfig()
+        )
+        [slot] = env.slots(task)
+        episode = await env.run_slot(slot, context)
+        return {
+            "errors": [_error(error) for error in episode.errors],
+            "traces": [_trace(trace) for trace in episode.traces],
+        }
+
+
+def _trace(trace: vf.Trace) -> Fields:
+    rewards = {name: None if reward is None else reward.value for name, reward in trace.rewards.items()}
+    info = {"info": trace.info, "state": trace.state.model_dump(), "stop_condition": trace.stop_condition}
+    return {
+        "seat": trace.agent.name,
+        "rewards": rewards,
+        "metrics": dict(trace.metrics),
+        "errors": [] if trace.ok else [_error(error) for error in trace.errors],
+        "is_truncated": bool(trace.is_truncated),
+        "is_timeout": trace.is_timeout,
+        "info": {name: _short(value) for name, value in info.items() if value},
+    }
+
+
+def _error(error: vf.Error) -> dict[str, str]:
+    return {"type": error.type, "message": error.message[-4000:], "traceback": (error.traceback or "")[-8000:]}
+
+
+def _short(value: object) -> object:
+    """Return a value as JSON, cut to a text if it is long."""
+    text = json.dumps(value, default=str, skipkeys=True)
+    return json.loads(text) if len(text) <= _MAX_INFO_BYTES else text[:_MAX_INFO_BYTES] + "…"
+
+
+def _without_nan(value: object) -> object:
+    """Return JSON in which numbers that are not finite are their names, which the other side refuses by."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _without_nan(entry) for key, entry in value.items()}
+    return [_without_nan(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+class Connection:
+    """Answers requests on the socket; each is a task, so that episodes are played side by side."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def read(self) -> Fields | None:
+        """Return the next request, or None at the end."""
+        try:
+            [size] = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            return json.loads(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    def write(self, answer: Fields) -> None:
+        """Send an answer."""
+        body = json.dumps(_without_nan(answer)).encode()
+        self._writer.write(_HEADER.pack(len(body)) + body)
+
+    async def serve(self, methods: dict[str, Callable[..., Awaitable[object]]]) -> None:
+        """Answer until the other side hangs up."""
+        while (request := await self.read()) is not None:
+            number = request["number"]
+            if request["method"] == "cancel":
+                if (task := self._running.get(number)) is not None:
+                    task.cancel()
+            else:
+                answering = self._answer(number, methods[request["method"]], request["arguments"])
+                self._running[number] = asyncio.create_task(answering)
+
+    async def _answer(self, number: int, method: Callable[..., Awaitable[object]], arguments: Fields) -> None:
+        try:
+            self.write({"number": number, "result": await method(**arguments)})
+        except BaseException as error:
+            self.write({"number": number, **_failure(error)})
+        finally:
+            del self._running[number]
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    return {"error": f"{type(error).__name__}: {error}"[-4000:], "traceback": traceback.format_exc()[-8000:]}
+
+
+async def main(channel: socket.socket) -> None:
+    """Open the environment that the first request describes, and serve it."""
+    reader, writer = await asyncio.open_connection(sock=channel, limit=1 << 20)
+    connection = Connection(reader, writer)
+    request = await connection.read()
+    if request is None:
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            player = Player(**request["arguments"])
+            await stack.enter_async_context(player.env.serving())
+            seats = await player.seats()
+        except (Exception, SystemExit) as error:
+            connection.write({"number": request["number"], **_failure(error)})
+            await writer.drain()
+            return
+        opened = {"seats": seats, "is_infinite": not player.tasks.bounded, "version": verifiers_version}
+        connection.write({"number": request["number"], "result": opened})
+        await connection.serve({"rows": player.rows, "play": player.play})
+
+
+if __name__ == "__main__":
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    logging.basicConfig(level=logging.WARNING)
+    register_harness()
+    asyncio.run(main(socket.socket(fileno=descriptor)))
