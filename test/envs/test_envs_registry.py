@@ -108,3 +108,10 @@ def test_makers_are_alike():
         assert next(iter(parameters)) == "split" and parameters["split"].default == "train"
         assert {p.kind for p in list(parameters.values())[1:-1]} <= {inspect.Parameter.KEYWORD_ONLY}
         assert ("data" in parameters) == (name in ROWS)
+
+
+def test_an_unknown_option_of_a_verifiers_environment_is_refused_before_anything_is_installed():
+    with pytest.raises(TypeError, match="'requirement'; did you mean 'requirements'"):
+        make_task_env("verifiers:mine", requirement=["mine"])
+    with pytest.raises(ValueError, match="select="):
+        make_task_env("verifiers:mine", data="rows.jsonl")

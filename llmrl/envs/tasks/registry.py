@@ -59,7 +59,7 @@ def make_task_env(
     if name.startswith(_VERIFIERS):
         if data is not None:
             raise ValueError(f"data is given, and {name!r} has tasks of its own: choose among them with select=.")
-        refuse_unknown(name, options, keywords_of(VerifiersEnv) or ())
+        refuse_unknown(name, options, keywords_of(VerifiersEnv.__init__) or ())
         make_verifiers: Callable[..., EnvBase] = VerifiersEnv
         return make_verifiers(name.removeprefix(_VERIFIERS), **{"name": split, **options}, split=split, repeats=repeats)
     if name not in TASKS:
