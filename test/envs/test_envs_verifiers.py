@@ -81,7 +81,7 @@ def test_what_goes_wrong_is_that_rollouts_error(played):
 def test_a_worker_that_ends_or_hangs_is_replaced(played):
     rollouts, _, _ = played
     assert rollouts["dies"].status is RolloutStatus.ERROR
-    assert "exit code 3" in rollouts["dies"].error and "these were its last words" in rollouts["dies"].error
+    assert "SIGKILL" in rollouts["dies"].error and "these were its last words" in rollouts["dies"].error
     assert rollouts["after"].reward == 2.5
     assert (rollouts["hangs"].status, rollouts["hangs"].reason) == (RolloutStatus.TRUNCATED, "timeout")
 

@@ -57,6 +57,11 @@ class VerifiersEnv(AgentEnv):
     Raises:
         ValueError: if the packages cannot be installed (`InstallError`), verifiers refuses the taskset or its
             configuration, the policy plays no seat, or `repeats` is no multiple of the number of its seats.
+
+    Example:
+        >>> VerifiersEnv("reverse-text", requirements="./reverse_text")
+        Traceback (most recent call last):
+        TypeError: requirements must be lines in a list, got './reverse_text'.
     """
 
     def __init__(
