@@ -16,6 +16,7 @@ from llmrl.audit.played import Played
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import Rollout
 from llmrl.engines import Completion, SamplingConfig
+from llmrl.engines.token_stream import TokenStream
 from llmrl.envs.primer import dataset_env_of
 from llmrl.envs.sampler import index_of
 from llmrl.policies import LLMWrapperBase
@@ -82,6 +83,7 @@ class AnsweringEngine(ScriptedEngine):
         *,
         request_id: str | None = None,
         routing_key: str | None = None,
+        stream: TokenStream | None = None,
     ) -> Completion:
         """Return the answer to the row of the group `routing_key`."""
         text = self._given.of(index_of(routing_key or "0")) or ""

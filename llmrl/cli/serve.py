@@ -19,6 +19,7 @@ from llmrl.endpoint.open_sessions import OpenSessions
 from llmrl.endpoint.server import LOOPBACK
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.engines.base import check_supported
+from llmrl.engines.token_stream import TokenStream
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder, holds_run
 
@@ -63,7 +64,7 @@ class Recorder:
         tree = session.tree
         if not tree.turns:
             return
-        rewards = session.turn_rewards()
+        rewards = session.replies.rewards_in(session.tree)
         rollout = Rollout(
             rollout_id=session.session_id,
             group_id=session.session_id,
@@ -99,8 +100,11 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
     limits = SessionLimits(max_prompt_tokens=engine.max_model_len - 1)
 
     def open_session(name: str) -> Session:
-        async def complete(prompt_ids: list[int], sampling: SamplingConfig) -> Completion:
-            return await completer.complete(prompt_ids, sampling, name=f"{next(numbers)}", routing_key=name)
+        async def complete(
+            prompt_ids: list[int], sampling: SamplingConfig, *, stream: TokenStream | None = None
+        ) -> Completion:
+            request = f"{next(numbers)}"
+            return await completer.complete(prompt_ids, sampling, name=request, routing_key=name, stream=stream)
 
         tree = TurnTree(policy.renderer, mode=policy.conversation_mode)
         check = partial(check_supported, engine)

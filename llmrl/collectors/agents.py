@@ -20,6 +20,7 @@ from llmrl.endpoint import EndpointServer, ModelReply, ModelRequest, RefusedRequ
 from llmrl.endpoint.agent import AgentModel
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.engines.base import check_supported
+from llmrl.engines.token_stream import TokenStream
 from llmrl.envs import AgentEnv
 from llmrl.policies import LLMWrapperBase
 
@@ -99,11 +100,13 @@ class AgentEndpoint:
         numbers = itertools.count()
         parent = here()  # requests run in tasks of the server
 
-        async def complete(prompt_ids: list[int], sampling: SamplingConfig) -> Completion:
+        async def complete(
+            prompt_ids: list[int], sampling: SamplingConfig, *, stream: TokenStream | None = None
+        ) -> Completion:
             name = f"{rollout.rollout_id}/{next(numbers)}"
             self._env.ask_loops()
             completion = await self._completer.complete(
-                prompt_ids, sampling, name=name, routing_key=rollout.group_id, parent=parent
+                prompt_ids, sampling, name=name, routing_key=rollout.group_id, parent=parent, stream=stream
             )
             self._env.warn_if_blocked()
             return completion
@@ -123,11 +126,11 @@ class AgentEndpoint:
                     api_key=key,
                     name=self._server.model_name,
                     info=session.info,
-                    give_reward=session.reward,
+                    give_reward=session.replies.reward,
                 ),
             )
         finally:
-            session.end()
+            await session.finish()
             self._sessions.remove(key)
             rollout.conversation = tree
             rollout.messages = tree.messages

@@ -14,6 +14,7 @@ from llmrl._utils.failure import contained
 from llmrl._utils.spans import span
 from llmrl.engines import Completion, EngineError, SamplingConfig, completion_budget
 from llmrl.engines.stop_strings import StopStringWatch
+from llmrl.engines.token_stream import StreamsTokens, TokenStream
 from llmrl.policies import LLMWrapperBase
 
 
@@ -49,16 +50,24 @@ class Completer:
         self._request_prefix = uuid.uuid4().hex[:12]
 
     async def complete(
-        self, prompt_ids: list[int], sampling: SamplingConfig, *, name: str, routing_key: str | None, parent: str = ""
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingConfig,
+        *,
+        name: str,
+        routing_key: str | None,
+        parent: str = "",
+        stream: TokenStream | None = None,
     ) -> Completion:
         """Generate one completion; `name` is unique among those in flight, `parent` is the parent span.
 
-        Raises EngineError if more than `num_retries` attempts in a row fail.
+        Raises EngineError if more than `num_retries` attempts in a row fail. `stream` gets the tokens as they are sampled,
+        if the engine reports them.
         """
         if sampling.seed is not None and sampling.seed == self.policy.sampling.seed:  # else it is an agent's own
             sampling = sampling.with_changes(seed=_derived_seed(sampling.seed, name))
         with span("chat", parent=parent) as current:
-            completion = await self._complete(prompt_ids, sampling, name, routing_key)
+            completion = await self._complete(prompt_ids, sampling, name, routing_key, stream)
             if current is not None:
                 current.set_attributes(
                     {
@@ -72,10 +81,17 @@ class Completer:
         return completion
 
     async def _complete(
-        self, prompt_ids: list[int], sampling: SamplingConfig, name: str, routing_key: str | None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingConfig,
+        name: str,
+        routing_key: str | None,
+        stream: TokenStream | None,
     ) -> Completion:
         renderer = self.policy.renderer
         engine = self.policy.engine
+        if stream is not None and not (isinstance(engine, StreamsTokens) and engine.streams_tokens):
+            stream = None
         stop_strings = StopStringWatch(sampling.stop, None if renderer is None else renderer.decode)
         budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
         parts: list[Completion] = []
@@ -92,6 +108,8 @@ class Completer:
                 parts.clear()
                 num_sampled = 0
                 sampling = sampling.with_changes(max_new_tokens=budget, seed=_derived_seed(seed, attempt))
+            if stream is not None:
+                stream.before = sampled
             try:
                 if sampled:
                     num_wanted = stop_strings.num_wanted(budget - num_sampled)
@@ -102,6 +120,7 @@ class Completer:
                         sampling,
                         request_id=f"{self._request_prefix}/{name}/{attempt}",
                         routing_key=routing_key,
+                        stream=stream,
                     )
                 )
             except EngineError:
@@ -121,6 +140,8 @@ class Completer:
             else:
                 num_fruitless += 1
             if part.finish_reason != "abort" or num_fruitless > self._num_retries:
+                break
+            if stream is not None and stream.is_stopped:
                 break
             if num_sampled >= budget:
                 parts[-1] = replace(part, finish_reason="length")

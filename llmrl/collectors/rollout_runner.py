@@ -206,7 +206,7 @@ class RolloutRunner:
                 return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         if session.failure is not None:  # the agent made its result without the answer that the engine did not give
             return self._end(rollout, StopReason.ENGINE_ERROR, session.failure)
-        rewards = session.turn_rewards()
+        rewards = session.replies.rewards_in(session.tree)
         score = with_answer_rewards(score, sum(rewards.values()) if rewards else None)
         self._endpoint.write_last(element, session, is_read=self.stepper.are_turns_read)
         agent_env.end_with(element, score)

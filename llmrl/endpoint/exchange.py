@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from llmrl.endpoint.requests import ModelReply, ModelRequest
 from llmrl.endpoint.tree import ChainKey
 from llmrl.engines import Completion
+from llmrl.engines.token_stream import TokenStream
 from llmrl.rendering import Conversation
+from llmrl.rendering.answer_text import AnswerText
 
 RETRY_SECONDS = 10.0
 """Time for which sampling continues after the client disconnects; clients retry within 8 s."""
@@ -23,19 +28,62 @@ class Sampled:
     completions: list[Completion]
 
 
-@dataclass(slots=True, eq=False)
 class Exchange:
-    """A request and its answers; repeated requests share them."""
+    """A request and its answers; repeated requests share them.
 
-    request: ModelRequest
-    task: asyncio.Task[Sampled]
-    """Task that samples; raises RefusedRequest if the request cannot be answered."""
-    num_clients: int = 1
-    """Number of waiting clients."""
-    reply: ModelReply | None = None
-    """The delivered reply, or None."""
-    num_troubles: int = 0
-    """Number of failures and refusals in the session before this request."""
+    Args:
+        request: the request.
+        num_troubles: number of failures and refusals in the session before this request.
+    """
+
+    def __init__(self, request: ModelRequest, *, num_troubles: int = 0) -> None:
+        self.request = request
+        self.num_troubles = num_troubles
+        self.task: asyncio.Task[Sampled]
+        """Task that samples; raises RefusedRequest if the request cannot be answered."""
+        self.num_clients = 1
+        """Number of waiting clients."""
+        self.reply: ModelReply | None = None
+        """The delivered reply, or None."""
+        self.head = ModelReply(
+            reply_id=uuid.uuid4().hex[:24], model=request.model, created_s=int(time.time()), answers=()
+        )
+        """The reply without its answers."""
+        self.streams: list[TokenStream] = []
+        """Streams of the answers, if the client reads them early."""
+        self.texts: list[AnswerText] = []
+        """What clients have been sent of each of these answers."""
+        self.is_stopped = False
+        """Whether the last client disconnected after it had read a part of an answer."""
+        self._news = asyncio.Event()
+
+    def begin(self, task: asyncio.Task[Sampled]) -> None:
+        """Set the task that samples."""
+        self.task = task
+        task.add_done_callback(lambda task: self._news.set())
+
+    def open_streams(self, texts: Sequence[AnswerText], num_prompt_tokens: int) -> list[TokenStream]:
+        """Return a stream for each answer; the texts read their tokens."""
+        self.head = replace(self.head, num_prompt_tokens=num_prompt_tokens)
+        self.texts = list(texts)
+        self.streams = [TokenStream(self._news.set) for _ in texts]
+        return self.streams
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait until there is more text or the answers are sampled; return False if neither was in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        self._news.clear()
+        return True
+
+    def read(self) -> list[tuple[str, str]]:
+        """Return reasoning and content so far of each answer."""
+        for stream, text in zip(self.streams, self.texts, strict=True):
+            text.update(stream.token_ids)
+        return [(text.reasoning, text.content) for text in self.texts]
 
     @property
     def is_abandoned(self) -> bool:
@@ -43,17 +91,35 @@ class Exchange:
         return self.reply is None and not self.num_clients
 
     @property
+    def is_begun(self) -> bool:
+        """Whether a client has read a part of an answer that goes on."""
+        return self.reply is None and any(text.num_characters for text in self.texts)
+
+    @property
     def is_lost(self) -> bool:
-        """Whether the task failed or was cancelled."""
-        return self.task.done() and (self.task.cancelled() or self.has_failed)
+        """Whether the task failed or was cancelled, or the answers were stopped."""
+        return self.is_stopped or (self.task.done() and (self.task.cancelled() or self.has_failed))
 
     @property
     def has_failed(self) -> bool:
         """Whether the task failed."""
         return self.task.done() and not self.task.cancelled() and self.task.exception() is not None
 
+    def stop(self) -> None:
+        """Let the engine end the answers, of which the tokens so far are kept."""
+        self.is_stopped = True
+        for stream in self.streams:
+            stream.is_stopped = True
+
     def leave(self) -> None:
-        """Record that a client disconnected; sampling ends unless the client repeats the request in time."""
+        """Record that a client disconnected.
+
+        Answers that it has begun to read are stopped; others end unless the client repeats the request in time.
+        """
         self.num_clients -= 1
-        if self.is_abandoned and not self.task.done():
+        if not self.is_abandoned:
+            return
+        if self.is_begun:
+            self.stop()
+        elif not self.task.done():
             asyncio.get_running_loop().call_later(RETRY_SECONDS, lambda: self.is_abandoned and self.task.cancel())

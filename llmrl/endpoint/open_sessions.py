@@ -74,7 +74,7 @@ class OpenSessions:
 
     def _name(self, request: ModelRequest) -> str:
         if request.known_id is not None:
-            answered = (name for name, session in self._sessions.items() if session.has_answered(request.known_id))
+            answered = (name for name, session in self._sessions.items() if request.known_id in session.replies)
             return next(answered, "unnamed/none")  # a session without answers, which refuses the id
         for key in reversed(_answer_keys(request.messages, request.tools)):
             if names := self._by_answer.get(key):

@@ -111,8 +111,8 @@ class ModelReply:
     created_s: int
     """Seconds since 1970."""
     answers: tuple[ModelAnswer, ...]
-    num_prompt_tokens: int
-    num_cached_tokens: int = field(default=0)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     """Number of prompt tokens that were in the prefix cache."""
 
     @property

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +17,7 @@ from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl.endpoint.dialects import anthropic, chat, responses
 from llmrl.endpoint.dialects.reading import Body, entry_of, parse_body
+from llmrl.endpoint.dialects.stream import Event, ReplyStream
 from llmrl.endpoint.exchange import Exchange
 from llmrl.endpoint.requests import ASIDE, ModelReply, ModelRequest, RefusedRequest
 from llmrl.endpoint.session import Session
@@ -77,15 +78,15 @@ class Dialect:
 
     read: Callable[[Body], ModelRequest]
     write: Callable[[ModelReply], Json]
-    events: Callable[[ModelReply, ModelRequest], Iterator[tuple[str | None, Json]]]
+    stream: Callable[[ModelReply, ModelRequest], ReplyStream]
     error: Callable[[RefusedRequest], Json]
     error_event: str | None = None
     """Name of an error event."""
 
 
-CHAT = Dialect(chat.read, chat.write, chat.events, chat.error)
-RESPONSES = Dialect(responses.read, responses.write, responses.events, chat.error, "error")
-ANTHROPIC = Dialect(anthropic.read, anthropic.write, anthropic.events, anthropic.error, "error")
+CHAT = Dialect(chat.read, chat.write, chat.Stream, chat.error)
+RESPONSES = Dialect(responses.read, responses.write, responses.Stream, chat.error, "error")
+ANTHROPIC = Dialect(anthropic.read, anthropic.write, anthropic.Stream, anthropic.error, "error")
 
 
 class EndpointServer:
@@ -206,9 +207,10 @@ class EndpointServer:
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
         exchange = session.begin(asked, digest, is_repeated=is_repeated)
         try:
-            response = None
+            response = stream = None
             if asked.is_streamed:
-                response = await self._wait_streaming(request, exchange)
+                stream = dialect.stream(exchange.head, asked)
+                response = await self._show(request, exchange, stream)
             else:
                 await asyncio.wait({exchange.task})
             if request.transport is None or request.transport.is_closing():
@@ -219,30 +221,36 @@ class EndpointServer:
                 if response is None:
                     raise
                 self._note(request, refused)
-                await _send(response, [(dialect.error_event, dialect.error(refused))])
+                await response.write(_lines([(dialect.error_event, dialect.error(refused))]))
+                await response.write_eof()
                 return response
             self.sessions.note_answers(session, asked, reply)
             self.counts['llmrl_tokens_total{kind="prompt"}'] += reply.num_prompt_tokens
             self.counts['llmrl_tokens_total{kind="completion"}'] += reply.num_completion_tokens
-            if not asked.is_streamed:
+            if stream is None:
                 return self.web.json_response(dialect.write(reply))
             response = response or await self._open_stream(request)
-            await _send(response, dialect.events(reply, asked))
+            await response.write(_lines(stream.end(reply)))
+            await response.write_eof()
             return response
         finally:
-            exchange.leave()
+            session.leave(exchange)
 
     async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))
         asked, _ = await self._read(dialect, request)
         return self.web.json_response({"input_tokens": await self._session(request, asked).count_tokens(asked)})
 
-    async def _wait_streaming(self, request: web.Request, exchange: Exchange) -> web.StreamResponse | None:
-        """Wait for an answer, and send pings to a streaming client meanwhile."""
+    async def _show(self, request: web.Request, exchange: Exchange, stream: ReplyStream) -> web.StreamResponse | None:
+        """Send what is certain of the answers while they are sampled, or pings; return the response, if it is open."""
         response = None
-        while not (await asyncio.wait({exchange.task}, timeout=_PING_SECONDS))[0]:
-            response = response or await self._open_stream(request)
-            await response.write(b": the answer is being sampled\n\n")
+        while not exchange.task.done():
+            is_news = await exchange.wait(_PING_SECONDS)
+            stream.head = exchange.head
+            text = b"" if exchange.task.done() else _lines(stream.say(exchange.read()))
+            if text or not is_news:
+                response = response or await self._open_stream(request)
+                await response.write(text or b": the answer is being sampled\n\n")
         return response
 
     async def _open_stream(self, request: web.Request) -> web.StreamResponse:
@@ -335,7 +343,7 @@ class EndpointServer:
             raise RefusedRequest("rewards need the session: its key, its path, or X-Session-ID.", status=404)
         body = parse_body(await self._body(request))
         reply_id = entry_of(body, "id", str, default="")
-        session.reward(reply_id, entry_of(body, "reward", float), entry_of(body, "answer", int, default=0))
+        session.replies.reward(reply_id, entry_of(body, "reward", float), entry_of(body, "answer", int, default=0))
         return self.web.json_response({"id": reply_id})
 
     async def _no_text(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
@@ -346,11 +354,10 @@ class EndpointServer:
         raise RefusedRequest(f"there is no {request.method} {request.path} here.", status=404, code="not_found")
 
 
-async def _send(response: web.StreamResponse, events: Iterable[tuple[str | None, Json]]) -> None:
-    """Write all events at once, and end the stream."""
+def _lines(events: Iterable[Event]) -> bytes:
+    """Return events as the lines of a stream."""
     lines = []
     for name, data in events:
         head = "" if name is None else f"event: {name}\n"
         lines.append(f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n")
-    await response.write("".join(lines).encode())
-    await response.write_eof()
+    return "".join(lines).encode()

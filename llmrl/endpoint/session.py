@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import contextlib
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from llmrl._utils.failure import as_exception, describe
-from llmrl._utils.numbers import finite_number
-from llmrl.data import Message, StopReason, text_of
+from llmrl.data import StopReason, text_of
 from llmrl.endpoint.exchange import Exchange, Sampled
 from llmrl.endpoint.prompt_length import num_characters, sample_of, texts_of
+from llmrl.endpoint.replies import RecordedReplies
 from llmrl.endpoint.requests import (
     ASIDE,
-    REFERENCES,
     AnswerForm,
     FinishReason,
     ModelAnswer,
@@ -26,17 +25,22 @@ from llmrl.endpoint.requests import (
     RefusedRequest,
 )
 from llmrl.endpoint.tree import ChainKey, RecordedTurn, TurnTree
-from llmrl.engines import Completion, SamplingConfig
+from llmrl.engines import Completion, EngineError, SamplingConfig
+from llmrl.engines.token_stream import TokenStream
 from llmrl.rendering import Conversation, RenderingError
+from llmrl.rendering.answer_text import AnswerText
 from llmrl.rendering.tool_calls import Json, ToolCall
 
-Complete = Callable[[list[int], SamplingConfig], Awaitable[Completion]]
-"""Function that samples one completion of prompt ids, `[num_prompt_tokens]`."""
+Complete = Callable[..., Awaitable[Completion]]
+"""Function of prompt ids, `[num_prompt_tokens]`, and a `SamplingConfig` that samples one completion; `stream=` is a
+`TokenStream` for clients that read early."""
 
 _TOKEN_CHARACTERS = 512
 """Upper bound on the characters per token; longer prompts are refused without rendering."""
 _USUAL_CHARACTERS = 16
 """Usual upper bound on the characters per token; of longer prompts, a sample is tokenized first."""
+_STOP_SECONDS = 5.0
+"""Time limit for an engine to end requests that clients stopped reading."""
 _THREAD_CHARACTERS = 1 << 14
 """Number of new characters from which a prompt is tokenized in a thread, so that other sessions are not delayed."""
 
@@ -105,11 +109,10 @@ class Session:
         self.last_used_s = time.monotonic()
         self._num_begun = 0
         self._num_troubles = 0
-        self._exchanges: dict[bytes, list[Exchange]] = {}
-        # By reply id, for requests that continue or reward a reply: its turns, first answer and number of instructions.
-        self._said: dict[str, tuple[list[RecordedTurn], Message, int]] = {}
-        self._called: dict[str, str] = {}  # reply ids by the ids of calls
-        self._rewards: list[tuple[RecordedTurn, float]] = []
+        self.exchanges: dict[bytes, list[Exchange]] = {}
+        """Requests and their answers, by the digests of the requests."""
+        self.replies = RecordedReplies()
+        """The replies so far, which later requests name."""
 
     # Requests
 
@@ -120,7 +123,7 @@ class Session:
         """
         self.check_open()
         self.last_used_s = time.monotonic()
-        same = [one for one in self._exchanges.get(digest, ()) if not one.is_lost]
+        same = [one for one in self.exchanges.get(digest, ()) if not one.is_lost]
         before = [one for one in same if one.is_abandoned] or (same if is_repeated else [])
         if before:
             self.counts["num_repeated"] += 1
@@ -137,10 +140,11 @@ class Session:
             self.counts["num_aside"] += 1
         else:
             self._num_begun += request.num_answers
-        task = asyncio.create_task(self._sample(request, prompt, sampling))
+        exchange = Exchange(request, num_troubles=self._num_troubles)
+        task = asyncio.create_task(self._sample(exchange, prompt, sampling))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks the error as retrieved
-        exchange = Exchange(request, task, num_troubles=self._num_troubles)
-        self._exchanges[digest] = [*same, exchange]
+        exchange.begin(task)
+        self.exchanges[digest] = [*same, exchange]
         return exchange
 
     async def count_tokens(self, request: ModelRequest) -> int:
@@ -153,11 +157,7 @@ class Session:
     @property
     def is_asked(self) -> bool:
         """Whether a client waits for an answer."""
-        return any(one.num_clients for same in self._exchanges.values() for one in same)
-
-    def has_answered(self, name: str) -> bool:
-        """Return whether the session has a reply with this id, or with an item or a call of this id."""
-        return _id_of(name) in self._said or _id_of(name) in self._called
+        return any(one.num_clients for same in self.exchanges.values() for one in same)
 
     def check_open(self) -> None:
         """Raise RefusedRequest if the session has ended."""
@@ -178,7 +178,7 @@ class Session:
     def _check_length(self, request: ModelRequest) -> bool:
         """Return whether a request takes long to tokenize; refuse one that is certainly too long."""
         most = self.limits.max_prompt_tokens
-        messages = self._with_earlier(request)
+        messages = self.replies.with_earlier(request)
         if len(messages) > most:  # each has at least one token
             raise self._too_long(f"{len(messages)} messages")
         size = num_characters((*messages, *request.tools))
@@ -192,7 +192,7 @@ class Session:
     async def _measured(self, request: ModelRequest) -> int:
         """Return the number of tokens of a long prompt, counted in a thread; an estimate if it is much too long."""
         self._check_last(request)
-        messages = self._with_earlier(request)
+        messages = self.replies.with_earlier(request)
 
         def measure() -> int:
             # A token may have any number of characters, and only of far too long prompts is a sample enough.
@@ -249,32 +249,9 @@ class Session:
     def _render(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
         self._check_last(request)
         try:
-            return self.tree.prompt(self._with_earlier(request), request.tools)
+            return self.tree.prompt(self.replies.with_earlier(request), request.tools)
         except RenderingError as error:
             raise RefusedRequest(str(error)) from error
-
-    def _with_earlier(self, request: ModelRequest) -> tuple[Message, ...]:
-        messages = tuple(self._named(message) for message in request.messages)
-        if request.previous_id is None:
-            return messages
-        (turn, *_), answer, num_instructions = self._earlier(request.previous_id)
-        count = request.num_instructions
-        earlier = (*turn.conversation.messages[num_instructions:-1], answer)
-        return (*messages[:count], *earlier, *messages[count:])
-
-    def _named(self, message: Message) -> Message:
-        """Return the answer that a message stands for, or the message itself."""
-        if REFERENCES not in message:
-            return message
-        first, *others = [self._earlier(name)[1] for name in message[REFERENCES]]
-        if any(other is not first for other in others):
-            raise RefusedRequest("items of several answers follow each other, without a result or a message between.")
-        return first
-
-    def _earlier(self, name: str) -> tuple[list[RecordedTurn], Message, int]:
-        if not self.has_answered(name):
-            raise RefusedRequest(f"there is no earlier answer {name!r:.80} here.", status=404)
-        return self._said[self._called.get(_id_of(name), _id_of(name))]
 
     @staticmethod
     def _is_aside(request: ModelRequest) -> bool:
@@ -328,15 +305,21 @@ class Session:
             return sampling
 
     async def _sample(
-        self, request: ModelRequest, prompt: tuple[Conversation, ChainKey] | None, sampling: SamplingConfig
+        self, exchange: Exchange, prompt: tuple[Conversation, ChainKey] | None, sampling: SamplingConfig
     ) -> Sampled:
+        request = exchange.request
         prompted, prompt_key = await self._measured_prompt(request) if prompt is None else prompt
         asked: list[asyncio.Future[Completion]] = []
         try:
             if request.form is not None:
                 sampling = await self._formed(request, request.form, sampling)
             ids = prompted.prompt_ids
-            asked += [asyncio.ensure_future(self._complete(ids, sampling)) for _ in range(request.num_answers)]
+            streamed: list[dict[str, TokenStream]] = [{} for _ in range(request.num_answers)]
+            # An answer with a grammar is sampled anew after an update; calls that are read as text change it whole.
+            if request.is_streamed and sampling.grammar is None and request.may_call:
+                texts = [self.tree.answer_text(prompted, sampling.stop) for _ in streamed]
+                streamed = [{"stream": stream} for stream in exchange.open_streams(texts, prompted.num_tokens)]
+            asked += [asyncio.ensure_future(self._complete(ids, sampling, **options)) for options in streamed]
             completions = [await one for one in asked]
         except (asyncio.CancelledError, RefusedRequest):
             raise
@@ -349,7 +332,7 @@ class Session:
         finally:
             for one in asked:
                 one.cancel()
-        if any(completion.finish_reason == "abort" for completion in completions):
+        if not exchange.is_stopped and any(completion.finish_reason == "abort" for completion in completions):
             self.reason = StopReason.ABORTED
             self._num_troubles += 1
             raise RefusedRequest("the answer was aborted.", status=500, code="aborted")
@@ -369,28 +352,48 @@ class Session:
         self.check_open()
         request = exchange.request
         is_aside = self._is_aside(exchange.request)
-        turns = [self.tree.turn(sampled.prompted, sampled.prompt_key, completion) for completion in sampled.completions]
-        answers = [self._answer(turn, request) for turn in turns]
-        reply = ModelReply(
-            reply_id=uuid.uuid4().hex[:24],
-            model=request.model,
-            created_s=int(time.time()),
+        prompted, completions = sampled.prompted, self._completions(exchange, sampled)
+        texts: Sequence[AnswerText | None] = exchange.texts or [None for _ in completions]
+        turns = [self.tree.turn(prompted, sampled.prompt_key, completion) for completion in completions]
+        is_stopped = exchange.is_stopped
+        answers = [self._answer(turn, request, text, is_stopped) for turn, text in zip(turns, texts, strict=True)]
+        reply = replace(
+            exchange.head,
             answers=tuple(answers),
-            num_prompt_tokens=sampled.prompted.num_tokens,
-            num_cached_tokens=int(sampled.completions[0].metrics.get("num_cached_tokens", 0)),
+            num_prompt_tokens=prompted.num_tokens,
+            num_cached_tokens=int(completions[0].metrics.get("num_cached_tokens", 0)),
         )
         exchange.reply = reply
         self.counts["num_answered"] += 1
         exchange.request = replace(request, messages=request.messages[:0], tools=())  # not kept for every turn
         if exchange.num_troubles == self._num_troubles:
             self._forgive()
+        if is_stopped:
+            self.counts["num_stopped"] += 1
         if not is_aside:
-            for turn, answer in zip(turns, answers, strict=True):
-                self.tree.add(turn, answer.message())
+            for turn, answer, text in zip(turns, answers, texts, strict=True):
+                if text is not None and is_stopped:
+                    self.tree.add_stopped(turn, answer.message(), prompted, text)
+                else:
+                    self.tree.add(turn, answer.message())
             self.num_completion_tokens += reply.num_completion_tokens
-            self._said[reply.reply_id] = (turns, answers[0].message(), request.num_instructions)
-            self._called.update((_id_of(call["id"]), reply.reply_id) for call in answers[0].tool_calls)
+            self.replies.add(reply, turns, request.num_instructions)
         return reply
+
+    def _completions(self, exchange: Exchange, sampled: Sampled) -> list[Completion]:
+        """Return the completions, cut where their clients stopped; raise RefusedRequest if they read others."""
+        completions, texts = sampled.completions, exchange.texts
+        if not all(text.is_of(one.token_ids) for text, one in zip(texts, completions, strict=False)):
+            self.failure = EngineError("The engine failed after a part of the answer was sent; ask again.")
+            self._num_troubles += 1
+            raise RefusedRequest(str(self.failure), status=500, code="engine_error")
+        if not exchange.is_stopped:
+            return completions
+        num_prompt_tokens = sampled.prompted.num_tokens
+        return [
+            completion.cut(text.num_tokens(), num_prompt_tokens)
+            for text, completion in zip(texts, completions, strict=True)
+        ]
 
     def _forgive(self) -> None:
         """Forget what failed before a request that was answered; a used-up budget stays."""
@@ -399,11 +402,15 @@ class Session:
         if self.reason == StopReason.ABORTED:
             self.reason = StopReason.NONE
 
-    def _answer(self, turn: RecordedTurn, request: ModelRequest) -> ModelAnswer:
+    def _answer(
+        self, turn: RecordedTurn, request: ModelRequest, text: AnswerText | None, is_stopped: bool
+    ) -> ModelAnswer:
+        """Return a turn's answer for clients, which begins with the `text` that they were sent, if any."""
         parsed = turn.conversation.last
         completion = turn.completion
         assert parsed is not None
         content = text_of(parsed.message.get("content"))
+        reasoning = parsed.message.get("reasoning_content") or ""
         calls: Sequence[ToolCall] = parsed.message.get("tool_calls") or ()
         if calls and not request.may_call:
             ids = completion.token_ids[: len(completion.token_ids) - parsed.is_complete]
@@ -411,10 +418,14 @@ class Session:
             calls = ()
         if completion.stop_string is not None:
             content = content.partition(completion.stop_string)[0]
+        if text is not None and is_stopped:
+            content, reasoning, calls = text.content, text.reasoning, ()
+        elif text is not None:
+            content, reasoning = _continued(text.content, content), _continued(text.reasoning, reasoning)
         finish: FinishReason = "length" if completion.finish_reason == "length" else "stop"
         return ModelAnswer(
             content=content,
-            reasoning=parsed.message.get("reasoning_content") or "",
+            reasoning=reasoning,
             tool_calls=tuple({**call, "id": f"call_{uuid.uuid4().hex[:24]}"} for call in calls),
             finish_reason="tool_calls" if calls else finish,
             stop_string=completion.stop_string,
@@ -422,30 +433,6 @@ class Session:
             log_probs=completion.log_probs if request.wants_log_probs else (),
             num_tokens=len(completion.token_ids),
         )
-
-    def reward(self, reply_id: str, value: object, answer: int = 0) -> None:
-        """Add a reward to a recorded answer; thread-safe.
-
-        Raises:
-            RefusedRequest: if there is no such answer, or the value is no finite number.
-        """
-        turns, *_ = self._said.get(_id_of(reply_id), ([],))
-        if not 0 <= answer < len(turns):
-            raise RefusedRequest(
-                f"there is no recorded answer {answer} of a reply {reply_id!r:.80} to reward.", status=404
-            )
-        try:
-            self._rewards.append((turns[answer], finite_number(value, "the reward")))
-        except (TypeError, ValueError) as error:
-            raise RefusedRequest(str(error)) from error
-
-    def turn_rewards(self) -> dict[int, float]:
-        """Return the sum of the rewards of each rewarded answer, by its place in `TurnTree.places`."""
-        places = self.tree.places()
-        rewards: dict[int, float] = defaultdict(float)
-        for turn, value in self._rewards:
-            rewards[places[id(turn.node)]] += value
-        return dict(rewards)
 
     def note_refusal(self, refused: RefusedRequest) -> None:
         """Count a request that was refused or failed, for the record."""
@@ -466,16 +453,43 @@ class Session:
             did["overridden"] = dict(self.overridden)
         return {**self.info, "requests": did} if did else dict(self.info)
 
+    def leave(self, exchange: Exchange) -> None:
+        """Note that a client disconnected; record what it has read of an answer that it does not read on."""
+        exchange.leave()
+        if exchange.is_stopped:
+            exchange.task.add_done_callback(lambda task: self._settle(exchange))
+
+    def _settle(self, exchange: Exchange) -> None:
+        with contextlib.suppress(RefusedRequest):  # of an engine that failed, and is noted
+            if not self.is_ended:
+                self.deliver(exchange)
+
+    async def finish(self) -> None:
+        """End the session, and record first what clients have read of answers that are being sampled."""
+        begun = [one for same in self.exchanges.values() for one in same if one.is_begun and not one.is_lost]
+        stopped = [one for same in self.exchanges.values() for one in same if one.is_stopped]
+        for exchange in begun:
+            exchange.stop()
+        if tasks := [one.task for one in (*begun, *stopped) if not one.task.done()]:
+            await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+        for exchange in (*begun, *stopped):
+            if exchange.task.done():
+                self._settle(exchange)
+        self.end()
+
     def end(self) -> None:
         """End the session and cancel its sampling."""
         self.is_ended = True
-        for exchange in (one for same in self._exchanges.values() for one in same):
+        for exchange in (one for same in self.exchanges.values() for one in same):
             if exchange.reply is None and not exchange.has_failed:
                 self.counts["num_lost"] += exchange.request.num_answers
                 exchange.task.cancel()
-        self._exchanges.clear()
+        self.exchanges.clear()
 
 
-def _id_of(name: str) -> str:
-    """Return the id in the name of a reply, an item or a call: the last part of `chatcmpl-ID`, `fc_call_ID`."""
-    return re.split("[-_]", name)[-1]
+def _continued(said: str, whole: str) -> str:
+    """Return a text that begins with what was said of it; parsers strip white space at its ends if there are calls."""
+    if whole.startswith(said):
+        return whole
+    bare = said.lstrip()
+    return said + whole.lstrip()[len(bare) :] if whole.lstrip().startswith(bare) else said

@@ -12,6 +12,7 @@ from llmrl.endpoint.requests import AnswerForm
 from llmrl.engines import Completion
 from llmrl.policies.base import answered
 from llmrl.rendering import Conversation, Reconciliation, Renderer, reconcile
+from llmrl.rendering.answer_text import AnswerText
 from llmrl.rendering.conversation import Mode
 from llmrl.rendering.rows import count_turns, turns_by_row
 from llmrl.rendering.tool_calls import ToolCall
@@ -21,7 +22,7 @@ ChainKey = int
 """Hash of the tools, a message and all messages before it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RecordedTurn:
     """A prompt and one answer."""
 
@@ -54,6 +55,8 @@ class TurnTree:
         """Turns in the order of their answers."""
         self._by_chain: dict[ChainKey, RecordedTurn] = {}
         self._calls: dict[str, ToolCall] = {}
+        # Turns that clients stopped reading, by the keys of their prompts, with prompt and text.
+        self._stopped: dict[ChainKey, list[tuple[RecordedTurn, Conversation, AnswerText]]] = {}
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[Conversation, ChainKey]:
         """Return the conversation that these messages continue, prompted with them, and their key.
@@ -64,6 +67,8 @@ class TurnTree:
         keys = chain_keys(messages, tools)
         last = max(_answers(messages), default=-1)
         turn = self._by_chain.get(keys[last + 1]) if last >= 0 else None
+        if turn is None and last >= 0:
+            turn = self._cut_stopped(keys[last], messages[last])
         if turn is not None:  # keep the recorded messages, and add only the new ones
             messages = [*turn.conversation.messages, *messages[last + 1 :]]
             return turn.conversation.with_prompt(messages, tools=tools), keys[-1]
@@ -118,6 +123,33 @@ class TurnTree:
         self._by_chain[hash((turn.prompt_key, _message_key(visible)))] = turn
         own = turn.conversation.messages[-1].get("tool_calls") or ()
         self._calls.update(zip((call["id"] for call in visible.get("tool_calls") or ()), own, strict=False))
+
+    def add_stopped(self, turn: RecordedTurn, visible: Message, prompted: Conversation, text: AnswerText) -> None:
+        """Add a turn that its client stopped reading; `visible` and `text` are what it was sent, and saw a part of.
+
+        A later request shows how much it has seen: the turn is then cut there.
+        """
+        self.add(turn, visible)
+        self._stopped.setdefault(turn.prompt_key, []).append((turn, prompted, text))
+
+    def _cut_stopped(self, prompt_key: ChainKey, message: Message) -> RecordedTurn | None:
+        """Return the stopped turn that begins with this answer, cut where the answer ends."""
+        seen = text_of(message.get("content")).strip()
+        for turn, prompted, text in self._stopped.get(prompt_key, ()) if seen else ():
+            place = text.content.find(seen)
+            is_continued = any(other.node.parent is turn.node for other in self.turns)
+            if place < 0 or text.content[:place].strip() or is_continued:
+                continue
+            completion = turn.completion.cut(text.num_tokens(place + len(seen)), prompted.num_tokens)
+            turn.conversation, turn.completion = answered(prompted, completion), completion
+            self._by_chain[hash((prompt_key, _message_key(message)))] = turn
+            return turn
+        return None
+
+    def answer_text(self, prompted: Conversation, stop: Sequence[str]) -> AnswerText:
+        """Return the reader of an answer to a prompt while it is sampled."""
+        assert self._root.renderer is not None
+        return AnswerText(self._root.renderer, prompt_ids=prompted.prompt_ids, stop=stop)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""

@@ -128,6 +128,20 @@ class Completion:
     metrics: dict[str, float] = field(default_factory=dict)
     """Engine measurements for this request, such as `num_cached_tokens`."""
 
+    def cut(self, num_tokens: int, num_prompt_tokens: int) -> Completion:
+        """Return the first tokens of the completion of a prompt, as if it had been aborted after them."""
+        experts, mask = self.routed_experts, self.sampling_mask
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            log_probs=self.log_probs[:num_tokens],
+            versions=self.versions[:num_tokens],
+            finish_reason="abort",
+            stop_string=None,
+            sampling_mask=None if mask is None else mask[:num_tokens],
+            routed_experts=None if experts is None else experts[: num_prompt_tokens + num_tokens - 1],
+        )
+
 
 class EngineError(RuntimeError):
     """Raised if an engine could not serve a request; another engine may."""

@@ -27,6 +27,7 @@ from llmrl.engines.launch import start_engines
 from llmrl.engines.pending import PendingRequest, Waiters
 from llmrl.engines.router import NoReplicaError, Router
 from llmrl.engines.scores import ScoresTokens, TokenScores
+from llmrl.engines.token_stream import StreamsTokens, TokenStream
 from llmrl.engines.vllm.arguments import EngineOptions
 from llmrl.engines.vllm.engine import AsyncVLLM
 
@@ -127,6 +128,11 @@ class EngineReplicas(Sequence[EngineT]):
     def takes_grammars(self) -> bool:
         """Whether all engines follow grammars."""
         return all(isinstance(one, TakesGrammars) and one.takes_grammars for one in self._engines)
+
+    @property
+    def streams_tokens(self) -> bool:
+        """Whether all engines report the tokens of a request while they sample them."""
+        return all(isinstance(one, StreamsTokens) and one.streams_tokens for one in self._engines)
 
     @classmethod
     def from_pretrained(
@@ -254,15 +260,17 @@ class EngineReplicas(Sequence[EngineT]):
         *,
         request_id: str | None = None,
         routing_key: str | None = None,
+        stream: TokenStream | None = None,
     ) -> Completion:
         """Sample one completion on one of the replicas; waits while all are being restarted.
 
         Raises ValueError as the replica's own `generate`, and EngineError if it failed `num_retries` + 1 times, or no
         replica serves or is being restarted.
         """
+        streamed = {} if stream is None else {"stream": stream}
 
         def ask(engine: Engine, attempt_id: str) -> Awaitable[Completion]:
-            return engine.generate(prompt_ids, sampling, request_id=attempt_id, routing_key=routing_key)
+            return engine.generate(prompt_ids, sampling, request_id=attempt_id, routing_key=routing_key, **streamed)
 
         completion = await self._served(ask, request_id, routing_key)
         return Completion([], [], [], "abort") if completion is None else completion

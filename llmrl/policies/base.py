@@ -24,6 +24,7 @@ from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, pla
 from llmrl.engines import Completion, Engine, SamplingConfig, completion_budget
 from llmrl.engines.base import check_supported
 from llmrl.engines.completion_checks import check_completion, check_routed_experts
+from llmrl.engines.token_stream import TokenStream
 from llmrl.policies.sampling import sampling_from_kwargs
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
 
@@ -230,14 +231,18 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         *,
         request_id: str | None = None,
         routing_key: str | None = None,
+        stream: TokenStream | None = None,
     ) -> Completion:
-        """Return the engine's completion of `prompt_ids`, checked.
+        """Return the engine's completion of `prompt_ids`, checked; `stream` needs an engine that `StreamsTokens`.
 
         Raises ValueError if the prompt leaves no room for a token, and EngineError if the engine died, refused, or
         returned an invalid completion.
         """
         engine = self.engine
-        completion = await engine.generate(prompt_ids, sampling, request_id=request_id, routing_key=routing_key)
+        streamed = {} if stream is None else {"stream": stream}
+        completion = await engine.generate(
+            prompt_ids, sampling, request_id=request_id, routing_key=routing_key, **streamed
+        )
         budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
         vocab_size = self._num_token_ids if engine.vocab_size is None else engine.vocab_size
         check_completion(

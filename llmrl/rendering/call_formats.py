@@ -32,13 +32,13 @@ def _tagged(name: str, arguments: Arguments) -> str:
     return f"<tool_call>\n{_json_call(name, arguments)}\n</tool_call>"
 
 
-@register_tool_call_parser("none")
+@register_tool_call_parser("none", openings=())
 def parse_no_calls(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Return the whole text as content."""
     return ParsedCalls(text)
 
 
-@register_tool_call_parser("hermes", write=_tagged)
+@register_tool_call_parser("hermes", write=_tagged, openings=["<tool_call>"])
 def parse_hermes(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
@@ -80,7 +80,7 @@ def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     return finish(rest, calls, [])
 
 
-@register_tool_call_parser("mistral")
+@register_tool_call_parser("mistral", openings=["[TOOL_CALLS]"])
 def parse_mistral(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read `[TOOL_CALLS]` followed by a JSON list of calls or by `NAME[ARGS]{...}`."""
     content, *pieces = text.split("[TOOL_CALLS]")
@@ -94,7 +94,7 @@ def parse_mistral(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     return finish(content + "".join(bad.raw for bad in malformed), calls, malformed)
 
 
-@register_tool_call_parser("llama3_json")
+@register_tool_call_parser("llama3_json", openings=["{", "<|python_tag|>"])
 def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read `{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`; `;` separates several calls."""
     is_tagged = text.lstrip().startswith("<|python_tag|>")
@@ -116,7 +116,7 @@ def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCall
     return finish("", calls, [])
 
 
-@register_tool_call_parser("pythonic")
+@register_tool_call_parser("pythonic", openings=["[", "<|python_start|>"])
 def parse_pythonic(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read a Python list of calls with keyword arguments: `[add(a=1, b=2)]`.
 
@@ -139,7 +139,7 @@ def _pythonic_in_marks(name: str, arguments: Arguments) -> str:
     return f"<|tool_call_start|>[{name}({written})]<|tool_call_end|>"
 
 
-@register_tool_call_parser("lfm2", write=_pythonic_in_marks)
+@register_tool_call_parser("lfm2", write=_pythonic_in_marks, openings=["<|tool_call_start|>"])
 def parse_lfm2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read `<|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>`, or a JSON list of calls between these marks."""
 
@@ -150,7 +150,7 @@ def parse_lfm2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     return read_between(text, "<|tool_call_start|>", "<|tool_call_end|>", read)
 
 
-@register_tool_call_parser("lfm2_raw")
+@register_tool_call_parser("lfm2_raw", openings=["<|tool_call_start|>"])
 def parse_lfm2_raw(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     r"""Read the format of `lfm2` without escapes in quoted texts (LFM2.5).
 
@@ -164,7 +164,7 @@ def parse_lfm2_raw(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     )
 
 
-@register_tool_call_parser("gemma4")
+@register_tool_call_parser("gemma4", openings=["<|tool_call>"])
 def parse_gemma4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read any number of `<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, with texts between special marks.
 
@@ -178,7 +178,7 @@ def parse_gemma4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     return ParsedCalls(parsed.content, calls, parsed.malformed)
 
 
-@register_tool_call_parser("deepseek")
+@register_tool_call_parser("deepseek", openings=["<｜tool▁call"])
 def parse_deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, or `function` with fenced JSON."""
     parsed = read_between(
@@ -190,7 +190,7 @@ def parse_deepseek(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     return finish(content, parsed.tool_calls, parsed.malformed)
 
 
-@register_tool_call_parser("fenced")
+@register_tool_call_parser("fenced", openings=["```"])
 def parse_fenced(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     r"""Read fenced blocks marked `tool_call` with a JSON call, or marked `json` if the JSON is a call.
 
@@ -240,10 +240,10 @@ for _name, _format in {
     "phi4": _JSONBetween("<|tool_call|>", "<|/tool_call|>"),
     "granite": _JSONBetween("<|tool_call|>", ""),
 }.items():
-    register_tool_call_parser(_name, write=_format.write)(_format)
+    register_tool_call_parser(_name, write=_format.write, openings=[_format.opening])(_format)
 
 
-@register_tool_call_parser("apertus")
+@register_tool_call_parser("apertus", openings=["<|tools_prefix|>"])
 def parse_apertus(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read `<|tools_prefix|>[{NAME: {...}}, ...]<|tools_suffix|>`: a JSON list of objects with one name each."""
 
@@ -258,7 +258,7 @@ def parse_apertus(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     return read_between(text, "<|tools_prefix|>", "<|tools_suffix|>", read)
 
 
-@register_tool_call_parser("kimi_k2")
+@register_tool_call_parser("kimi_k2", openings=["<|tool_calls_section_begin|>"])
 def parse_kimi_k2(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read a section of calls with ids `functions.NAME:INDEX` and JSON arguments.
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from llmrl.data import text_of
 
+NUM_END_TOKENS = 32
+"""Number of last tokens of a prompt in which the opening mark of reasoning is searched."""
+
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:

@@ -100,16 +100,16 @@ class _Tagged:
         return read_between(text, self.opening, self.closing, lambda body: self.tags.read(body, tools))
 
 
-register_tool_call_parser("xml")(_Tagged("<tool_call>", "</tool_call>", _functions(r"\n?(?P<value>.*?)\n?")))
-register_tool_call_parser("glm")(_Tagged("<tool_call>", "</tool_call>", _PAIRS))
-register_tool_call_parser("seed_oss")(_Tagged("<seed:tool_call>", "</seed:tool_call>", _functions(r"(?P<value>.*?)")))
-register_tool_call_parser("minimax_m2")(_Tagged("<minimax:tool_call>", "</minimax:tool_call>", _invocations()))
-for _name, _block, _prefix in (
-    ("deepseek_v32", "｜DSML｜function_calls", "｜DSML｜"),
-    ("deepseek_v4", "｜DSML｜tool_calls", "｜DSML｜"),
-    ("deepseek_v41", "｜DSML｜ calls", "｜DSML｜ "),
+for _name, _block, _tags in (
+    ("xml", "tool_call", _functions(r"\n?(?P<value>.*?)\n?")),
+    ("glm", "tool_call", _PAIRS),
+    ("seed_oss", "seed:tool_call", _functions(r"(?P<value>.*?)")),
+    ("minimax_m2", "minimax:tool_call", _invocations()),
+    ("deepseek_v32", "｜DSML｜function_calls", _invocations("｜DSML｜")),
+    ("deepseek_v4", "｜DSML｜tool_calls", _invocations("｜DSML｜")),
+    ("deepseek_v41", "｜DSML｜ calls", _invocations("｜DSML｜ ")),
 ):
-    register_tool_call_parser(_name)(_Tagged(f"<{_block}>", f"</{_block}>", _invocations(_prefix)))
+    register_tool_call_parser(_name, openings=[f"<{_block}>"])(_Tagged(f"<{_block}>", f"</{_block}>", _tags))
 
 _MARK = "]<]minimax[>["
 _ELEMENT = re.compile(rf"\s*{re.escape(_MARK)}<(?P<key>[^<>/\s]+)>")
@@ -117,7 +117,7 @@ _INVOKED = re.compile(rf'\s*{re.escape(_MARK)}<invoke name="(?P<name>[^"]+)">')
 _MAX_DEPTH = 100
 
 
-@register_tool_call_parser("minimax_m3")
+@register_tool_call_parser("minimax_m3", openings=[f"{_MARK}<tool_call>"])
 def parse_minimax_m3(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read calls with nested elements as arguments and a mark before each tag.
 

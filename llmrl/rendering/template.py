@@ -26,15 +26,13 @@ from llmrl.rendering.probing import (
     calling,
     chat_features,
 )
+from llmrl.rendering.reasoning import NUM_END_TOKENS
 from llmrl.rendering.results import TOOL_ROLES
 from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS
 from llmrl.rendering.tool_format import choose_tool_format
 from llmrl.rendering.writer import TemplateWriter
 
 _CARRY_RESULTS = "; or carry results as the user's messages: TemplateRenderer(tokenizer, tool_results='user')."
-
-# Number of last tokens of a prompt in which the opening mark of reasoning is searched.
-_NUM_END_TOKENS = 32
 
 # Limits the cache to a few megabytes.
 _NUM_REMEMBERED_TURNS = 4096
@@ -132,7 +130,8 @@ class TemplateRenderer:
         roles = ["user"] if self.writer.are_results_carried else ["user", "tool"]
         found = [probe.ending(is_call=is_call, role=role) for role in roles for is_call in (False, True)]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(one.token_id for one in found if one is not None))
-        self._end_ids = frozenset({*self.stop_token_ids, getattr(self.tokenizer, "eos_token_id", None)} - {None})
+        self.end_ids = frozenset({*self.stop_token_ids, getattr(self.tokenizer, "eos_token_id", None)} - {None})
+        """Tokens that are no text of an answer that they end."""
         self._rewriting_features = probe.rewriting_features()
         self.is_history_rewritten: bool = bool(self._rewriting_features)
         self._check_bridge(is_system_moved=frozenset({"system"}) in self._rewriting_features)
@@ -300,13 +299,13 @@ class TemplateRenderer:
         starts within reasoning; the default is that of a prompt with one message.
         """
         ids = list(completion_ids)
-        is_complete = bool(ids) and ids[-1] in self._end_ids
+        is_complete = bool(ids) and ids[-1] in self.end_ids
         text = self.decode(ids[:-1] if is_complete else ids)
         reasoning: str | None = None
         if self.thought_marks is not None:
             is_open = self._is_reasoning_open
             if prompt_ids is not None:
-                is_open = self.thought_marks.is_open_at_end(self.decode(prompt_ids[-_NUM_END_TOKENS:]))
+                is_open = self.thought_marks.is_open_at_end(self.decode(prompt_ids[-NUM_END_TOKENS:]))
             reasoning, text = self.thought_marks.split(text, is_open=is_open)
         try:
             calls = self._parse_calls(text, tools or ())

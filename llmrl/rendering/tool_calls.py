@@ -49,19 +49,26 @@ TOOL_CALL_PARSERS: dict[str, ToolCallParser] = {}
 TOOL_CALL_WRITERS: dict[str, ToolCallWriter] = {}
 """Writers by parser name, for templates that do not write calls."""
 
+TOOL_CALL_OPENINGS: dict[str, tuple[str, ...]] = {}
+"""Texts with which calls begin, by parser name; an empty one means that a call may begin anywhere."""
+
 # All exceptions that json.loads, ast.parse and ast.literal_eval raise on malformed text.
 UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 
 
 def register_tool_call_parser(
-    name: str, *, write: ToolCallWriter | None = None
+    name: str, *, write: ToolCallWriter | None = None, openings: Sequence[str] = ("",)
 ) -> Callable[[ToolCallParser], ToolCallParser]:
-    """Return a decorator that registers a parser, with an optional writer; raises ValueError if the name is taken."""
+    """Return a decorator that registers a parser, with an optional writer; raises ValueError if the name is taken.
+
+    A call begins with one of `openings`; the text before it can be streamed while an answer is sampled.
+    """
 
     def register(parser: ToolCallParser) -> ToolCallParser:
         if name in TOOL_CALL_PARSERS:
             raise ValueError(f"name {name!r} is taken; registered are {sorted(TOOL_CALL_PARSERS)}.")
         TOOL_CALL_PARSERS[name] = parser
+        TOOL_CALL_OPENINGS[name] = tuple(openings)
         if write is not None:
             TOOL_CALL_WRITERS[name] = write
         return parser

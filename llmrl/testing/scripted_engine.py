@@ -18,6 +18,7 @@ from llmrl.engines.base import (
     check_request,
     completion_budget,
 )
+from llmrl.engines.token_stream import TokenStream
 from llmrl.testing.scripted_flight import Flight
 
 Answer = str | Sequence[int]
@@ -52,6 +53,8 @@ class ScriptedEngine:
 
     takes_grammars = True
     """Whether requests may have a grammar; the script answers them as it does others."""
+    streams_tokens = True
+    """Whether a request's `stream` gets its tokens, one after the other over the latency."""
 
     def __init__(
         self,
@@ -165,6 +168,7 @@ class ScriptedEngine:
         *,
         request_id: str | None = None,
         routing_key: str | None = None,
+        stream: TokenStream | None = None,
     ) -> Completion:
         """Return the next answer, cut at the budget and at the first stop token or stop string.
 
@@ -189,6 +193,8 @@ class ScriptedEngine:
             latency_s = math.inf
         num_tokens = len(token_ids)
         flight = Flight(latency_s, self._policy_version, num_tokens)
+        if stream is not None:
+            flight.show(token_ids, stream)
         await self._fly(request_id, flight)
         self._num_tokens += num_tokens
         if self._is_shut_down:

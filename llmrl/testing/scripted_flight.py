@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 
+from llmrl.engines.token_stream import TokenStream
+
 
 class Flight:
     """Waits for a latency on the clock of the event loop, which may have virtual time.
@@ -17,6 +19,7 @@ class Flight:
         "_end",
         "_held_s",
         "_held_since_s",
+        "_shown",
         "_start_s",
         "_versions_since",
         "is_aborted",
@@ -30,6 +33,7 @@ class Flight:
         self.num_tokens = num_tokens
         self.loop = asyncio.get_running_loop()
         self.is_aborted = False
+        self._shown: tuple[list[int], TokenStream] | None = None
         self._start_s: float | None = None
         self._held_since_s: float | None = None
         self._held_s = 0.0
@@ -85,6 +89,10 @@ class Flight:
         """Use `version` for the remaining tokens."""
         self._versions_since.append((self.elapsed_s, version))
 
+    def show(self, token_ids: list[int], stream: TokenStream) -> None:
+        """Report the tokens to a stream when they are due, and abort once it is stopped."""
+        self._shown = (token_ids, stream)
+
     def num_done(self) -> int:
         """Return the number of tokens so far, at a constant rate."""
         if self.latency_s <= 0:
@@ -108,9 +116,17 @@ class Flight:
         if self._end.done() or self._held_since_s is not None or self._start_s is None:
             return
         remaining_s = self.latency_s - self.elapsed_s
+        if self._shown is not None and self.num_done():
+            token_ids, stream = self._shown
+            stream.report(token_ids[: self.num_done()])
+            if stream.is_stopped:
+                return self.abort()
         if remaining_s <= 1e-9:  # below the clock's resolution
             self._finish()
         elif not math.isinf(remaining_s):
+            if self._shown is not None:
+                next_s = self.latency_s * (self.num_done() + 1) / self.num_tokens - self.elapsed_s
+                remaining_s = min(remaining_s, next_s + 1e-6)
             self.loop.call_later(remaining_s, self._check)
 
     def _finish(self) -> None:

@@ -71,7 +71,7 @@ def test_the_engines_log_is_what_is_trained(model_path, family):
             session = make_session(renderer, engine)
             await RandomAgent(session, engine, random.Random(seed).choice).play(operations)
             lost = Counter()
-            for exchange in itertools.chain.from_iterable(session._exchanges.values()):
+            for exchange in itertools.chain.from_iterable(session.exchanges.values()):
                 is_aside = exchange.request.model.endswith(ASIDE)
                 if exchange.task.done() and (exchange.reply is None or is_aside):
                     sampled = exchange.task.result()

@@ -19,8 +19,15 @@ async def play(row, model):
     said = {"role": "assistant", "content": answer.choices[1].message.content}
     others = ({"role": "user", "content": text} for text in ("Go on.", "Why?"))
     await asyncio.gather(*(create(model=model.name, messages=[*messages, said, other]) for other in others))
-    await create(model=model.name, messages=[{"role": "user", "content": "Count."}], stop=["3"], max_tokens=30)
-    return 1.0
+    asked = {"model": model.name, "messages": [{"role": "user", "content": "Count."}]}
+    await create(**asked, stop=["3"], max_tokens=30)
+    async with await create(**asked, stream=True) as stream:
+        chunks = [chunk.choices[0].delta.content async for chunk in stream]
+    async with await create(**asked, stream=True) as stream:
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break  # the rest is neither sampled nor trained
+    return float(sum(map(bool, chunks)))
 
 
 def test_an_agents_rows_have_the_log_probs_of_the_model(shallow_engine, shallow_model, tokenizer):
@@ -31,7 +38,8 @@ def test_an_agents_rows_have_the_log_probs_of_the_model(shallow_engine, shallow_
     with LLMCollector(env, policy=policy, groups_per_batch=1) as collector:
         rows = next(iter(collector)).unbind(0)
         rollouts = collector.rollouts
-    assert [one.num_turns for one in rollouts] == [5, 5]
+    assert [one.num_turns for one in rollouts] == [7, 7]
+    assert all(one.reward > 1 for one in rollouts)  # the text of a streamed answer came in pieces
     num_trained = sum(int(row["masks", "all_assistant_mask"].sum()) for row in rows)
     assert num_trained == sum(one.num_completion_tokens for one in rollouts)
     for row in rows:

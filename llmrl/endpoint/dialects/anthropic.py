@@ -23,9 +23,11 @@ from llmrl.endpoint.dialects.reading import (
     text_parts,
     tools_of,
 )
+from llmrl.endpoint.dialects.stream import Event, Part, ReplyStream
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json, ToolCall
 
+_SIGNATURE = "unsigned"
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -121,34 +123,61 @@ def write(reply: ModelReply) -> Json:
     return {**_head(reply), "content": _blocks(answer), **_stop(answer), "usage": _usage(reply)}
 
 
-def events(reply: ModelReply, request: ModelRequest) -> Iterator[tuple[str | None, Json]]:
-    """Yield the events of a stream: name and data."""
-    [answer] = reply.answers
-    started = {**_head(reply), "content": [], "stop_reason": None, "stop_sequence": None}
-    begun = {**_usage(reply), "output_tokens": 0}
-    yield _event("message_start", message={**started, "usage": begun})
-    for index, block in enumerate(_blocks(answer)):
-        empty, deltas = _as_deltas(block)
-        yield _event("content_block_start", index=index, content_block=empty)
-        for delta in deltas:
-            yield _event("content_block_delta", index=index, delta=delta)
-        yield _event("content_block_stop", index=index)
-    yield _event("message_delta", delta=_stop(answer), usage=_usage(reply))
-    yield _event("message_stop")
+class Stream(ReplyStream):
+    """Events of the answer's blocks."""
+
+    def __init__(self, head: ModelReply, request: ModelRequest) -> None:
+        super().__init__(head, request)
+        self._parts: list[Part] = []  # of the blocks so far
+
+    def begin(self) -> Iterator[Event]:
+        """Yield the message without blocks."""
+        started = {**_head(self.head), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message={**started, "usage": {**_usage(self.head), "output_tokens": 0}})
+
+    def delta(self, index: int, part: Part, text: str) -> Iterator[Event]:
+        """Yield text, in a new block if the last one is another part's."""
+        yield from self._turn_to(part)
+        name = "thinking" if part == "reasoning" else "text"
+        yield self._delta({"type": f"{name}_delta", name: text})
+
+    def finish(self, reply: ModelReply) -> Iterator[Event]:
+        """Yield the calls, and the end of the message."""
+        [answer] = reply.answers
+        if not answer.content and not answer.tool_calls:
+            yield from self._turn_to("content")
+        yield from self._close()
+        blocks = _blocks(answer)
+        for index, block in enumerate(blocks[len(blocks) - len(answer.tool_calls) :], start=len(self._parts)):
+            yield _event("content_block_start", index=index, content_block={**block, "input": {}})
+            arguments = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            yield _event("content_block_delta", index=index, delta=arguments)
+            yield _event("content_block_stop", index=index)
+        yield _event("message_delta", delta=_stop(answer), usage=_usage(reply))
+        yield _event("message_stop")
+
+    def _turn_to(self, part: Part) -> Iterator[Event]:
+        if self._parts[-1:] == [part]:
+            return
+        yield from self._close()
+        self._parts.append(part)
+        thinking = {"type": "thinking", "thinking": "", "signature": ""}
+        block = thinking if part == "reasoning" else {"type": "text", "text": ""}
+        yield _event("content_block_start", index=len(self._parts) - 1, content_block=block)
+
+    def _close(self) -> Iterator[Event]:
+        if not self._parts:
+            return
+        if self._parts[-1] == "reasoning":
+            yield self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+        yield _event("content_block_stop", index=len(self._parts) - 1)
+
+    def _delta(self, delta: Json) -> Event:
+        return _event("content_block_delta", index=len(self._parts) - 1, delta=delta)
 
 
-def _event(name: str, **data: Json) -> tuple[str, Json]:
+def _event(name: str, **data: Json) -> Event:
     return name, {"type": name, **data}
-
-
-def _as_deltas(block: dict[str, Json]) -> tuple[Json, list[Json]]:
-    if block["type"] == "thinking":
-        thinking = {"type": "thinking_delta", "thinking": block["thinking"]}
-        signature = {"type": "signature_delta", "signature": block["signature"]}
-        return {**block, "thinking": "", "signature": ""}, [thinking, signature]
-    if block["type"] == "text":
-        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
 
 
 def error(refused: RefusedRequest) -> Json:
@@ -164,7 +193,7 @@ def _head(reply: ModelReply) -> dict[str, Json]:
 def _blocks(answer: ModelAnswer) -> list[dict[str, Json]]:
     blocks: list[dict[str, Json]] = []
     if answer.reasoning:
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": "unsigned"})
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": _SIGNATURE})
     if answer.content or not answer.tool_calls:
         blocks.append({"type": "text", "text": answer.content})
     for call in answer.tool_calls:

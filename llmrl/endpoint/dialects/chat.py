@@ -23,6 +23,7 @@ from llmrl.endpoint.dialects.reading import (
     text_parts,
     tools_of,
 )
+from llmrl.endpoint.dialects.stream import Event, Part, ReplyStream
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json, ToolCall
 
@@ -32,6 +33,7 @@ _READ = (
 )  # fmt: skip
 _ROLES = {"developer": "system", "function": "tool"}
 _MAX_ANSWERS = 128
+_CHUNK = "chat.completion.chunk"
 
 
 def read(body: Body) -> ModelRequest:
@@ -110,26 +112,31 @@ def write(reply: ModelReply) -> Json:
     return {**_head(reply, "chat.completion"), "choices": choices, "usage": _usage(reply)}
 
 
-def events(reply: ModelReply, request: ModelRequest) -> Iterator[tuple[str | None, Json]]:
-    """Yield the events of a stream: name or None, and data."""
-    head = _head(reply, "chat.completion.chunk")
+class Stream(ReplyStream):
+    """Chunks of the answers."""
 
-    def chunk(index: int, delta: Json, finish_reason: str | None = None, log_probs: Json = None) -> tuple[None, Json]:
+    def begin(self) -> Iterator[Event]:
+        """Yield the first chunk of each answer."""
+        for index in range(self.request.num_answers):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def delta(self, index: int, part: Part, text: str) -> Iterator[Event]:
+        """Yield a chunk with text."""
+        yield self._chunk(index, {"content" if part == "content" else "reasoning_content": text})
+
+    def finish(self, reply: ModelReply) -> Iterator[Event]:
+        """Yield the chunks with calls, and the last of each answer, which has all log-probs."""
+        for index, answer in enumerate(reply.answers):
+            for place, call in enumerate(_calls(answer)):
+                yield self._chunk(index, {"tool_calls": [{"index": place, **call}]})
+            yield self._chunk(index, {}, answer.finish_reason, _log_probs(answer))
+        if self.request.is_usage_streamed:
+            yield None, {**_head(reply, _CHUNK), "choices": [], "usage": _usage(reply)}
+        yield None, "[DONE]"
+
+    def _chunk(self, index: int, delta: Json, finish_reason: str | None = None, log_probs: Json = None) -> Event:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": log_probs}
-        return None, {**head, "choices": [choice]}
-
-    for index, answer in enumerate(reply.answers):
-        yield chunk(index, {"role": "assistant", "content": ""})
-        if answer.reasoning:
-            yield chunk(index, {"reasoning_content": answer.reasoning})
-        if answer.content:
-            yield chunk(index, {"content": answer.content}, log_probs=_log_probs(answer))
-        for place, call in enumerate(_calls(answer)):
-            yield chunk(index, {"tool_calls": [{"index": place, **call}]})
-        yield chunk(index, {}, answer.finish_reason)
-    if request.is_usage_streamed:
-        yield None, {**head, "choices": [], "usage": _usage(reply)}
-    yield None, "[DONE]"
+        return None, {**_head(self.head, _CHUNK), "choices": [choice]}
 
 
 def error(refused: RefusedRequest) -> Json:

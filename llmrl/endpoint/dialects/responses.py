@@ -24,6 +24,7 @@ from llmrl.endpoint.dialects.reading import (
     text_parts,
     tools_of,
 )
+from llmrl.endpoint.dialects.stream import Event, Part, ReplyStream
 from llmrl.endpoint.requests import REFERENCES, ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.rendering.tool_calls import Json
 
@@ -32,6 +33,8 @@ _READ = (
     "stream", "text", "tools", "train",
 )  # fmt: skip
 _ID = "resp_"
+_KINDS: dict[Part, str] = {"reasoning": "reasoning_text", "content": "output_text"}
+_LOG_PROBS: dict[Part, dict[str, Json]] = {"reasoning": {}, "content": {"logprobs": []}}
 
 
 def read(body: Body) -> ModelRequest:
@@ -129,38 +132,72 @@ def write(reply: ModelReply) -> Json:
     return {**_head(reply), **_ending(answer), "output": _items(reply), "usage": _usage(reply)}
 
 
-def events(reply: ModelReply, request: ModelRequest) -> Iterator[tuple[str | None, Json]]:
-    """Yield the events of a stream: name and data."""
-    numbers = itertools.count()
+class Stream(ReplyStream):
+    """Events of the answer's items."""
 
-    def event(kind: str, /, **data: Json) -> tuple[str, Json]:
-        return kind, {"type": kind, "sequence_number": next(numbers), **data}
+    def __init__(self, head: ModelReply, request: ModelRequest) -> None:
+        super().__init__(head, request)
+        self._numbers = itertools.count()
+        self._parts: list[Part] = []  # of the items so far
+        self._text = ""  # of the last item
 
-    started = {**_head(reply), "status": "in_progress", "output": [], "usage": None}
-    yield event("response.created", response=started)
-    yield event("response.in_progress", response=started)
-    for index, item in enumerate(_items(reply)):
-        place = {"item_id": item["id"], "output_index": index}
-        empty = {**item, "status": "in_progress"}
-        if item["type"] == "function_call":
-            yield event("response.output_item.added", output_index=index, item={**empty, "arguments": ""})
-            yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-            yield event(
-                "response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]
-            )
-        else:
-            kind = "output_text" if item["type"] == "message" else "reasoning_text"
-            [part] = item["content"]
-            place = {**place, "content_index": 0}
-            more: dict[str, Json] = {"logprobs": []} if kind == "output_text" else {}
-            yield event("response.output_item.added", output_index=index, item={**empty, "content": []})
-            yield event("response.content_part.added", **place, part={**part, "text": ""})
-            yield event(f"response.{kind}.delta", **place, delta=part["text"], **more)
-            yield event(f"response.{kind}.done", **place, text=part["text"], **more)
-            yield event("response.content_part.done", **place, part=part)
-        yield event("response.output_item.done", output_index=index, item=item)
-    response = write(reply)
-    yield event(f"response.{response['status']}", response=response)
+    def begin(self) -> Iterator[Event]:
+        """Yield the response without items."""
+        started = {**_head(self.head), "status": "in_progress", "output": [], "usage": None}
+        yield self._event("response.created", response=started)
+        yield self._event("response.in_progress", response=started)
+
+    def delta(self, index: int, part: Part, text: str) -> Iterator[Event]:
+        """Yield text, in a new item if the last one is another part's."""
+        yield from self._turn_to(part)
+        self._text += text
+        yield self._event(f"response.{_KINDS[part]}.delta", **self._place, delta=text, **_LOG_PROBS[part])
+
+    def finish(self, reply: ModelReply) -> Iterator[Event]:
+        """Yield the calls, and the whole response."""
+        [answer] = reply.answers
+        if not answer.content and not answer.tool_calls:
+            yield from self._turn_to("content")
+        yield from self._close()
+        items = _items(reply)
+        for index, item in enumerate(items[len(items) - len(answer.tool_calls) :], start=len(self._parts)):
+            place = {"item_id": item["id"], "output_index": index}
+            added = {**item, "status": "in_progress", "arguments": ""}
+            yield self._event("response.output_item.added", output_index=index, item=added)
+            yield self._event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **place, **done)
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        response = write(reply)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _turn_to(self, part: Part) -> Iterator[Event]:
+        if self._parts[-1:] == [part]:
+            return
+        yield from self._close()
+        self._parts.append(part)
+        self._text = ""
+        item = {**_item(self.head, part, ""), "status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=len(self._parts) - 1, item=item)
+        [content] = _item(self.head, part, "")["content"]
+        yield self._event("response.content_part.added", **self._place, part=content)
+
+    def _close(self) -> Iterator[Event]:
+        if not self._parts:
+            return
+        part = self._parts[-1]
+        item = _item(self.head, part, self._text)
+        yield self._event(f"response.{_KINDS[part]}.done", **self._place, text=self._text, **_LOG_PROBS[part])
+        yield self._event("response.content_part.done", **self._place, part=item["content"][0])
+        yield self._event("response.output_item.done", output_index=len(self._parts) - 1, item=item)
+
+    @property
+    def _place(self) -> dict[str, Json]:
+        item_id = _item(self.head, self._parts[-1], "")["id"]
+        return {"item_id": item_id, "output_index": len(self._parts) - 1, "content_index": 0}
+
+    def _event(self, kind: str, /, **data: Json) -> Event:
+        return kind, {"type": kind, "sequence_number": next(self._numbers), **data}
 
 
 def _head(reply: ModelReply) -> dict[str, Json]:
@@ -191,12 +228,9 @@ def _items(reply: ModelReply) -> list[dict[str, Json]]:
     [answer] = reply.answers
     items: list[dict[str, Json]] = []
     if answer.reasoning:
-        thoughts = [{"type": "reasoning_text", "text": answer.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{reply.reply_id}", "summary": [], "content": thoughts})
+        items.append(_item(reply, "reasoning", answer.reasoning))
     if answer.content or not answer.tool_calls:
-        part = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
-        message = {"type": "message", "id": f"msg_{reply.reply_id}", "role": "assistant"}
-        items.append({**message, "status": "completed", "content": [part]})
+        items.append(_item(reply, "content", answer.content))
     for call in answer.tool_calls:
         items.append(
             {
@@ -209,6 +243,15 @@ def _items(reply: ModelReply) -> list[dict[str, Json]]:
             }
         )
     return items
+
+
+def _item(reply: ModelReply, part: Part, text: str) -> dict[str, Json]:
+    if part == "reasoning":
+        thoughts = [{"type": "reasoning_text", "text": text}]
+        return {"type": "reasoning", "id": f"rs_{reply.reply_id}", "summary": [], "content": thoughts}
+    content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    message = {"type": "message", "id": f"msg_{reply.reply_id}", "role": "assistant"}
+    return {**message, "status": "completed", "content": [content]}
 
 
 def _usage(reply: ModelReply) -> Json:

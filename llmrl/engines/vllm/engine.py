@@ -26,6 +26,7 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
+from llmrl.engines.token_stream import TokenStream
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, NCCL_BACKEND, EngineOptions, translate_torchrl_options
 from llmrl.engines.vllm.grammars import Grammars
 from llmrl.engines.vllm.passed_through import untested
@@ -59,6 +60,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
     """
 
     takes_grammars = True
+    streams_tokens = True
     start_several: ClassVar[Callable[..., Any]]
     """`EngineReplicas.from_pretrained`, set in its module, which imports this one."""
 
@@ -182,12 +184,13 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         *,
         request_id: str | None = None,
         routing_key: str | None = None,
+        stream: TokenStream | None = None,
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
 
-        Raises ValueError if the prompt is empty, leaves no room for a token or has an unknown token id, `request_id` is
-        in flight, or vLLM cannot report the kept ids, and EngineError if the engine died, was shut down, sleeps, or
-        returned tokens without their log-probs.
+        `stream` gets the tokens as they are sampled. Raises ValueError if the prompt is empty, leaves no room for a
+        token or has an unknown token id, `request_id` is in flight, or vLLM cannot report the kept ids, and EngineError
+        if the engine died, was shut down, sleeps, or returned tokens without their log-probs.
         """
         if request_id is None:
             request_id = f"{self._id_prefix}-{next(self._id_counter)}"
@@ -195,8 +198,8 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
         self._check_alive(and_awake=True)
         num_log_probs = num_reported(sampling, self._llm.vllm_config.model_config)
-        params = sampling_params(sampling, budget, num_log_probs=num_log_probs)
-        request = generate_one(self._llm, list(prompt_ids), params, request_id, self._updates)
+        params = sampling_params(sampling, budget, num_log_probs=num_log_probs, is_streamed=stream is not None)
+        request = generate_one(self._llm, list(prompt_ids), params, request_id, self._updates, stream)
         completion = await self._serve(request_id, request)
         if sampling.grammar is not None and is_cut_by_grammar_alone(sampling):
             masks = asyncio.to_thread(self._grammars.masks, sampling.grammar, completion.token_ids, params)

@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig
+from llmrl.engines.token_stream import TokenStream
 
 T = TypeVar("T")
 
@@ -43,7 +44,9 @@ def is_cut_by_grammar_alone(sampling: SamplingConfig) -> bool:
     return is_needed and not sampling.with_changes(grammar=None).is_truncated
 
 
-def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0) -> SamplingParams:
+def sampling_params(
+    sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0, is_streamed: bool = False
+) -> SamplingParams:
     """Return vLLM's parameters for one completion of `budget` tokens, with `num_log_probs` likeliest ids per token.
 
     Raises ValueError if vLLM does not support a value, such as a temperature above 2, or a seed on CPU.
@@ -58,6 +61,7 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
             f"seed={sampling.seed}: vLLM's engine on CPU ends at a request with its own seed if the prompt is not "
             "computed in one step; give the engine a seed, AsyncVLLM.from_pretrained(seed=...)."
         )
+    kinds = RequestOutputKind
     grammar = None if sampling.grammar is None else StructuredOutputsParams(structural_tag=sampling.grammar)
     try:
         return SamplingParams(
@@ -75,7 +79,8 @@ def sampling_params(sampling: SamplingConfig, budget: int, *, num_log_probs: int
             flat_logprobs=True,
             # Text is needed only for stop strings.
             detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            # The last output of a stream is that of a request without one.
+            output_kind=kinds.CUMULATIVE if is_streamed else kinds.FINAL_ONLY,
             structured_outputs=grammar,
         )
     except VLLMClientError as error:
@@ -99,15 +104,25 @@ def scoring_params(top_k: int) -> SamplingParams:
 
 
 async def generate_one(
-    llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str, weights: WholeWeights
+    llm: AsyncLLM,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    request_id: str,
+    weights: WholeWeights,
+    stream: TokenStream | None = None,
 ) -> Completion:
     """Await one completion on the engine's own loop. Raises as `answer_of` and `read_completion` do."""
-    final, version = await answer_of(llm, prompt_ids, params, request_id, weights)
+    final, version = await answer_of(llm, prompt_ids, params, request_id, weights, stream)
     return read_completion(final, llm.vllm_config.model_config.get_vocab_size(), version=version)
 
 
 async def answer_of(
-    llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, request_id: str, weights: WholeWeights
+    llm: AsyncLLM,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    request_id: str,
+    weights: WholeWeights,
+    stream: TokenStream | None = None,
 ) -> tuple[RequestOutput, int | None]:
     """Await one request on the engine's own loop; return also the version of its weights, if vLLM does not report it.
 
@@ -116,11 +131,18 @@ async def answer_of(
     from llmrl.engines.vllm.private import EngineDeadError, EngineGenerateError, VLLMClientError
 
     final: RequestOutput | None = None
+    is_aborted = False
     try:
         prompt = {"type": "token", "prompt_token_ids": prompt_ids}
         with weights.in_use() as (adapter, version):
             async for output in llm.generate(prompt, params, request_id, lora_request=adapter):
                 final = output
+                if stream is None or output.finished:
+                    continue
+                stream.report(list(output.outputs[0].token_ids))
+                if stream.is_stopped and not is_aborted:
+                    is_aborted = True
+                    await llm.abort(request_id)
     except EngineDeadError as error:
         raise EngineError("The vLLM engine died or was shut down; its own log says why. Start a new one.") from error
     except VLLMClientError as error:

@@ -1,0 +1,53 @@
+"""`TokenStream`: the tokens of a request while they are sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+
+class TokenStream:
+    """The tokens of one request while an engine samples them, and a way to end it early; belongs to one event loop.
+
+    Args:
+        on_news: function that is called on the loop when there are more tokens.
+
+    Example:
+        >>> async def main():
+        ...     stream = TokenStream(lambda: None)
+        ...     stream.report([1, 2])
+        ...     return stream.token_ids
+        >>> asyncio.run(main())
+        [1, 2]
+    """
+
+    def __init__(self, on_news: Callable[[], None]) -> None:
+        self.token_ids: list[int] = []
+        """[num_tokens] tokens so far; a request that is sent again begins anew."""
+        self.before: list[int] = []
+        """[num_before] tokens before those of the engine, if it continues a completion."""
+        self.is_stopped = False
+        """Whether the engine must end the request, with finish reason `abort`."""
+        self._on_news = on_news
+        self._loop = asyncio.get_running_loop()
+        self._is_announced = False
+
+    def report(self, token_ids: list[int]) -> None:
+        """Set the tokens that the engine has sampled so far; may be called from any thread."""
+        self.token_ids = self.before + token_ids if self.before else token_ids
+        if not self._is_announced:  # a reader that is late takes several tokens at once
+            self._is_announced = True
+            self._loop.call_soon_threadsafe(self._announce)
+
+    def _announce(self) -> None:
+        self._is_announced = False
+        self._on_news()
+
+
+@runtime_checkable
+class StreamsTokens(Protocol):
+    """An engine with `generate(..., stream=)`, which reports to a `TokenStream` and obeys its `is_stopped`."""
+
+    streams_tokens: bool
+    """Whether it does; of several engines, whether all do."""

@@ -1,0 +1,177 @@
+"""`AnswerText`: the text of an answer while it is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmrl.rendering.base import Renderer
+from llmrl.rendering.reasoning import NUM_END_TOKENS
+from llmrl.rendering.tool_calls import TOOL_CALL_OPENINGS
+
+_UNFINISHED = "\ufffd"  # what an incomplete character decodes to
+
+
+class AnswerText:
+    """Reasoning and content of an answer while it is sampled, as far as no later token can change them.
+
+    Held back is text that may begin a mark, a call or a stop string, what follows the opening of a call, and white
+    space at the ends. So `Renderer.parse` of the whole answer continues this text, white space at its ends aside.
+
+    Args:
+        renderer: renderer of the model.
+        prompt_ids: `[num_prompt_tokens]`, which may end within reasoning.
+        stop: stop strings of the request.
+
+    Example:
+        >>> from llmrl.rendering import make_renderer
+        >>> from transformers import AutoTokenizer
+        >>> from llmrl.testing import ensure_embedded_model
+        >>> renderer = make_renderer(AutoTokenizer.from_pretrained(ensure_embedded_model()))
+        >>> text = AnswerText(renderer)
+        >>> text.update(renderer.encode('I add. <tool_call>{"name": '))
+        >>> text.content
+        'I add.'
+    """
+
+    def __init__(self, renderer: Renderer, *, prompt_ids: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+        answer_format = getattr(getattr(renderer, "writer", None), "answer_format", None)
+        opening, closing = ("", "") if answer_format is None else (answer_format.opening, answer_format.closing)
+        self.reasoning = ""
+        """Reasoning so far."""
+        self.content = ""
+        """Content so far."""
+        self._renderer = renderer
+        self._marks = renderer.thought_marks
+        end = renderer.decode(prompt_ids[-NUM_END_TOKENS:])
+        self._is_open = renderer.thought_marks is not None and renderer.thought_marks.is_open_at_end(end)
+        self._stop = tuple(stop)
+        self._answer_opening = opening.strip()
+        openings = TOOL_CALL_OPENINGS.get(getattr(renderer, "tool_parser", ""), ("",))
+        self._ends = (*openings, *((closing.strip(),) if closing.strip() else ()))
+        self._end_ids = frozenset(getattr(renderer, "end_ids", renderer.stop_token_ids))
+        self._written = _Written(renderer)
+        self._reasoning_start: int | None = None  # places in the text; None before it is known
+        self._content_start: int | None = None
+        self._is_content_marked = False  # whether the text before an answer was looked for
+        self._num_searched = 0
+
+    def is_of(self, token_ids: Sequence[int]) -> bool:
+        """Return whether a completion begins with the tokens that were read."""
+        read = self._written.token_ids
+        return list(token_ids[: len(read)]) == read
+
+    @property
+    def num_characters(self) -> int:
+        """Number of characters of reasoning and content so far."""
+        return len(self.reasoning) + len(self.content)
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Read the tokens so far, `[num_tokens]`, which begin with those of the last update."""
+        new = token_ids[len(self._written.token_ids) :]
+        is_text = not any(token in self._end_ids for token in new)  # else the whole answer follows
+        if self._written.add(new, is_text=is_text):
+            self._split()
+
+    def num_tokens(self, num_content: int | None = None) -> int:
+        """Return the number of tokens that reasoning and content took, or the first characters of the content."""
+        num_content = len(self.content) if num_content is None else num_content
+        start = self._content_start if num_content else self._reasoning_start
+        if start is None:
+            return 0
+        end = start + (num_content or len(self.reasoning))
+        again = _Written(self._renderer)
+        for count, token in enumerate(self._written.token_ids, start=1):
+            again.add([token])
+            if len(again.text) >= end:
+                return count
+        return len(self._written.token_ids)
+
+    def _split(self) -> None:
+        if self._content_start is None and self._reasoning_start is None:
+            self._open()
+        if self._content_start is None and self._reasoning_start is not None and self._marks is not None:
+            start, closing = self._reasoning_start, self._marks.closing
+            found = self._written.text.find(closing, max(start, self._num_searched - len(closing)))
+            self._num_searched = len(self._written.text)
+            end = found if found >= 0 else len(self._written.text) - self._num_held((closing, *self._stop))
+            start += len(self._written.text[start:end]) - len(self._written.text[start:end].lstrip("\n"))
+            self._reasoning_start = start
+            self.reasoning = self._written.text[start:end].rstrip("\n")
+            if found >= 0:
+                self._content_start = found + len(closing)
+        if self._content_start is not None:
+            self._read_content()
+
+    def _open(self) -> None:
+        """Find out whether the answer begins with reasoning."""
+        if self._marks is None:
+            self._content_start = 0
+            return
+        text = self._written.text.lstrip()
+        num_space = len(self._written.text) - len(text)
+        if text.startswith(self._marks.opening):
+            self._reasoning_start = num_space + len(self._marks.opening)
+        elif not any(mark.startswith(text) for mark in (self._marks.opening, self._marks.closing)):
+            if self._is_open or text.startswith(self._marks.closing):
+                self._reasoning_start = 0
+            else:
+                self._content_start = 0
+        elif text == self._marks.closing:
+            self._reasoning_start = 0
+
+    def _read_content(self) -> None:
+        start = self._content_start
+        assert start is not None
+        if not self._is_content_marked:
+            rest = self._written.text[start:]
+            if self._reasoning_start is not None:
+                rest = rest.lstrip("\n")  # as `ThoughtMarks.split`
+            bare = rest.lstrip()
+            if self._answer_opening and self._answer_opening.startswith(bare[: len(self._answer_opening)]):
+                if len(bare) < len(self._answer_opening):
+                    return
+                rest = bare[len(self._answer_opening) :]
+            if not rest.strip():
+                return
+            self._is_content_marked = True
+            self._content_start = self._num_searched = start = len(self._written.text) - len(rest)
+        longest = max(map(len, self._ends), default=0)
+        begin = max(start, self._num_searched - longest)
+        found = [place for mark in self._ends if (place := self._written.text.find(mark, begin)) >= 0]
+        self._num_searched = len(self._written.text) if not found else self._num_searched
+        end = min(found) if found else len(self._written.text) - self._num_held((*self._ends, *self._stop))
+        end = min([end, *(place for stop in self._stop if (place := self._written.text.find(stop, start)) >= 0)])
+        content = self._written.text[start:end].rstrip()
+        if len(content) > len(self.content):
+            self.content = content
+
+    def _num_held(self, marks: Sequence[str]) -> int:
+        """Return how many characters at the end of the text may begin one of the marks."""
+        longest = max((len(mark) for mark in marks), default=0)
+        tail = self._written.text[-longest:] if longest else ""
+        lengths = range(min(longest, len(tail)), 0, -1)
+        return next((n for n in lengths if any(mark.startswith(tail[-n:]) for mark in marks)), 0)
+
+
+class _Written:
+    """Tokens, and their text as far as it is certain."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self._renderer = renderer
+        self._num_decoded = 0  # number of tokens with complete text
+        self._window = 0  # first token that is decoded again, since some tokenizers look back
+
+    def add(self, token_ids: Sequence[int], *, is_text: bool = True) -> bool:
+        """Add tokens, and decode them unless they end within a character; return whether there is more text."""
+        self.token_ids += token_ids
+        if not is_text:
+            return False
+        before = self._renderer.decode(self.token_ids[self._window : self._num_decoded])
+        text = self._renderer.decode(self.token_ids[self._window :])
+        if len(text) <= len(before) or text.endswith(_UNFINISHED):
+            return False
+        self.text += text[len(before) :]
+        self._window, self._num_decoded = self._num_decoded, len(self.token_ids)
+        return True
