@@ -116,7 +116,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
     sessions = OpenSessions(
         open_session, api_key=settings.api_key, on_end=(lambda session: None) if recorder is None else recorder.add
     )
-    server = EndpointServer(sessions, model_name=settings.name)
+    server = EndpointServer(sessions, model_names=[settings.name])
     try:
         await server.start(settings.host, settings.port)
         console.print(f"{settings.name} is served at [bold]{server.url}/v1[/bold] until Ctrl-C", highlight=False)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from tensordict import TensorDictBase
@@ -17,27 +17,29 @@ from llmrl.data import ChatHistory, History, Rollout
 from llmrl.data.message import copied
 from llmrl.data.tensordicts import container_of
 from llmrl.endpoint import EndpointServer, ModelReply, ModelRequest, RefusedRequest, Session, SessionLimits, TurnTree
-from llmrl.endpoint.agent import AgentModel
+from llmrl.endpoint.agent import MODEL_NAME, AgentModel, AgentTimeout, model_name
+from llmrl.endpoint.requests import ASIDE
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.engines.base import check_supported
 from llmrl.engines.token_stream import TokenStream
 from llmrl.envs import AgentEnv
 from llmrl.policies import LLMWrapperBase
+from llmrl.rewards import Score
 
 
 class KeyedSessions:
-    """Sessions by their secret keys."""
+    """Sessions by their secret keys; each key has one for each role, by the name of the role's model."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, dict[str, Session]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, session: Session) -> str:
-        """Open a session and return its key."""
+    def add(self, *sessions: Session, names: Sequence[str] = ("policy",)) -> str:
+        """Open the sessions of a rollout's roles, by the names of their models, and return their key."""
         key = f"llmrl-{secrets.token_urlsafe(24)}"
-        self._open[key] = session
+        self._open[key] = dict(zip(names, sessions, strict=True))
         return key
 
     def remove(self, key: str) -> None:
@@ -54,90 +56,198 @@ class KeyedSessions:
         self._of(api_key, session_id)
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a key, sent as API key or as session id; raise `RefusedRequest` if it is unknown."""
-        return self._of(api_key, session_id)
+        """Return the session of a key, sent as API key or session id, and model; RefusedRequest if it is unknown."""
+        roles = self._of(api_key, session_id)
+        return roles.get(request.model.removesuffix(ASIDE)) or next(iter(roles.values()))
 
-    def named(self, api_key: str | None, session_id: str | None) -> Session | None:
-        """Return the open session of a key, or None."""
-        return self._open.get(session_id or "") or self._open.get(api_key or "")
+    def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
+        """Return the open session of a key, of several the one with this reply or else the first; None if unknown."""
+        roles = self._open.get(session_id or "") or self._open.get(api_key or "") or {}
+        answered = (session for session in roles.values() if reply_id in session.replies)
+        return next(answered, next(iter(roles.values()), None))
 
     def note_answers(self, session: Session, request: ModelRequest, reply: ModelReply) -> None:
         """Do nothing: sessions are found by their keys."""
 
-    def _of(self, api_key: str | None, session_id: str | None) -> Session:
-        session = self.named(api_key, session_id)
-        if session is None:
+    def _of(self, api_key: str | None, session_id: str | None) -> dict[str, Session]:
+        roles = self._open.get(session_id or "") or self._open.get(api_key or "")
+        if roles is None:
             raise RefusedRequest("the key is unknown, or its session has ended.", status=401, code="invalid_api_key")
-        return session
+        return roles
+
+
+class AgentPlay:
+    """An agent's run, which the rollouts of its roles share: the first one runs the agent, the others wait for it.
+
+    Args:
+        sessions: session of each trained role.
+    """
+
+    def __init__(self, sessions: Mapping[str, Session]) -> None:
+        self.sessions = sessions
+        self.scores: Mapping[str, Score] | None = None
+        self.error: BaseException | None = None
+        """Exception of the agent, or None."""
+        self.is_over = asyncio.Event()
+        self.num_to_come = len(sessions)
+        """Number of rollouts that have not joined yet."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Failure of an engine that a role's last request met; no role of a play is scored then."""
+        return next((session.failure for session in self.sessions.values() if session.failure is not None), None)
+
+    @property
+    def refusal(self) -> str:
+        """Reason of a refusal that an agent may have failed of, or empty."""
+        reasons = (session.reason or session.last_refusal for session in self.sessions.values())
+        return next(filter(None, reasons), "")
 
 
 class AgentEndpoint:
     """Endpoint for a collector's agents. It starts with the first session, at the address of the environment.
 
+    Args:
+        policy: policy of the roles without one of their own.
+        limits: limits of each session.
+        agent_env: environment with the roles, and with policies of their own.
+        make_completer: function that returns the completer of a policy.
+
     Raises:
-        ValueError: if the policy has no renderer or is not in history mode.
+        TypeError: if a policy of the environment is none.
+        ValueError: if a policy has no renderer or is not in history mode.
         MissingExtraError: if aiohttp is not installed.
     """
 
     def __init__(
-        self, policy: LLMWrapperBase, completer: Completer, limits: SessionLimits, agent_env: AgentEnv
+        self,
+        policy: LLMWrapperBase,
+        limits: SessionLimits,
+        agent_env: AgentEnv,
+        make_completer: Callable[[LLMWrapperBase], Completer],
     ) -> None:
-        if policy.renderer is None or policy.input_mode != "history":
-            raise ValueError("agents speak messages: build the policy with input_mode='history' and tokenizer=.")
-        self._policy = policy
-        self._completer = completer
+        self._policies = dict.fromkeys(agent_env.roles, policy)
+        for role, other in agent_env.policies.items():
+            if not isinstance(other, LLMWrapperBase):
+                raise TypeError(f"policies must be policies such as a vLLMWrapper, got {other!r:.80} for {role!r}.")
+            self._policies[role] = other
+        for other in self._policies.values():
+            if other.renderer is None or other.input_mode != "history":
+                raise ValueError("agents speak messages: build the policy with input_mode='history' and tokenizer=.")
+        self._completers = {role: make_completer(other) for role, other in self._policies.items()}
         self._limits = limits
         self._env = agent_env
         self._sessions = KeyedSessions()
-        self._server = EndpointServer(self._sessions)
+        self._names = [model_name(role) for role in self._policies]
+        self._server = EndpointServer(self._sessions, model_names=dict.fromkeys((MODEL_NAME, *self._names)))
+        self._plays: dict[tuple[str, int], AgentPlay] = {}
         self._serving: asyncio.Task[None] | None = None
         self._is_listening = asyncio.Event()
 
-    @contextlib.asynccontextmanager
-    async def session(self, rollout: Rollout) -> AsyncIterator[tuple[Session, AgentModel]]:
-        """Open a session for a rollout's agent; write its records into the rollout when the context ends."""
+    async def play(
+        self, rollout: Rollout, run: Callable[[AgentModel], Awaitable[Mapping[str, Score]]]
+    ) -> tuple[AgentPlay, Session]:
+        """Run the agent once for the rollouts of all its roles; write the session's records into the rollout.
+
+        Returns the run and the session of the rollout's role.
+        """
         await self._listen()
-        numbers = itertools.count()
-        parent = here()  # requests run in tasks of the server
-
-        async def complete(
-            prompt_ids: list[int], sampling: SamplingConfig, *, stream: TokenStream | None = None
-        ) -> Completion:
-            name = f"{rollout.rollout_id}/{next(numbers)}"
-            self._env.ask_loops()
-            completion = await self._completer.complete(
-                prompt_ids, sampling, name=name, routing_key=rollout.group_id, parent=parent, stream=stream
-            )
-            self._env.warn_if_blocked()
-            return completion
-
-        tree = TurnTree(self._policy.renderer, mode=self._policy.conversation_mode)
-        check = partial(check_supported, self._policy.engine)
-        session = Session(rollout.rollout_id, tree, complete, self._policy.sampling, self._limits, check_sampling=check)
-        key = self._sessions.add(session)
-        public_url = self._env.public_url
-        url = self._server.url if public_url is None else public_url.replace("{port}", str(self._server.port))
-        url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
+        number, role = divmod(rollout.sample_index, len(self._env.roles))
+        rollout.role = self._env.roles[role]
+        place = (rollout.group_id, number)
+        play = self._plays.get(place)
+        is_first = play is None
+        if play is None:
+            play = self._plays[place] = AgentPlay({role: self._session(rollout, role) for role in self._env.roles})
+        play.num_to_come -= 1
+        if not play.num_to_come:
+            del self._plays[place]
+        session = play.sessions[rollout.role]
         try:
-            yield (
-                session,
-                AgentModel(
-                    base_url=url,
-                    api_key=key,
-                    name=self._server.model_name,
-                    info=session.info,
-                    give_reward=session.replies.reward,
-                ),
-            )
+            if is_first:
+                await self._lead(play, rollout, run)
+            else:
+                await play.is_over.wait()
         finally:
-            await session.finish()
-            self._sessions.remove(key)
+            tree = session.tree
             rollout.conversation = tree
             rollout.messages = tree.messages
             rollout.turns = tree.to_records()
             rollout.num_turns = tree.num_turns
             rollout.num_completion_tokens = session.num_completion_tokens
             rollout.info |= copied(session.record())
+        return play, session
+
+    async def _lead(
+        self, play: AgentPlay, rollout: Rollout, run: Callable[[AgentModel], Awaitable[Mapping[str, Score]]]
+    ) -> None:
+        untrained = (role for role in self._policies if role not in play.sessions)
+        sessions = [*play.sessions.values(), *(self._session(rollout, role, is_recorded=False) for role in untrained)]
+        first = MODEL_NAME if len(self._policies) > 1 else self._names[0]
+        names = dict.fromkeys((first, *self._names))
+        key = self._sessions.add(*([sessions[0]] * (len(names) - len(sessions))), *sessions, names=list(names))
+        public_url = self._env.public_url
+        url = self._server.url if public_url is None else public_url.replace("{port}", str(self._server.port))
+
+        def reward(reply_id: str, value: float, answer: int) -> None:
+            session = self._sessions.named(key, None, reply_id)
+            assert session is not None
+            session.replies.reward(reply_id, value, answer)
+
+        model = AgentModel(
+            base_url=f"{url.rstrip('/').removesuffix('/v1')}/v1",
+            api_key=key,
+            name=first,
+            info=sessions[0].info,
+            give_reward=reward,
+            infos={role: session.info for role, session in zip(self._policies, sessions, strict=True) if role},
+        )
+        try:
+            play.scores = await run(model)
+        except asyncio.CancelledError as error:
+            play.error = AgentTimeout("the agent was cancelled.").with_traceback(error.__traceback__)
+            raise
+        except Exception as error:
+            play.error = error
+        finally:
+            for session in sessions:
+                await session.finish()
+            self._sessions.remove(key)
+            play.is_over.set()
+
+    def skip(self, rollout: Rollout) -> None:
+        """Note that a rollout failed before its agent ran; the other roles do without it."""
+        place = (rollout.group_id, rollout.sample_index // len(self._env.roles))
+        play = self._plays.get(place)
+        if play is not None and play.num_to_come == 1:
+            del self._plays[place]
+
+    def _session(self, rollout: Rollout, role: str, *, is_recorded: bool = True) -> Session:
+        numbers = itertools.count()
+        parent = here()  # requests run in tasks of the server
+        policy, completer = self._policies[role], self._completers[role]
+
+        async def complete(
+            prompt_ids: list[int], sampling: SamplingConfig, *, stream: TokenStream | None = None
+        ) -> Completion:
+            name = f"{rollout.rollout_id}/{role}{next(numbers)}"
+            self._env.ask_loops()
+            completion = await completer.complete(
+                prompt_ids, sampling, name=name, routing_key=rollout.group_id, parent=parent, stream=stream
+            )
+            self._env.warn_if_blocked()
+            return completion
+
+        most = min(self._limits.max_prompt_tokens, policy.engine.max_model_len - 1)
+        return Session(
+            rollout.rollout_id,
+            TurnTree(policy.renderer, mode=policy.conversation_mode),
+            complete,
+            policy.sampling,
+            replace(self._limits, max_prompt_tokens=most),
+            check_sampling=partial(check_supported, policy.engine),
+            is_recorded=is_recorded,
+        )
 
     async def _listen(self) -> None:
         if self._serving is None:
@@ -156,7 +266,7 @@ class AgentEndpoint:
         finally:
             await self._server.close()
 
-    def write_last(self, element: TensorDictBase, session: Session, *, is_read: bool) -> None:
+    def write_last(self, element: TensorDictBase, session: Session, *, role: str, is_read: bool) -> None:
         """Write the last answered conversation as the turn that ends the rollout."""
         if not session.tree.turns:
             prompt: History = element.get(("history", "prompt"))
@@ -165,4 +275,4 @@ class AgentEndpoint:
         turn = session.tree.turns[-1]
         before = History.from_chats(turn.conversation.messages[:-1], check=False)
         element.set("history", container_of(ChatHistory, {"prompt": before}))
-        self._policy.write_turn(element, turn.conversation, turn.completion, is_read=is_read)
+        self._policies[role].write_turn(element, turn.conversation, turn.completion, is_read=is_read)

@@ -61,8 +61,8 @@ class Completer:
     ) -> Completion:
         """Generate one completion; `name` is unique among those in flight, `parent` is the parent span.
 
-        Raises EngineError if more than `num_retries` attempts in a row fail. `stream` gets the tokens as they are sampled,
-        if the engine reports them.
+        `stream` gets the tokens as they are sampled, if the engine reports them. Raises EngineError if more than
+        `num_retries` attempts in a row fail.
         """
         if sampling.seed is not None and sampling.seed == self.policy.sampling.seed:  # else it is an agent's own
             sampling = sampling.with_changes(seed=_derived_seed(sampling.seed, name))

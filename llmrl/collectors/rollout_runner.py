@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tensordict import TensorDictBase
@@ -104,7 +105,10 @@ class RolloutRunner:
                 max_turns=limits.max_turns,
                 max_completion_tokens=limits.max_completion_tokens,
             )
-            self._endpoint = AgentEndpoint(policy, self.completer, session_limits, self._agent_env)
+            retries = limits.num_engine_retries
+            self._endpoint = AgentEndpoint(
+                policy, session_limits, self._agent_env, partial(Completer, num_retries=retries, is_open=is_open)
+            )
 
     async def run(self, job: RolloutTask) -> Rollout:
         """Play one conversation to its end; errors of the conversation are recorded, not raised.
@@ -154,6 +158,8 @@ class RolloutRunner:
     async def _open_and_play(self, job: RolloutTask, rollout: Rollout, held: list[TensorDictBase]) -> None:
         await self._open(job, rollout, held)
         if rollout.status.is_settled:
+            if self._agent_env is not None:
+                self._endpoint.skip(rollout)
             return
         if self._agent_env is not None:
             await self._play_agent(self._agent_env, held[0], rollout, held)
@@ -192,25 +198,23 @@ class RolloutRunner:
     ) -> None:
         """Run an agent, which leads the conversation, and end it with one step that has the agent's result."""
         row = copied({name: rollout.columns.get(name) for name in agent_env.columns})
-        async with self._endpoint.session(rollout) as (session, model):
-            try:
-                score = await agent_env.run_agent(row, model, rollout)
-            except Exception as error:
-                # If the agent failed because a limit refused it an answer, that limit is the reason.
-                if session.failure is not None:
-                    return self._end(rollout, StopReason.ENGINE_ERROR, session.failure)
-                if reason := session.reason or session.last_refusal:
-                    return self._end(rollout, reason)
-                if isinstance(error, AgentTimeout):
-                    return self._end(rollout, StopReason.TIMEOUT)
-                return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
-        if session.failure is not None:  # the agent made its result without the answer that the engine did not give
-            return self._end(rollout, StopReason.ENGINE_ERROR, session.failure)
+        play, session = await self._endpoint.play(rollout, partial(agent_env.run_agent, row))
+        if play.failure is not None:  # the agent may have made its result without the answer that it did not get
+            return self._end(rollout, StopReason.ENGINE_ERROR, play.failure)
+        if play.scores is None:
+            # If the agent failed because a limit refused it an answer, that limit is the reason.
+            if play.refusal:
+                return self._end(rollout, play.refusal)
+            if isinstance(play.error, AgentTimeout):
+                return self._end(rollout, StopReason.TIMEOUT)
+            error = as_exception(play.error or RuntimeError("the agent has no result."))
+            return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
+        score = play.scores[rollout.role]
         rewards = session.replies.rewards_in(session.tree)
         score = with_answer_rewards(score, sum(rewards.values()) if rewards else None)
-        self._endpoint.write_last(element, session, is_read=self.stepper.are_turns_read)
+        self._endpoint.write_last(element, session, role=rollout.role, is_read=self.stepper.are_turns_read)
         agent_env.end_with(element, score)
-        rollout.reason = session.reason or rollout.reason  # set if the agent continued after a limit refused it answers
+        rollout.reason = session.reason or score.reason  # set if the agent continued after a limit refused it answers
         element.set(("rollout", "reason"), non_tensor(str(rollout.reason)))
         try:
             stepped, element = await self.stepper.step(element)

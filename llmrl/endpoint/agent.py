@@ -10,6 +10,19 @@ from urllib.parse import urlsplit
 from llmrl._utils.types import Row
 from llmrl.endpoint.requests import ASIDE, RefusedRequest
 
+MODEL_NAME = "policy"
+"""Name of the model in an agent's requests."""
+
+
+def model_name(role: str) -> str:
+    """Return the name of a role's model.
+
+    Example:
+        >>> model_name(""), model_name("user")
+        ('policy', 'policy:user')
+    """
+    return f"{MODEL_NAME}:{role}" if role else MODEL_NAME
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentModel:
@@ -25,11 +38,19 @@ class AgentModel:
     """Entries that an agent adds to the rollout's record."""
     give_reward: Callable[[str, float, int], None] | None = field(default=None, repr=False)
     """Function behind `reward`."""
+    infos: Mapping[str, dict[str, object]] = field(default_factory=dict)
+    """Entry `info` of each name for `role`."""
 
     @property
     def aside(self) -> AgentModel:
         """The same model for a branch or a sub-agent that is not trained, such as a judge: nothing is recorded."""
         return replace(self, name=self.name.removesuffix(ASIDE) + ASIDE)
+
+    def role(self, role: str) -> AgentModel:
+        """Return the model of a role or policy of the `AgentEnv`. Raises ValueError if there is none."""
+        if role not in self.infos:
+            raise ValueError(f"role must be one of {list(self.infos)}, got {role!r}.")
+        return replace(self, name=model_name(role), info=self.infos[role])
 
     def reward(self, reply_id: str, value: float, *, answer: int = 0) -> None:
         """Add a reward to an answer, in addition to the rollout's score.

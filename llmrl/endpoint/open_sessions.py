@@ -67,7 +67,7 @@ class OpenSessions:
             self._sessions[name] = self._open_session(name)
         return self._sessions[name]
 
-    def named(self, api_key: str | None, session_id: str | None) -> Session | None:
+    def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
         """Return the open session with a client's name, or None if the client names none or may not ask."""
         self.check(api_key, session_id)
         return self._sessions.get(f"named/{session_id}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
+from llmrl.endpoint.agent import MODEL_NAME
 from llmrl.endpoint.dialects import anthropic, chat, responses
 from llmrl.endpoint.dialects.reading import Body, entry_of, parse_body
 from llmrl.endpoint.dialects.stream import Event, ReplyStream
@@ -63,8 +64,11 @@ class Sessions(Protocol):
         """Return the session of a request, by its path or `X-Session-ID`. Raises RefusedRequest if access is denied."""
         ...
 
-    def named(self, api_key: str | None, session_id: str | None) -> Session | None:
-        """Return the session that a client names by its key, its path or `X-Session-ID`, if it is open."""
+    def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
+        """Return the session that a client names by its key, its path or `X-Session-ID`, if it is open.
+
+        Of the sessions of several roles it is the one with the reply, or else the first.
+        """
         ...
 
     def note_answers(self, session: Session, request: ModelRequest, reply: ModelReply) -> None:
@@ -94,13 +98,13 @@ class EndpointServer:
 
     Args:
         sessions: sessions to answer.
-        model_name: name of the model in requests; answers of `NAME:aside` are not recorded.
+        model_names: names of the models in requests; answers of `NAME:aside` are not recorded.
     """
 
-    def __init__(self, sessions: Sessions, *, model_name: str = "policy") -> None:
+    def __init__(self, sessions: Sessions, *, model_names: Iterable[str] = (MODEL_NAME,)) -> None:
         self.web = require("aiohttp.web", extra="server")
         self.sessions = sessions
-        self.model_name = model_name
+        self.model_names = tuple(model_names)
         self.counts: Counter[str] = Counter()
         """Counts for `/metrics`, by Prometheus names and labels."""
         self._runner: web.AppRunner | None = None
@@ -294,7 +298,7 @@ class EndpointServer:
     def _session(self, request: web.Request, asked: ModelRequest) -> Session:
         session = self.sessions.find(*self._asker(request), asked)
         # After the check of the key, so that only clients with access see the name.
-        if asked.model.removesuffix(ASIDE) != self.model_name:
+        if asked.model.removesuffix(ASIDE) not in self.model_names:
             raise self._unknown_model(asked.model)
         return session
 
@@ -316,12 +320,12 @@ class EndpointServer:
         # Entries of both APIs
         openais = {"object": "model", "created": 0, "owned_by": "llmrl"}
         anthropics = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
-        names = (self.model_name, f"{self.model_name}{ASIDE}")
+        names = [name + suffix for name in self.model_names for suffix in ("", ASIDE)]
         return [{"id": name, "display_name": name, **openais, **anthropics} for name in names]
 
     def _unknown_model(self, name: str) -> RefusedRequest:
         return RefusedRequest(
-            f"the model {name!r:.80} does not exist here; ask for {self.model_name!r}.",
+            f"the model {name!r:.80} does not exist here; ask for {' or '.join(map(repr, self.model_names))}.",
             status=404,
             code="model_not_found",
         )
@@ -338,11 +342,11 @@ class EndpointServer:
 
     async def _reward(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))
-        session = self.sessions.named(*self._asker(request))
-        if session is None:
-            raise RefusedRequest("rewards need the session: its key, its path, or X-Session-ID.", status=404)
         body = parse_body(await self._body(request))
         reply_id = entry_of(body, "id", str, default="")
+        session = self.sessions.named(*self._asker(request), reply_id)
+        if session is None:
+            raise RefusedRequest("rewards need the session: its key, its path, or X-Session-ID.", status=404)
         session.replies.reward(reply_id, entry_of(body, "reward", float), entry_of(body, "answer", int, default=0))
         return self.web.json_response({"id": reply_id})
 

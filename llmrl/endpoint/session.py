@@ -67,6 +67,7 @@ class Session:
         limits: limits of the session.
         does_client_sample: whether clients set temperature and the like; only if nothing is trained.
         check_sampling: function that raises ValueError for sampling parameters that the engine does not support.
+        is_recorded: whether answers are recorded.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Session:
         *,
         does_client_sample: bool = False,
         check_sampling: Callable[[SamplingConfig], None] = lambda sampling: None,
+        is_recorded: bool = True,
     ) -> None:
         self.session_id = session_id
         self.tree = tree
@@ -87,6 +89,7 @@ class Session:
         self._sampling = sampling
         self._does_client_sample = does_client_sample
         self._check_sampling = check_sampling
+        self._is_recorded = is_recorded
         self.reason: str = StopReason.NONE
         """Budget that ended the session, see `StopReason`, or empty."""
         self.last_refusal: str = StopReason.NONE
@@ -253,9 +256,8 @@ class Session:
         except RenderingError as error:
             raise RefusedRequest(str(error)) from error
 
-    @staticmethod
-    def _is_aside(request: ModelRequest) -> bool:
-        return not request.is_trained or request.model.endswith(ASIDE)
+    def _is_aside(self, request: ModelRequest) -> bool:
+        return not self._is_recorded or not request.is_trained or request.model.endswith(ASIDE)
 
     def _sampling_of(self, request: ModelRequest) -> SamplingConfig:
         budgets = [self._sampling.max_new_tokens, request.max_tokens]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Unpack
@@ -17,7 +17,6 @@ from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.threads import run_in_thread
 from llmrl._utils.types import Row
-from llmrl.data import Rollout
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, restacked, tensordict_of
 from llmrl.endpoint.agent import AgentModel, Play
 from llmrl.envs.agent_command import Command
@@ -50,10 +49,16 @@ class AgentEnv(DatasetChatEnv):
         port: port of the endpoint; by default a free one.
         public_url: URL under which agents reach the endpoint, if not by `host` (from containers or other machines, or
             through a proxy with TLS); `{port}` stands for the port.
+        roles: roles that are trained, if there are several: each is a rollout of its own in the group, with its own
+            rows and reward, as in a `GameEnv`. An agent asks a role by `model.role(NAME)`, the first one also by
+            `model`, and returns the score of each, by name; a number counts for all.
+        policies: policies by role; roles without one are played by the collector's policy. A policy of no role, such
+            as a frozen judge, answers as `model.role(NAME)`, and nothing is recorded.
 
     Raises:
         TypeError: if `play` is not callable.
-        ValueError: if a command reads a missing column, or `host` needs a `public_url`; see also `DatasetChatEnv`.
+        ValueError: if a command reads a missing column, `host` needs a `public_url`, a role has no name, or `repeats`
+            is no multiple of the roles; see also `DatasetChatEnv`.
 
     Example:
         >>> async def play(row, model):
@@ -77,6 +82,8 @@ class AgentEnv(DatasetChatEnv):
         host: str = "127.0.0.1",
         port: int = 0,
         public_url: str | None = None,
+        roles: Sequence[str] = ("",),
+        policies: Mapping[str, object] | None = None,
         device: torch.device | None = None,
         **draws: Unpack[DrawOptions],
     ) -> None:
@@ -86,6 +93,15 @@ class AgentEnv(DatasetChatEnv):
             raise ValueError(
                 f"host={host!r} is no address that agents can ask: pass public_url=, such as "
                 "'http://10.0.0.5:{port}', or the address of one network as host."
+            )
+        self.roles = tuple(roles)
+        self.policies = dict(policies or {})
+        names = [*self.roles, *(set(self.policies) - set(self.roles))]
+        if not self.roles or len(set(names)) < len(names) or "aside" in names or (len(names) > 1 and "" in names[1:]):
+            raise ValueError(f"roles and policies must have different names other than 'aside', got {names}.")
+        if draws.setdefault("repeats", len(self.roles)) % len(self.roles):
+            raise ValueError(
+                f"repeats must be a multiple of the {len(self.roles)} roles {self.roles}, got {draws['repeats']}."
             )
         self.play = play
         self.host = host
@@ -103,15 +119,18 @@ class AgentEnv(DatasetChatEnv):
         if isinstance(play, Command):
             play.check_columns(self.columns)
 
-    async def run_agent(self, row: Row, model: AgentModel, rollout: Rollout) -> Score:
-        """Run the agent and return its score; cancelling this coroutine cancels the agent.
-
-        An environment that ends the rollout early writes `rollout.reason`.
-        """
+    async def run_agent(self, row: Row, model: AgentModel) -> dict[str, Score]:
+        """Run the agent and return the score of each role; cancelling this coroutine cancels the agent."""
         is_async = any(map(inspect.iscoroutinefunction, (self.play, type(self.play).__call__)))
         if is_async:
-            return _score_of(await self._loops.wait(self._returned(row, model)), self.play)
-        return _score_of(await run_in_thread(self.play, row, model), self.play)
+            returned = await self._loops.wait(self._returned(row, model))
+        else:
+            returned = await run_in_thread(self.play, row, model)
+        if len(self.roles) == 1 or not isinstance(returned, Mapping):
+            return {role: _score_of(returned, self.play) for role in self.roles}
+        if unknown := sorted(map(str, returned.keys() - set(self.roles))):
+            raise ValueError(f"the agent returned scores of {unknown}, and the roles are {list(self.roles)}.")
+        return {role: _score_of(returned.get(role), self.play) for role in self.roles}
 
     def ask_loops(self) -> None:
         """Ask the event loops of async agents whether they respond, for `warn_if_blocked`."""

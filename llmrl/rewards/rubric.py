@@ -29,6 +29,8 @@ class Score:
     """Whether the rollout counts in its batch and baseline."""
     error: str = ""
     """Reason why scoring failed, if it did."""
+    reason: str = ""
+    """What ended the rollout early, if its environment says so (`StopReason`)."""
 
     def __post_init__(self) -> None:
         finite_number(self.reward, "reward")

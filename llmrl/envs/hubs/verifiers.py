@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -13,7 +13,7 @@ import torch
 from llmrl._utils.failure import describe
 from llmrl._utils.numbers import finite_number
 from llmrl._utils.types import Row
-from llmrl.data import Rollout, StopReason
+from llmrl.data import StopReason
 from llmrl.endpoint.agent import AgentModel, AgentTimeout
 from llmrl.envs.agent import AgentEnv
 from llmrl.envs.hubs.virtual_env import python_with
@@ -94,7 +94,6 @@ class VerifiersEnv(AgentEnv):
         self._workers = _Workers((_VERIFIERS, "uv", *requirements), opening, open_seconds)
         self.timeout_seconds = timeout_seconds
         """Time limit of an episode."""
-        self._tables: dict[tuple[str, int], _Table] = {}
         rows = _Rows(self._workers)
         try:
             opened = self._workers.current().opened
@@ -114,38 +113,38 @@ class VerifiersEnv(AgentEnv):
                 "their own in config."
             )
         self._seats = seats
-        self.roles = seats if len(seats) > 1 else ("",)
-        draws.setdefault("repeats", len(seats))
-        if draws["repeats"] % len(seats):
-            raise ValueError(
-                f"repeats must be a multiple of the {len(seats)} seats {list(seats)}, got {draws['repeats']}."
-            )
-        super().__init__(self._play_alone, dataset, host=host, port=port, public_url=public_url, device=device, **draws)
+        super().__init__(
+            self._play_alone,
+            dataset,
+            host=host,
+            port=port,
+            public_url=public_url,
+            roles=seats if len(seats) > 1 else ("",),
+            device=device,
+            **draws,
+        )
 
-    async def run_agent(self, row: Row, model: AgentModel, rollout: Rollout) -> Score:
-        """Play the episode when the rollouts of all its seats have come, and return the score of this one's seat."""
-        number, place = divmod(rollout.sample_index, len(self._seats))
-        key = (rollout.group_id, number)
-        table = self._tables.setdefault(key, _Table())
-        table.models[self._seats[place]] = model
-        if len(table.models) == len(self._seats):
-            del self._tables[key]
-            table.begin(self._episode(row, table.models))
+    async def run_agent(self, row: Row, model: AgentModel) -> dict[str, Score]:
+        """Play the episode, and return the score of each seat."""
+        models = {seat: model.role(role) if role else model for seat, role in zip(self._seats, self.roles, strict=True)}
         try:
             async with asyncio.timeout(self.timeout_seconds):
-                episode = await asyncio.shield(table.result)
+                episode = await self._episode(row, model, {seat: one.name for seat, one in models.items()})
         except TimeoutError:
             raise AgentTimeout(f"an episode of {self.taskset!r} took more than {self.timeout_seconds:g} s.") from None
-        finally:
-            # A rollout that leaves before the end takes the others with it.
-            self._tables.pop(key, None)
-            table.end(f"the rollout of the seat {self._seats[place]!r} ended before its episode.")
-        return self._scored(episode, self._seats[place], model, rollout)
+        for error in (*episode["errors"], *(error for trace in episode["traces"] for error in trace["errors"])):
+            if any(trace["is_timeout"] for trace in episode["traces"]):
+                raise AgentTimeout(error["message"])
+            failure = WorkerError(f"{error['type']}: {error['message']}")
+            failure.add_note(error["traceback"])
+            raise failure
+        seats = zip(self._seats, self.roles, strict=True)
+        return {role: self._scored(episode, seat, models[seat]) for seat, role in seats}
 
-    async def _episode(self, row: Row, models: Mapping[str, AgentModel]) -> Answer:
+    async def _episode(self, row: Row, model: AgentModel, names: Mapping[str, str]) -> Answer:
         worker = await asyncio.to_thread(self._workers.current)
-        urls = {seat: f"{model.base_url.removesuffix('/v1')}/s/{model.api_key}/v1" for seat, model in models.items()}
-        arguments = {"row": row, "urls": urls, "model": next(iter(models.values())).name}
+        url = f"{model.base_url.removesuffix('/v1')}/s/{model.api_key}/v1"
+        arguments = {"row": row, "url": url, "model": model.name, "names": names}
         request = await asyncio.to_thread(worker.ask, "play", arguments)
         try:
             return await asyncio.wrap_future(request)
@@ -153,14 +152,8 @@ class VerifiersEnv(AgentEnv):
             worker.cancel(request)
             raise
 
-    def _scored(self, episode: Answer, seat: str, model: AgentModel, rollout: Rollout) -> Score:
+    def _scored(self, episode: Answer, seat: str, model: AgentModel) -> Score:
         traces = [trace for trace in episode["traces"] if trace["seat"] == seat]
-        for error in (*episode["errors"], *(error for trace in traces for error in trace["errors"])):
-            if any(trace["is_timeout"] for trace in traces):
-                raise AgentTimeout(error["message"])
-            failure = WorkerError(f"{error['type']}: {error['message']}")
-            failure.add_note(error["traceback"])
-            raise failure
         if len(traces) > 1:
             raise ValueError(
                 f"the seat {seat!r} played {len(traces)} conversations in one episode, and a rollout is one with one "
@@ -169,20 +162,20 @@ class VerifiersEnv(AgentEnv):
         if not traces:
             return Score(0.0, is_scored=False)
         [trace] = traces
-        if trace["is_truncated"]:
-            rollout.reason = StopReason.ENVIRONMENT_TRUNCATED
+        reason = str(StopReason.ENVIRONMENT_TRUNCATED) if trace["is_truncated"] else ""
         rewards, metrics = trace["rewards"], trace["metrics"]
         finite = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         model.info.update(trace["info"])
         if odd := {name: value for name, value in metrics.items() if name not in finite}:
             model.info["metrics"] = odd
         if not rewards or None in rewards.values():
-            return Score(0.0, finite, is_scored=False)
+            return Score(0.0, finite, is_scored=False, reason=reason)
         try:
             parts = {name: finite_number(value, f"the reward {name!r}") for name, value in rewards.items()}
-            return Score(finite_number(sum(parts.values()), "the reward"), {**finite, **parts})
+            return Score(finite_number(sum(parts.values()), "the reward"), {**finite, **parts}, reason=reason)
         except (TypeError, ValueError) as error:
-            return Score(0.0, finite, is_scored=False, error=f"{describe(error)} Returned by {self.taskset!r}.")
+            error_text = f"{describe(error)} Returned by {self.taskset!r}."
+            return Score(0.0, finite, is_scored=False, error=error_text, reason=reason)
 
     async def _play_alone(self, row: Row, model: AgentModel) -> None:
         raise NotImplementedError("episodes are played by `run_agent`.")
@@ -191,35 +184,6 @@ class VerifiersEnv(AgentEnv):
         """End the worker."""
         super().close(**kwargs)
         self._workers.close()
-
-
-class _Table:
-    """An episode, and the rollouts of its seats that have come."""
-
-    def __init__(self) -> None:
-        self.models: dict[str, AgentModel] = {}
-        self.result: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.result.add_done_callback(lambda result: result.cancelled() or result.exception())  # marks it as seen
-        self._playing: asyncio.Task[Answer] | None = None
-
-    def begin(self, episode: Coroutine[None, None, Answer]) -> None:
-        self._playing = asyncio.create_task(episode)
-        self._playing.add_done_callback(self._ended)
-
-    def end(self, reason: str) -> None:
-        """Stop the episode, unless it has ended."""
-        if not self.result.done():
-            self.result.set_exception(WorkerError(reason))
-        if self._playing is not None:
-            self._playing.cancel()
-
-    def _ended(self, playing: asyncio.Task[Answer]) -> None:
-        if self.result.done() or playing.cancelled():
-            return
-        if (error := playing.exception()) is not None:
-            self.result.set_exception(error)
-        else:
-            self.result.set_result(playing.result())
 
 
 class _Workers:

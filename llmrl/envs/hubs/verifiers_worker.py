@@ -218,25 +218,20 @@ class Player:
             self._place += 1
         return {"rows": rows, "has_ended": False}
 
-    async def play(self, row: Fields, urls: dict[str, str], model: str) -> Fields:
-        """Play one episode; `urls` has the model's address for each trained seat."""
+    async def play(self, row: Fields, url: str, model: str, names: dict[str, str]) -> Fields:
+        """Play one episode; `names` has the model's name for each trained seat."""
         task = self.task_class(self.data_class.model_validate(row), self.env.config.taskset.task)
         env = copy.copy(self.env)
-        seats = {}
-        for name, seat in agent_config_fields(env.config).items():
-            if seat.model is not None or seat.client is not None:
-                continue
-            # The policy also plays seats that are not trained; those answers are not recorded.
-            url = urls.get(name) or next(iter(urls.values()))
-            client = EvalClientConfig(base_url=url, api_key_var=_NO_KEY)
-            seats[name] = seat.model_copy(
-                update={"client": client, "model": model if name in urls else f"{model}:aside"}
-            )
+        client = EvalClientConfig(base_url=url, api_key_var=_NO_KEY)
+        # The policy also plays seats that are not trained; those answers are not recorded.
+        untrained = f"{model}:aside"
+        seats = {
+            name: seat.model_copy(update={"client": client, "model": names.get(name, untrained)})
+            for name, seat in agent_config_fields(env.config).items()
+            if seat.model is None and seat.client is None
+        }
         env.config = env.config.model_copy(update=seats)
-        default = next(iter(urls.values()))
-        context = ModelContext(
-            f"{model}:aside", EvalClientConfig(base_url=default, api_key_var=_NO_KEY), SamplingConfig()
-        )
+        context = ModelContext(untrained, client, SamplingConfig())
         [slot] = env.slots(task)
         episode = await env.run_slot(slot, context)
         return {
