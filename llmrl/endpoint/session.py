@@ -354,8 +354,7 @@ class Session:
         self.check_open()
         request = exchange.request
         is_aside = self._is_aside(exchange.request)
-        prompted, completions = sampled.prompted, self._completions(exchange, sampled)
-        texts: Sequence[AnswerText | None] = exchange.texts or [None for _ in completions]
+        prompted, (completions, texts) = sampled.prompted, self._completions(exchange, sampled)
         turns = [self.tree.turn(prompted, sampled.prompt_key, completion) for completion in completions]
         is_stopped = exchange.is_stopped
         answers = [self._answer(turn, request, text, is_stopped) for turn, text in zip(turns, texts, strict=True)]
@@ -368,6 +367,7 @@ class Session:
         exchange.reply = reply
         self.counts["num_answered"] += 1
         exchange.request = replace(request, messages=request.messages[:0], tools=())  # not kept for every turn
+        exchange.streams, exchange.texts = [], []
         if exchange.num_troubles == self._num_troubles:
             self._forgive()
         if is_stopped:
@@ -382,20 +382,23 @@ class Session:
             self.replies.add(reply, turns, request.num_instructions)
         return reply
 
-    def _completions(self, exchange: Exchange, sampled: Sampled) -> list[Completion]:
-        """Return the completions, cut where their clients stopped; raise RefusedRequest if they read others."""
+    def _completions(
+        self, exchange: Exchange, sampled: Sampled
+    ) -> tuple[list[Completion], Sequence[AnswerText] | list[None]]:
+        """Return the completions and what clients read of each early; if they stopped, what they read is all there is.
+
+        Raises RefusedRequest if they read other answers.
+        """
         completions, texts = sampled.completions, exchange.texts
         if not all(text.is_of(one.token_ids) for text, one in zip(texts, completions, strict=False)):
             self.failure = EngineError("The engine failed after a part of the answer was sent; ask again.")
             self._num_troubles += 1
             raise RefusedRequest(str(self.failure), status=500, code="engine_error")
         if not exchange.is_stopped:
-            return completions
+            return completions, texts or [None for _ in completions]
         num_prompt_tokens = sampled.prompted.num_tokens
-        return [
-            completion.cut(text.num_tokens(), num_prompt_tokens)
-            for text, completion in zip(texts, completions, strict=True)
-        ]
+        read = [(text, one) for text, one in zip(texts, completions, strict=True) if text.num_characters]
+        return [one.cut(text.num_tokens(), num_prompt_tokens) for text, one in read], [text for text, _ in read]
 
     def _forgive(self) -> None:
         """Forget what failed before a request that was answered; a used-up budget stays."""

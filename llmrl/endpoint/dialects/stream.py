@@ -41,6 +41,7 @@ class ReplyStream(ABC):
 
     def end(self, reply: ModelReply) -> Iterator[Event]:
         """Yield the remaining events of a reply; its answers begin with what was said."""
+        self.head = reply
         yield from self._begin_once()
         yield from self.say([(answer.reasoning, answer.content) for answer in reply.answers])
         yield from self.finish(reply)
