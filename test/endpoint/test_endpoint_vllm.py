@@ -8,6 +8,8 @@ import openai
 import torch
 
 from llmrl.collectors import LLMCollector
+from llmrl.engines import SamplingConfig
+from llmrl.engines.token_stream import TokenStream
 from llmrl.envs import AgentEnv
 from llmrl.policies import vLLMWrapper
 
@@ -39,7 +41,7 @@ def test_an_agents_rows_have_the_log_probs_of_the_model(shallow_engine, shallow_
         rows = next(iter(collector)).unbind(0)
         rollouts = collector.rollouts
     assert [one.num_turns for one in rollouts] == [7, 7]
-    assert all(one.reward > 1 for one in rollouts)  # the text of a streamed answer came in pieces
+    assert all(one.reward >= 1 for one in rollouts)  # a streamed answer has text
     num_trained = sum(int(row["masks", "all_assistant_mask"].sum()) for row in rows)
     assert num_trained == sum(one.num_completion_tokens for one in rollouts)
     for row in rows:
@@ -48,3 +50,23 @@ def test_an_agents_rows_have_the_log_probs_of_the_model(shallow_engine, shallow_
             logits = shallow_model(input_ids=ids[None]).logits[0, :-1].float() / 0.8
         expected = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         torch.testing.assert_close(row["log_probs", "full"][1:][mask], expected[mask], atol=0.02, rtol=0)
+
+
+def test_tokens_are_reported_while_they_are_sampled_and_a_stop_ends_the_request(vllm_engine, tokenizer):
+    prompt_ids = tokenizer.encode("Once upon a time")
+    sampling = SamplingConfig(max_new_tokens=400, temperature=0.0, ignore_eos=True)
+
+    class Stopping(TokenStream):
+        def report(self, token_ids):
+            reported.append(list(token_ids))
+            self.is_stopped = len(token_ids) >= 3
+
+    async def main():
+        stream = Stopping(lambda: None)
+        return await vllm_engine.generate(prompt_ids, sampling, stream=stream)
+
+    reported = []
+    completion = asyncio.run(main())
+    assert completion.finish_reason == "abort" and 3 <= len(completion.token_ids) < 400
+    assert all(completion.token_ids[: len(ids)] == ids for ids in reported)
+    assert len(completion.log_probs) == len(completion.versions) == len(completion.token_ids)
