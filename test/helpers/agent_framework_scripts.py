@@ -343,20 +343,6 @@ llm = LLM(model="openai/policy", base_url=url, api_key=key)
 print(Agent(role="adder", goal="Add.", backstory="You add.", llm=llm).kickoff(query).raw)
 """,
 )
-FRAMEWORKS["CAMEL"] = Framework(
-    packages=("camel-ai", "mcp<2"),
-    modes=("chat", "chat tools"),
-    source="""
-from camel.agents import ChatAgent
-from camel.models import ModelFactory
-from camel.toolkits import FunctionTool
-from camel.types import ModelPlatformType
-model = ModelFactory.create(model_platform=ModelPlatformType.OPENAI_COMPATIBLE_MODEL, model_type="policy", url=url,
-    api_key=key)
-agent = ChatAgent("Add.", model=model, tools=[FunctionTool(add)] if "tools" in mode else [])
-print(agent.step(query).msgs[0].content)
-""",
-)
 FRAMEWORKS["Griptape"] = Framework(
     packages=("griptape[drivers-prompt-openai]",),
     modes=("chat", "chat stream"),
