@@ -140,6 +140,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     model_path = str(ensure_embedded_model())
+    family_renderer(model_path, "qwen25")  # threads must not import transformers at once
     places = {name: folder_of(options.folder.absolute(), name) for name in options.names or FRAMEWORKS}
     for name, place in places.items():
         if options.install and not place.exists():
