@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -22,6 +22,7 @@ DTYPES = {
 }  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHECKSUM_SIZE = 4
+_METADATA = "__metadata__"
 
 
 class TensorPlace(NamedTuple):
@@ -44,12 +45,14 @@ def write_safetensors(
     entries: Sequence[Announced],
     pairs: Iterable[tuple[str, torch.Tensor]],
     *,
+    metadata: Mapping[str, str] | None = None,
     checksum_name: str | None = None,
 ) -> tuple[int, int]:
     """Write a file, flush it to disk, and return its size and CRC-32.
 
     Args:
         pairs: names and tensors, in the same order.
+        metadata: text that the file has beside its tensors.
         checksum_name: name of an additional last tensor, the CRC-32 of everything before it.
 
     Raises ValueError if the tensors differ from `entries`.
@@ -59,7 +62,7 @@ def write_safetensors(
     if in_order != list(entries):
         held = dict(pairs)
         pairs = ((name, held[name]) for name, _, _ in in_order)
-    header = {}
+    header: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
     end = 0
     last: list[Announced] = [] if checksum_name is None else [(checksum_name, torch.uint8, [_CHECKSUM_SIZE])]
     for name, dtype, shape in [*in_order, *last]:
@@ -99,5 +102,5 @@ def places_of(buffer: torch.Tensor) -> list[TensorPlace]:
     return [
         TensorPlace(name, DTYPES[one["dtype"]], tuple(one["shape"]), 8 + header_size + one["data_offsets"][0])
         for name, one in header.items()
-        if name != "__metadata__"
+        if name != _METADATA
     ]

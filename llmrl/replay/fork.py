@@ -15,7 +15,7 @@ from llmrl.config.sections import GRPOConfig
 from llmrl.replay.loop import OnStep, ReplayLoop, pass_over
 from llmrl.replay.recorded import RecordedRun
 from llmrl.runs.run_folder import RunFolder
-from llmrl.runs.tracked import save_tracked
+from llmrl.runs.tracked import split_tracked
 
 
 def fork(
@@ -62,8 +62,11 @@ def _write(path: Path, step: int, cfg: GRPOConfig, on_step: OnStep) -> None:
     computed = ReplayLoop(run, run.config(), [step], start=run.start_of(step), on_step=on_step).play()
     folder = RunFolder(cfg.run.path, trackers=[]) if this_rank() == 0 else None
     try:
-        state = save_tracked(computed.after, Path(cfg.run.path), step)
+        state, shards = split_tracked(computed.after, Path(cfg.run.path), step)
+        if shards is not None:
+            shards.write()
         if folder is not None:
+            state |= {} if shards is None else {"shards": shards.record()}
             collector = run.batch(step)["collector"]
             folder.save_checkpoint(state | {"step": step, "collector": collector, "random": computed.random})
             _copy(run, folder, step)

@@ -1,24 +1,29 @@
 """The states of a training loop's objects in a checkpoint, whole or sharded.
 
-Shards are safetensors files of `torch.distributed.checkpoint` and can be loaded by any number of ranks. Their
-checksums, and the states that are not sharded, are in the checkpoint's own file.
+Each rank writes its shards in the background, as a safetensors file that `torch.distributed.checkpoint` reads, on any
+number of ranks. Their checksums, and the states that are not sharded, are in the checkpoint's own file.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+import time
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llmrl._utils.files import open_file
 from llmrl._utils.ranks import rank_and_size
+from llmrl._utils.safetensors_file import write_safetensors
 from llmrl._utils.types import StateDict
 from llmrl.data.state_file import DamagedFileError
 from llmrl.trainer.trained_model import trained_model
@@ -46,29 +51,55 @@ def with_scaler(tracked: Mapping[str, Any]) -> dict[str, Any]:
     return dict(tracked) if scaler is None else {**tracked, "scaler": scaler}
 
 
-def save_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> StateDict:
-    """Return the states of a loop's objects for the checkpoint's file; each rank writes its shards to a folder.
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """This rank's parts of the sharded tensors of a checkpoint, which it writes to a file of its own.
+
+    Nothing is copied: the tensors must not change until they are written.
+    """
+
+    folder: Path
+    names: list[tuple[Place, str]]
+    """Where each sharded tensor is in the states, and its name in the files."""
+    tensors: Mapping[Place, DTensor]
+
+    def write(self) -> None:
+        """Write this rank's file, one tensor at a time; its name has its CRC-32."""
+        own, offsets = {}, {}
+        for place, name in reversed(self.names):
+            tensor = self.tensors[place]
+            if tensor.to_local().numel() and _is_first_replica(tensor):
+                _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+                own[name], offsets[name] = tensor.to_local(), {"saved_offsets": list(start)}
+        rank = dist.get_rank()
+        partial = self.folder / f"{rank:05d}.partial"
+        entries = [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]
+        _, crc = write_safetensors(partial, entries, own.items(), metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
+        partial.replace(self.folder / f"{rank:05d}-{crc:08x}.safetensors")
+
+    def record(self) -> StateDict:
+        """Return what the checkpoint's file says of the shards, when all ranks have written theirs."""
+        while len(files := sorted(path.name for path in self.folder.glob("*.safetensors"))) < dist.get_world_size():
+            time.sleep(0.01)
+        return {"folder": self.folder.name, "names": self.names, "checksums": {name: _crc_in(name) for name in files}}
+
+
+def split_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> tuple[StateDict, Shards | None]:
+    """Return the states of a loop's objects for the checkpoint's file, and what is sharded, for files of its own.
 
     Args:
         tracked: objects by name. All ranks call this if one has sharded tensors.
         path: folder of the run, which all ranks can access.
     """
     states: StateDict = {name: one.state_dict() for name, one in tracked.items()}
-    shards = {place: tensor for place, tensor in _tensors(states) if isinstance(tensor, DTensor)}
-    if not shards:
-        return {"tracked": states}
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
-
+    tensors = {place: tensor for place, tensor in _tensors(states) if isinstance(tensor, DTensor)}
+    if not tensors:
+        return {"tracked": states}, None
     folder = path / f"shards-{step:06d}"
-    if dist.get_rank() == 0 and folder.exists():  # left by a run that was killed
-        shutil.rmtree(folder)
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    names = _names(shards)
-    save({name: shards[place] for place, name in reversed(names)}, storage_writer=writer)
-    return {
-        "tracked": _without(states, shards),
-        "shards": {"folder": folder.name, "names": names, "checksums": _checksums(folder)},
-    }
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
+        folder.mkdir(parents=True)
+    return {"tracked": _without(states, tensors)}, Shards(folder, _names(tensors), tensors)
 
 
 def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path: Path) -> None:
@@ -160,6 +191,17 @@ def _checksums(folder: Path) -> dict[str, int]:
     if num_ranks > 1:
         dist.all_gather_object(held, own)
     return {name: crc for part in held for name, crc in part.items()}
+
+
+def _is_first_replica(tensor: DTensor) -> bool:
+    """Whether no rank before this one has the same part of a tensor."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "the mesh contains all ranks"
+    return all(not at or placement.is_shard() for at, placement in zip(coordinate, tensor.placements, strict=True))
+
+
+def _crc_in(name: str) -> int:
+    return int(name.removesuffix(".safetensors").rpartition("-")[2], 16)
 
 
 def _crc(path: Path) -> int:
