@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,11 +39,21 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
     owner.set_attn_implementation(implementation)  # type: ignore[operator]  # of a model of transformers
 
 
-def load_language_model(path: str | os.PathLike[str], *, dtype: torch.dtype) -> PreTrainedModel:
+def load_language_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    distribute: Callable[[PreTrainedModel], object] | None = None,
+) -> PreTrainedModel:
     """Load the language model of a checkpoint under the checkpoint's own class; encoders of images are left out.
 
     What is left out is None in the module tree, and is neither read nor allocated. Code that comes with a checkpoint is
     not run.
+
+    Args:
+        distribute: called with the model while its parameters have no memory (meta device). Of parameters that it
+            turns into `DTensor`s, each rank reads its own part of the files.
 
     Raises:
         ImportError: if the class needs a package that is not installed.
@@ -53,35 +64,44 @@ def load_language_model(path: str | os.PathLike[str], *, dtype: torch.dtype) -> 
     from safetensors import SafetensorError
 
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
+    kind = class_with_images(config)
+    options: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": False}
     try:
-        return _load(path, config, dtype)
+        if kind is None and distribute is None:
+            return transformers.AutoModelForCausalLM.from_pretrained(path, **options).to(device)
+        if distribute is not None:
+            options["distributed_config"] = transformers.distributed.DistributedConfig()
+        kind = kind or transformers.AutoModelForCausalLM._model_mapping[type(config)]
+        with torch.device(device):
+            model = _loaded_as(kind, distribute).from_pretrained(path, **options)
     except (SafetensorError, UnpicklingError) as error:
         raise ValueError(f"{path} has no weights that can be read: {error!s:.200}") from error
+    model.__class__ = kind
+    return model
 
 
-def _load(path: str | os.PathLike[str], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    import transformers
+def _loaded_as(
+    kind: type[PreTrainedModel], distribute: Callable[[PreTrainedModel], object] | None
+) -> type[PreTrainedModel]:
+    """Return a class that loads without encoders, and distributes the model before its weights are read."""
 
-    kind = class_with_images(config)
-    if kind is None:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=False
-        )
+    class LanguageModel(kind):
+        def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object) -> None:
+            super().__init__(config, *args, **kwargs)
+            if has_encoders(self):
+                self._keys_to_ignore_on_load_unexpected = {r".*"}  # unread weights of the checkpoint are expected
+                leave_out_encoders(self)
 
-    class LanguageModel(kind):  # type: ignore[valid-type, misc]
-        # Unread weights of the checkpoint are expected.
-        _keys_to_ignore_on_load_unexpected = (r".*",)
-
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **kwargs)
-            leave_out_encoders(self)
+        @classmethod
+        def maybe_distribute_model(cls, model: PreTrainedModel, *others: object) -> PreTrainedModel:
+            if distribute is not None:
+                distribute(model)
+            return model
 
     # transformers finds the conversion of names by the class's own name and module.
     LanguageModel.__name__ = kind.__name__
     LanguageModel.__module__ = kind.__module__
-    model = LanguageModel.from_pretrained(path, config=config, dtype=dtype)
-    model.__class__ = kind
-    return model
+    return LanguageModel
 
 
 def class_with_images(config: PreTrainedConfig) -> type[PreTrainedModel] | None:

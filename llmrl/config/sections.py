@@ -24,6 +24,7 @@ from llmrl.trainer import TransformersWrapper, load_model, make_optimizer
 from llmrl.watch.tracking import TRACKERS
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedModel
 
@@ -332,11 +333,13 @@ class ScriptConfig(Section):
         is_ahead = self.collect.max_staleness is not None or getattr(self.collect, "in_background", False)
         return self.sync.transport == "ipc" and not is_ahead and self.engine.sleep_while_training is not False
 
-    def load_model(self, device: str) -> PreTrainedModel:
-        """Load the model to train, in float32, with its adapters."""
+    def load_model(self, device: str, *, mesh: DeviceMesh | None = None) -> PreTrainedModel:
+        """Load the model to train, in float32, with its adapters, sharded over the ranks of `mesh`."""
         return load_model(
             self.model.folder,
             device=device,
+            mesh=mesh,
+            compute_dtype=self.model.autocast_dtype,
             gradient_checkpointing=self.train.gradient_checkpointing,
             lora=self.model.lora.build(),
         )

@@ -6,16 +6,15 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llmrl.config.ranks import this_rank
 from llmrl.config.sections import ScriptConfig
 from llmrl.engines import AsyncVLLM, Engine
 from llmrl.engines.ray.cluster import connect
-from llmrl.trainer import shard_model
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-    from transformers import PreTrainedModel
 
 _LOCAL_RANKS = (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
 """Environment variables of torchrun for the rank on this host, and their defaults."""
@@ -40,7 +39,6 @@ class TrainerDevice:
     def __init__(self, cfg: ScriptConfig) -> None:
         self.name: str = cfg.train.device
         self._engine_sleeps = cfg.engine_sleeps
-        self._compute_dtype = cfg.model.autocast_dtype
         self._reservations: list[ActorHandle] = []
         if cfg.train.cpu_threads is not None:
             torch.set_num_threads(cfg.train.cpu_threads)
@@ -72,10 +70,12 @@ class TrainerDevice:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return [local_gpu_index(gpu, visible) for gpu in ray.get([one.gpu.remote() for one in self._reservations])]
 
-    def shard(self, model: PreTrainedModel) -> None:
-        """Shard a model over several ranks; call it after creating the policy and before the optimizer."""
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            shard_model(model, compute_dtype=self._compute_dtype)
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks that the model is sharded over; None if there is one."""
+        if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+            return None
+        return init_device_mesh(torch.device(self.name).type, (torch.distributed.get_world_size(),))
 
     def claim(self, engine: Engine) -> None:
         """Let an engine on the same GPU sleep until its next update, if `engine.sleep_while_training` is set."""

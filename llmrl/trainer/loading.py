@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
+from torch.distributed.tensor import distribute_tensor
 
 from llmrl._utils.arguments import check_least
 from llmrl._utils.imports import require
@@ -23,7 +25,11 @@ from llmrl.trainer.trained_model import trained_model
 from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+
+_Adapted: TypeAlias = tuple[torch.nn.Module, str, Any]
+"""A layer's parent, its name there, and the layer."""
 
 REF_LOG_PROBS: NestedKey = ("next", "ref_log_probs", "full")
 
@@ -47,6 +53,8 @@ def load_model(
     path: str | Path,
     *,
     device: str | torch.device = "cpu",
+    mesh: DeviceMesh | None = None,
+    compute_dtype: torch.dtype | None = None,
     gradient_checkpointing: bool = False,
     lora: LoRAConfig | None = None,
 ) -> PreTrainedModel:
@@ -54,6 +62,9 @@ def load_model(
 
     Args:
         path: folder or hub name.
+        mesh: ranks to shard the model over (`shard_model`); each reads its own part of the files. They must have the
+            same random state.
+        compute_dtype: see `shard_model`; only with `mesh`.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         lora: adapters, which are then the only trained parameters.
 
@@ -69,8 +80,35 @@ def load_model(
         >>> {name.split(".")[-3] for name, weight in model.named_parameters() if weight.requires_grad}
         {...'lora_A'...}
     """
-    model = load_language_model(path, dtype=torch.float32)
-    model.to(device)
+    if mesh is None:
+        model = load_language_model(path, dtype=torch.float32, device=device)
+        return _prepare(model, gradient_checkpointing=gradient_checkpointing, lora=lora)
+    prepared: list[PreTrainedModel] = []
+    adapted: list[_Adapted] = []
+
+    def distribute(model: PreTrainedModel) -> None:
+        model.tie_weights()
+        random_state = torch.get_rng_state()
+        prepared.append(_prepare(model, gradient_checkpointing=gradient_checkpointing, lora=lora))
+        torch.set_rng_state(random_state)  # the adapters are drawn when there is memory for them
+        shard_model(prepared[0], mesh, compute_dtype=compute_dtype)
+        # The files name the layers as they are without adapters, which stand aside while the files are read.
+        adapted.extend(_adapted_layers(model))
+        for parent, name, layer in adapted:
+            setattr(parent, name, layer.get_base_layer())
+
+    load_language_model(path, dtype=torch.float32, device=device, distribute=distribute)
+    for parent, name, layer in adapted:
+        setattr(parent, name, layer)
+    layers = [one for _, _, layer in adapted for one in _wrapped_by(layer)]
+    # peft adapts layers before it adapts single parameters, such as those of experts.
+    for layer in sorted(layers, key=lambda one: hasattr(one, "parameter_name")):
+        _draw_adapter(layer, device)
+    return prepared[0]
+
+
+def _prepare(model: PreTrainedModel, *, gradient_checkpointing: bool, lora: LoRAConfig | None) -> PreTrainedModel:
+    """Return the model with checkpointing and adapters, if they are asked for."""
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model if lora is None else add_adapters(model, lora)
@@ -88,12 +126,39 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig) -> PreTrainedModel:
     return peft.get_peft_model(model, config)
 
 
+def _adapted_layers(model: torch.nn.Module) -> Iterator[_Adapted]:
+    """Yield the layers with adapters, and where they are in the model."""
+    for path, layer in model.named_modules():
+        parent, _, name = path.rpartition(".")
+        if hasattr(layer, "lora_A") and not hasattr(model.get_submodule(parent), "lora_A"):
+            yield model.get_submodule(parent), name, layer
+
+
+def _wrapped_by(layer: Any) -> list[Any]:
+    """Return an adapted layer, and those that it wraps, in the order in which peft made them."""
+    inner = _wrapped_by(layer.base_layer) if hasattr(layer.base_layer, "lora_A") else []
+    return [*inner, layer]
+
+
+def _draw_adapter(layer: Any, device: str | torch.device) -> None:
+    """Give a sharded adapter without memory its first values, with peft's numbers in peft's order."""
+    (adapter,) = layer.lora_A
+    parts = [layer.lora_A[adapter], layer.lora_B[adapter]]
+    downward, upward = (torch.nn.Linear(part.in_features, part.out_features, bias=False) for part in parts)
+    torch.nn.init.kaiming_uniform_(downward.weight, a=math.sqrt(5))
+    torch.nn.init.zeros_(upward.weight)
+    for part, whole in zip(parts, (downward, upward), strict=True):
+        like = part.weight
+        values = distribute_tensor(whole.weight.data.to(device), like.device_mesh, like.placements, src_data_rank=None)
+        part.weight = torch.nn.Parameter(values)
+
+
 def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[TensorDictBase], TensorDictBase]:
     """Return a function that writes a reference's log-probs into a batch, under `("next", "ref_log_probs", "full")`.
 
     The reference is the policy's model before training: with adapters, the policy with adapters disabled; otherwise
-    the model at `path`, frozen and sharded like the policy (shard the policy first). Call the function on a batch
-    before training with `kl_to_ref_coeff`, and not while another thread trains the policy.
+    the model at `path`, frozen and sharded like the policy. Call the function on a batch before training with
+    `kl_to_ref_coeff`, and not while another thread trains the policy.
     """
     if hasattr(policy.model, "disable_adapter"):
         return partial(write_log_probs, policy, key=REF_LOG_PROBS, disable_adapter=True)
@@ -115,9 +180,6 @@ def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: To
 
 
 def _scorer(policy: TransformersWrapper, path: str | Path) -> TransformersWrapper:
-    frozen = load_model(path, device=policy.device).requires_grad_(False)
-    scorer = policy.get_new_version(model=frozen)
     trained = trained_model(policy.model)
-    if trained.mesh is not None:
-        shard_model(frozen, trained.mesh, compute_dtype=trained.sharded_dtype)
-    return scorer
+    frozen = load_model(path, device=policy.device, mesh=trained.mesh, compute_dtype=trained.sharded_dtype)
+    return policy.get_new_version(model=frozen.requires_grad_(False))

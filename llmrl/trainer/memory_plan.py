@@ -107,7 +107,7 @@ class MemoryPlan:
     passing: dict[str, int] = field(default_factory=dict)
     """Allocated during a micro-batch: `activations`, `gathered` (weights cast or gathered), `head`, `mask`."""
     loading: int = 0
-    """Allocated while the model is loaded; each device holds the whole model before it is sharded."""
+    """Allocated when the model has been loaded; each rank reads its own part of the files."""
 
     @property
     def total(self) -> int:
@@ -137,11 +137,9 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
     ranks = training.num_ranks
     # float32: 4 bytes per weight, 4 per gradient and 8 for Adam's two moments, sharded over ranks.
     lasting = {"weights": 4 * weights // ranks, "gradients": 4 * trained // ranks, "optimizer": 8 * trained // ranks}
-    loading = 4 * parameters
+    loading = lasting["weights"]
     if training.has_reference and training.lora_rank is None:  # with adapters, the reference is the model without them
         lasting["reference"] = 4 * parameters // ranks
-        if ranks > 1:  # loaded whole after the policy
-            loading += lasting["weights"]
     passing = {
         "activations": _activations(model, training),
         "gathered": _gathered(model, training),

@@ -21,8 +21,8 @@ def shard_model(
 ) -> PreTrainedModel:
     """Shard a transformers model in place with PyTorch's `fully_shard`, layer by layer, and return it.
 
-    Wrap the model in `TransformersWrapper` before sharding, and create the optimizer afterwards. All ranks must start
-    from the same weights, and must call `train_step`, `write_log_probs` and weight sync with the same batches; they
+    Create the optimizer afterwards. All ranks must start from the same weights, and must wrap the model
+    (`TransformersWrapper`) and call `train_step`, `write_log_probs` and weight sync with the same batches; they
     share the work. Gradients are summed over ranks, not averaged, as each rank computes a part of the batch's loss.
 
     Args:
@@ -51,11 +51,11 @@ def shard_model(
     if is_tied:
         head.weight = embedding.weight
     else:
-        fully_shard(head, mesh=mesh, mp_policy=policy)
+        fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     record = trained_model(model)
     record.mesh = mesh or cast(DTensor, next(model.parameters())).device_mesh
     if compute_dtype is not None:
-        record.compute_in(compute_dtype, next(model.parameters()).device)
+        record.compute_in(compute_dtype, torch.device(record.mesh.device_type))
         record.sharded_dtype = compute_dtype
     for module in base.modules():
         if isinstance(module, FSDPModule):

@@ -56,9 +56,8 @@ def main(cfg: DistillationConfig) -> None:
         tokenizer, sampling = cfg.model.tokenizer_of(engine), cfg.collect.generate_kwargs
         renderer = make_renderer(tokenizer)
         policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
-        model = cfg.load_model(device.name)
+        model = cfg.load_model(device.name, mesh=device.mesh)  # sharded where there are several ranks
         actor = cfg.build_actor(model, generate_kwargs=sampling)
-        device.shard(model)  # where there are several ranks
         by_tokens = build_loss("grpo", cfg.train, actor)
         by_distributions = DistillationLoss(actor, teacher=TeacherTopK(), kl_direction="reverse")
         loss = by_tokens if cfg.teacher.top_k is None else by_distributions

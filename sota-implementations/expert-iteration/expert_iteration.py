@@ -49,9 +49,8 @@ def main(cfg: ExpertIterationConfig) -> None:
         policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=sampling)
 
         # What learns: float32 weights, computing in the engine's dtype.
-        model = cfg.load_model(device.name)
+        model = cfg.load_model(device.name, mesh=device.mesh)  # sharded where there are several ranks
         actor = cfg.build_actor(model, generate_kwargs=sampling)
-        device.shard(model)  # where there are several ranks
         loss = SFTLoss(actor)
         optimizer, schedule = cfg.train.build_optimizer(model)
 

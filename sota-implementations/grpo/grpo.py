@@ -60,9 +60,8 @@ def grpo(
     policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=sampling)
 
     # What learns: float32 weights, computing in the engine's dtype.
-    model = cfg.load_model(device.name)
+    model = cfg.load_model(device.name, mesh=device.mesh)  # sharded where there are several ranks
     actor = cfg.build_actor(model, generate_kwargs=sampling)
-    device.shard(model)  # where there are several ranks
     # The ratio is to the trainer's own log-probs; what the engine computes otherwise is a truncated weight.
     loss = cfg.build_loss(actor)  # `GRPOLoss(actor, importance_cap=...)`, or what the entry `loss` names
     reference = make_reference(actor, cfg.model.folder) if cfg.train.kl_to_ref_coeff is not None else None

@@ -65,9 +65,8 @@ def main(cfg: SFTConfig) -> None:
             conversations.connect(engine, {"policy": sync_scheme(cfg, engine)})
 
         # What learns: float32 weights, computing in the engine's dtype.
-        model = cfg.load_model(device.name)
+        model = cfg.load_model(device.name, mesh=device.mesh)  # sharded where there are several ranks
         actor = cfg.build_actor(model)
-        device.shard(model)  # where there are several ranks
         loss = SFTLoss(actor, reduction="token_mean")
         optimizer, schedule = cfg.train.build_optimizer(model)
 

@@ -18,9 +18,13 @@ import peft  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from causal_types import tiny_config
 from loss_batches import ragged_batch, tiny_model, with_lora
+from models_with_images import make_checkpoint
 from rich.console import Console
 from tensordict import lazy_stack
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from llmrl import DatasetChatEnv, RubricReward
@@ -36,6 +40,7 @@ from llmrl.config.sections import (
     RunConfig,
 )
 from llmrl.objectives import GRPOLoss, GSPOLoss, SFTLoss
+from llmrl.policies.scored_rows import LOSS_MASK_KEY, TOKENS_KEY
 from llmrl.replay.fork import fork
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.step import as_json, replay_step
@@ -44,7 +49,7 @@ from llmrl.runs import grpo as script
 from llmrl.runs.run import Run
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.testing import ScriptedEngine, make_tiny_model
-from llmrl.trainer import TransformersWrapper, make_optimizer, shard_model, train_step
+from llmrl.trainer import LoRAConfig, TransformersWrapper, load_model, make_optimizer, shard_model, train_step
 
 NUM_STEPS = 10
 M_MMAP_THRESHOLD = -3  # of malloc.h
@@ -198,6 +203,53 @@ def losses(folder, num_ranks):
     return ranks(num_ranks, work)
 
 
+def loading(folder):
+    """Load checkpoints sharded, and whole; what rank 0 finds to differ, by type and adapters."""
+    types = ["llama", "gemma3_text", "qwen3_moe", "qwen3_5"]
+
+    def save(rank):
+        for name in types:
+            if name == "qwen3_5":
+                make_checkpoint(name, folder / name)
+            else:
+                torch.manual_seed(0)
+                AutoModelForCausalLM.from_config(tiny_config(name)).to(torch.bfloat16).save_pretrained(folder / name)
+
+    def work(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        batch = ragged_batch(0)
+        ids, masks = ([row[key] for row in batch.unbind(0)] for key in (TOKENS_KEY, LOSS_MASK_KEY))
+        found = {}
+        for name in types:
+            for rank_of_adapters in (None, 2) if name != "qwen3_moe" else (None,):
+                options = {"gradient_checkpointing": True}
+                if rank_of_adapters is not None:
+                    options["lora"] = LoRAConfig(rank=rank_of_adapters)
+                models, drawn, log_probs = [], [], []
+                for where in ({}, {"mesh": mesh}):
+                    torch.manual_seed(1)
+                    models.append(load_model(folder / name, **options, **where))
+                    drawn.append(float(torch.rand(1)))
+                    policy = TransformersWrapper(models[-1], generate=False)
+                    packed = policy.pack([one % 40 for one in ids], masks)
+                    log_probs.append(torch.cat([policy.packed_log_probs(one)[0].detach() for one in packed]))
+                whole, sharded = (dict(model.named_parameters()) for model in models)
+                assert all(isinstance(one, DTensor) for one in sharded.values()), name
+                gathered = {key: one.full_tensor() for key, one in sharded.items()}
+                found[f"{name} {rank_of_adapters}"] = {
+                    "classes": len({type(model) for model in models}) - 1,
+                    "names": len(whole.keys() ^ gathered.keys()),
+                    "weights": sum(not torch.equal(one, gathered[key]) for key, one in whole.items()),
+                    "trained": sum(one.requires_grad != sharded[key].requires_grad for key, one in whole.items()),
+                    "drawn": abs(drawn[0] - drawn[1]),
+                    "log_probs": round(float((log_probs[0] - log_probs[1]).abs().max()), 5),
+                }
+        if rank == 0:
+            (folder / "loading.json").write_text(json.dumps(found))
+
+    return ranks(1, save) + ranks(2, work)
+
+
 # Where weights, activations, or the head are most of what is held.
 MEMORY = {
     "weights": {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 5, "vocab_size": 64},
@@ -260,6 +312,8 @@ def main():
 
     ranks(1, save_model)  # what loads a model starts threads, and no process is forked from one that has them
     codes = {f"losses-{num_ranks}": losses(folder, num_ranks) for num_ranks in (1, 2, 4)}
+
+    codes["loading"] = loading(folder)
 
     def run(name, num_ranks, **entries):
         codes[name] = ranks(num_ranks, lambda rank: train(folder / name, model, **entries))

@@ -50,6 +50,12 @@ def test_ten_steps_of_several_ranks_end_with_the_weights_of_one(folder: Path, lo
         torch.testing.assert_close(actual[name], weight, atol=1e-6, rtol=0)
 
 
+def test_each_rank_reads_its_part_of_the_weights_and_the_model_is_the_whole_one(folder: Path) -> None:
+    found = json.loads((folder / "loading.json").read_text())
+    assert len(found) == 7
+    assert [(name, key) for name, one in found.items() for key, value in one.items() if value] == []
+
+
 def test_in_half_precision_two_ranks_end_as_near_to_float32_as_one(folder: Path) -> None:
     one, two = (torch.load(folder / f"losses-{count}.pt") for count in (1, 2))
     exact = one["float32"]

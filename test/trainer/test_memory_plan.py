@@ -21,6 +21,7 @@ MODELS = {
     "3B": (2048, 11_008, 36, 151_936, 2048, 256, True),
     "8B": (4096, 12_288, 36, 151_936, 4096, 1024, False),
     "32B": (5120, 27_648, 64, 152_064, 5120, 1024, False),
+    "70B": (8192, 28_672, 80, 128_256, 8192, 1024, False),
 }
 NAMES = ("hidden_size", "intermediate_size", "num_layers", "vocab_size", "query_size", "key_size", "is_tied")
 TRAINING = TrainingShape(token_budget=16_384, bin_length=4096, gradient_checkpointing=True)
@@ -34,7 +35,7 @@ def rows() -> list[str]:
     """The table's, as the page has them."""
     lines = []
     for name in MODELS:
-        for ranks in (1, 2, 8):
+        for ranks in (1, 2, 8, 16):
             whole = plan_memory(shape(name), replace(TRAINING, num_ranks=ranks))
             adapted = plan_memory(shape(name), replace(TRAINING, num_ranks=ranks, lora_rank=16))
             full = plan_memory(shape(name), replace(TRAINING, num_ranks=ranks, gradient_checkpointing=False))
@@ -52,7 +53,7 @@ def test_the_table_of_the_documentation_is_what_is_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_parameters"), [("0.5B", 0.49e9), ("3B", 3.09e9), ("8B", 8.19e9), ("32B", 32.8e9)]
+    ("name", "num_parameters"), [("0.5B", 0.49e9), ("3B", 3.09e9), ("8B", 8.19e9), ("32B", 32.8e9), ("70B", 70.6e9)]
 )
 def test_parameters_are_those_that_models_are_published_with(name: str, num_parameters: float) -> None:
     assert shape(name).num_parameters == pytest.approx(num_parameters, rel=0.01)

@@ -10,7 +10,6 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from llmrl._utils.model_parts import decoder_of, set_attention, text_config
 from llmrl.engines.transformers.expert_routers import Routers
@@ -45,13 +44,10 @@ class CausalModel:
     Raises:
         TypeError: if the output head is not linear, the logits computed from the parts differ from the model's, peft
             computes more than the adapted model (prompt and prefix tuning), or no way of computing rows is exact.
-        ValueError: if the model is already sharded.
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if any(isinstance(parameter, DTensor) for parameter in self.model.parameters()):
-            raise ValueError("model is sharded already; wrap it first, then shard it: its logits are checked whole.")
         self.config = text_config(self.model)
         self.head = OutputHead(self.model.get_output_embeddings())
         set_scoring_mode(self.model)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import itertools
 import math
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from llmrl._utils.model_parts import decoder_of, set_attention, text_config
 from llmrl.trainer.head.log_probs import LogitTransform
@@ -17,7 +20,7 @@ from llmrl.trainer.model.checkpointing import set_scoring_mode
 from llmrl.trainer.model.decoder import PACKABLE_LAYERS, decoder_hidden_states
 from llmrl.trainer.packing.masks import FUSED_DEVICES, IMPLEMENTATION
 from llmrl.trainer.packing.packed_rows import PackedRows, pack_rows
-from llmrl.trainer.trained_model import half_dtype
+from llmrl.trainer.trained_model import half_dtype, trained_model
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -39,10 +42,11 @@ _SHORTEST_SEGMENT = 2  # so that rows of a few tokens continue states
 class ExactnessProbe:
     """Comparison of ways of computing rows, in scoring mode, with the model in `eager` and eval mode, row by row.
 
-    Of the four test rows, two share a prefix, one branches off earlier and one is separate. Both sides are copies
-    that share the model's weights and have their windows reduced to `PROBE_WINDOW` tokens, which all rows exceed. The
-    logits reveal a missing mask, state that leaks between rows, wrong positions and non-causal attention. If reducing
-    a configured window has no effect, these short rows prove nothing and the model does not count as packable.
+    Of the four test rows, two share a prefix, one branches off earlier and one is separate. On both sides the windows
+    are reduced to `PROBE_WINDOW` tokens, which all rows exceed. The model is changed in place and restored, so that it
+    may be sharded; then all ranks probe it together. The logits reveal a missing mask, state that leaks between rows,
+    wrong positions and non-causal attention. If reducing a configured window has no effect, these short rows prove
+    nothing and the model does not count as packable.
 
     Raises:
         TypeError: if the logits computed from decoder, head and transform differ from the model's, or a forward pass
@@ -53,7 +57,7 @@ class ExactnessProbe:
         self.model = model
         self.head = head
         self.layer_types: set[str] = set(getattr(text_config(model), "layer_types", None) or ())
-        dtype = next(model.parameters()).dtype
+        dtype = trained_model(model).sharded_dtype or next(model.parameters()).dtype
         self.is_half = dtype in (torch.bfloat16, torch.float16)
         self.quantile = 0.75 if self.is_half else 1.0
         """Quantile of the tokens' errors to compare; in half precision some tokens are routed to other experts."""
@@ -61,23 +65,21 @@ class ExactnessProbe:
         self.tolerance = _ROUGH if is_rough else 1e-3
         self.rows = self._rows()
         versions = [parameter._version for parameter in model.parameters()]
-        reference = _copy_of(model)
-        set_attention(reference, "eager")
-        if text_config(reference)._attn_implementation != "eager":
-            raise TypeError(
-                f"{type(model).__name__} cannot be told its attention after it was made, so it cannot be compared with "
-                "'eager': load it with attn_implementation='eager'."
-            )
-        with torch.no_grad():
+        with torch.no_grad(), _changed(model, "eager"):
+            if text_config(model)._attn_implementation != "eager":
+                raise TypeError(
+                    f"{type(model).__name__} cannot be told its attention after it was made, so it cannot be compared "
+                    "with 'eager': load it with attn_implementation='eager'."
+                )
             try:
-                (whole,) = self._logits(reference, self.rows[:1])
+                (whole,) = self._logits(self.rows[:1])
             except Exception as error:  # any error of a model that needs more inputs than token ids
                 raise TypeError(f"{type(model).__name__} cannot be called with token ids alone: {error}") from error
-            self.transform = self._find_transform(reference, whole)
+            self.transform = self._find_transform(whole)
             """What the model does to its logits, without a temperature."""
-            num_windows = _shrink_windows(reference)
-            self.expected = self._logits(reference, self.rows[:1]) if num_windows else [whole]
-            self.expected += self._logits(reference, self.rows[1:])
+            with _small_windows(model) as num_windows:
+                self.expected = self._logits(self.rows[:1]) if num_windows else [whole]
+                self.expected += self._logits(self.rows[1:])
         if versions != [parameter._version for parameter in model.parameters()]:
             raise TypeError(f"{type(model).__name__} changes its weights when it is called, so they cannot be trained.")
         first, second = (logits[:_NUM_SHARED] for logits in self.expected[:2])
@@ -93,7 +95,8 @@ class ExactnessProbe:
     def check_adapted(self, adapted: PeftModel) -> None:
         """Compare a peft model with its base model, which is trained and sent to engines; TypeError if they differ."""
         row = self.rows[0]
-        logits = [one.eval()(input_ids=row[None], use_cache=False).logits[0].float() for one in (adapted, self.model)]
+        adapted.eval()
+        logits = [self._whole_logits(one, row) for one in (adapted, self.model)]
         if logits[0].shape != logits[1].shape or _error_of(*logits, quantile=self.quantile) > self.tolerance:
             kinds = ", ".join(
                 sorted(str(getattr(config.peft_type, "value", "")) for config in adapted.peft_config.values())
@@ -130,12 +133,10 @@ class ExactnessProbe:
         device_type = self.head.device.type
         if device_type not in FUSED_DEVICES:
             return 0.0
-        reference = _copy_of(self.model)
-        set_attention(reference, "eager")
-        _shrink_windows(reference)
         with torch.autocast(device_type, dtype=half_dtype()):
             try:
-                expected = self._logits(reference, self.rows)
+                with _changed(self.model, "eager"), _small_windows(self.model):
+                    expected = self._logits(self.rows)
             except RuntimeError:  # the model does not support autocast
                 return 0.0
             errors = [
@@ -146,19 +147,23 @@ class ExactnessProbe:
 
     def _run_backward(self, implementation: str, *, is_packed: bool) -> None:
         """Run one backward pass to the embeddings: backward kernels have limits of their own."""
-        model = _copy_of(self.model)
-        set_attention(model, implementation)
         embedded: list[torch.Tensor] = []
 
         def start(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
             embedded.append(output.detach().requires_grad_())
             return embedded[-1]
 
-        model.get_input_embeddings().register_forward_hook(start)
-        with torch.autocast(self.head.device.type, dtype=half_dtype()):
-            (packed, *_) = self._packed(is_packed=is_packed)
-            hidden = _hidden_states(model, packed, is_packed=is_packed)
-            torch.autograd.grad(hidden.float().square().sum(), embedded)
+        hook = self.model.get_input_embeddings().register_forward_hook(start)
+        try:
+            with (
+                torch.autocast(self.head.device.type, dtype=half_dtype()),
+                _changed(self.model, implementation),
+            ):
+                (packed, *_) = self._packed(is_packed=is_packed)
+                hidden = _hidden_states(self.model, packed, is_packed=is_packed)
+                torch.autograd.grad(hidden.float().square().sum(), embedded)
+        finally:
+            hook.remove()
 
     def _packed(self, *, is_packed: bool, share_prefixes: bool = True) -> list[PackedRows]:
         masks = [torch.ones_like(row, dtype=torch.bool) for row in self.rows]
@@ -177,14 +182,12 @@ class ExactnessProbe:
         quantile: float,
         share_prefixes: bool = True,
     ) -> float:
-        model = _copy_of(self.model)
-        set_attention(model, implementation)
-        _shrink_windows(model)
-        set_scoring_mode(model)
         computed = [torch.zeros_like(expected) for expected in logits_of_rows]
         for packed in self._packed(is_packed=is_packed, share_prefixes=share_prefixes):
-            hidden = _hidden_states(model, packed, is_packed=is_packed).flatten(0, 1)[packed.predictors]
-            logits = torch.nn.functional.linear(hidden, self.head.weight(), self.head.bias()).float()
+            with _changed(self.model, implementation), _small_windows(self.model):
+                set_scoring_mode(self.model)
+                hidden = _hidden_states(self.model, packed, is_packed=is_packed)
+            logits = self._product(hidden.flatten(0, 1)[packed.predictors])
             for index in range(len(self.rows)):
                 places = packed.token_index[packed.row_index == index] - 1
                 computed[index][places] = self.transform.apply(logits[packed.row_index == index])[0]
@@ -212,18 +215,29 @@ class ExactnessProbe:
         ]
         return [row.to(self.head.device) for row in rows]
 
-    def _logits(self, model: PreTrainedModel, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _logits(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the logits of each row, `[num_tokens, vocab_size]`, from one forward pass per row."""
-        return [model(input_ids=row[None], use_cache=False).logits[0].float() for row in rows]
+        return [self._whole_logits(self.model, row) for row in rows]
 
-    def _find_transform(self, reference: PreTrainedModel, expected: torch.Tensor) -> LogitTransform:
+    def _whole_logits(self, model: PreTrainedModel, row: torch.Tensor) -> torch.Tensor:
+        with _whole_head(self.model, self.head):
+            return model(input_ids=row[None], use_cache=False).logits[0].float()
+
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the head's matrix makes of hidden states, `[num_tokens, vocab_size]`."""
+        weight, bias = self.head.weight(), self.head.bias()
+        if trained_model(self.model).sharded_dtype is not None:
+            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        return torch.nn.functional.linear(hidden, weight, bias).float()
+
+    def _find_transform(self, expected: torch.Tensor) -> LogitTransform:
         """Return the configured scale and soft cap that reproduce the model's logits."""
         name = type(self.model).__name__
         config = text_config(self.model)
-        output = decoder_of(reference)(input_ids=self.rows[0][None], use_cache=False)
+        output = decoder_of(self.model)(input_ids=self.rows[0][None], use_cache=False)
         if getattr(output, "last_hidden_state", None) is None:
             raise TypeError(f"{name}'s decoder returns no last_hidden_state, but {type(output).__name__}.")
-        product = torch.nn.functional.linear(output.last_hidden_state[0], self.head.weight(), self.head.bias()).float()
+        product = self._product(output.last_hidden_state[0])
         scales, caps = ([getattr(config, key, None) for key in keys] for keys in (_SCALE_NAMES, _SOFT_CAP_NAMES))
         # The same option multiplies in one model family, divides in another, and is unused in a third.
         factors = [1.0, *itertools.chain(*((float(scale), 1 / scale) for scale in scales if scale))]
@@ -250,19 +264,53 @@ def _hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_packed: boo
     return decoder_hidden_states(model, packed, is_packed=is_packed, shortest_segment=_SHORTEST_SEGMENT)
 
 
-def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy with its own modules and configuration that shares the model's weights, in eval mode."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
+@contextlib.contextmanager
+def _changed(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Use a model in eval mode and with another attention."""
+    before = text_config(model)._attn_implementation
+    modes = [(module, module.training) for module in model.modules()]
+    set_attention(model, implementation)
+    model.eval()
+    try:
+        yield
+    finally:
+        set_attention(model, before)
+        for module, mode in modes:
+            module.training = mode
 
 
-def _shrink_windows(model: PreTrainedModel) -> int:
-    """Set every window of a copy to `PROBE_WINDOW`, and return how many its configuration has."""
+@contextlib.contextmanager
+def _small_windows(model: PreTrainedModel) -> Iterator[int]:
+    """Set every window to `PROBE_WINDOW`; yields how many the configuration has."""
     config = text_config(model)
-    num_named = 0
-    for holder in [config, *decoder_of(model).modules()]:
-        for name, value in list(vars(holder).items()):
-            if _WINDOW_NAMES.search(name) and type(value) is int and value > PROBE_WINDOW:
-                setattr(holder, name, PROBE_WINDOW)
-                num_named += holder is config
-    return num_named
+    found = [
+        (holder, name, value)
+        for holder in [config, *decoder_of(model).modules()]
+        for name, value in vars(holder).items()
+        if _WINDOW_NAMES.search(name) and type(value) is int and value > PROBE_WINDOW
+    ]
+    for holder, name, _ in found:
+        setattr(holder, name, PROBE_WINDOW)
+    try:
+        yield sum(holder is config for holder, *_ in found)
+    finally:
+        for holder, name, value in found:
+            setattr(holder, name, value)
+
+
+@contextlib.contextmanager
+def _whole_head(model: PreTrainedModel, head: OutputHead) -> Iterator[None]:
+    """Gather what a sharded model reads outside its decoder: embeddings, and a head that is tied to them."""
+    decoder = decoder_of(model)
+    if isinstance(decoder, FSDPModule):
+        decoder.unshard()
+    output = model.get_output_embeddings()
+    weight = getattr(output, "weight", None)
+    is_tied = isinstance(weight, DTensor) and not isinstance(output, FSDPModule)
+    if is_tied:
+        output.weight = torch.nn.Parameter(head.weight(trained_model(model).sharded_dtype), requires_grad=False)
+    try:
+        yield
+    finally:
+        if is_tied:
+            output.weight = weight
