@@ -19,7 +19,7 @@ _NOT_ON_CPU = {
     "Qwen4ExpForCausalLM": "attention with an index",
     "Qwen4ExpForConditionalGeneration": "attention with an index",
 }
-# vLLM's classes that did not take the weights of a random checkpoint of theirs; `docs/models.md` has each reason.
+# Classes of vLLM that did not take the weights of a random checkpoint; `docs/models.md` has each reason.
 _NOT_TAKEN = frozenset(
     {
         "DbrxForCausalLM", "Emu3ForConditionalGeneration", "FalconForCausalLM", "InklingForCausalLM",
