@@ -65,12 +65,14 @@ class Shards:
 
     def write(self) -> None:
         """Write this rank's file, one tensor at a time; its name has its CRC-32."""
-        own, offsets = {}, {}
+        own: dict[str, torch.Tensor] = {}
+        offsets: dict[str, object] = {}
         for place, name in reversed(self.names):
             tensor = self.tensors[place]
             if tensor.to_local().numel() and _is_first_replica(tensor):
                 _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-                own[name], offsets[name] = tensor.to_local(), {"saved_offsets": list(start)}
+                own[name] = tensor.to_local()
+                offsets[name] = {"saved_offsets": list(start)}
         rank = dist.get_rank()
         partial = self.folder / f"{rank:05d}.partial"
         entries = [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]

@@ -136,7 +136,7 @@ def receive(connection):
 
 
 def serve(connection):
-    """Fork a process for each request and return the request there; end when there is nobody left to ask."""
+    """Fork a process for each request and return the request there; end when no process is left that could ask."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the program
     connection.sendall(HEADER.pack(0))
     while True:

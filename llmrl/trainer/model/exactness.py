@@ -225,10 +225,9 @@ class ExactnessProbe:
 
     def _product(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the head's matrix makes of hidden states, `[num_tokens, vocab_size]`."""
-        weight, bias = self.head.weight(), self.head.bias()
-        if trained_model(self.model).sharded_dtype is not None:
-            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        return torch.nn.functional.linear(hidden, weight, bias).float()
+        bias = self.head.bias()
+        bias = None if bias is None else bias.to(hidden.dtype)
+        return torch.nn.functional.linear(hidden, self.head.weight(hidden.dtype), bias).float()
 
     def _find_transform(self, expected: torch.Tensor) -> LogitTransform:
         """Return the configured scale and soft cap that reproduce the model's logits."""
