@@ -1,6 +1,6 @@
 """Peak memory of each rank of a sharded trainer, beside its share of the model: loading and checkpoint.
 
-Four ranks (gloo) load a Llama of 1.6 GB in float32 from a safetensors file, have AdamW's moments, and write a
+Four ranks (gloo) load a Llama of 394M parameters in float32 from a file in bfloat16, have AdamW's moments, and write a
 checkpoint. A rank's share is its part of weights and moments, and one layer. What counts is anonymous memory above that
 of the process before it loaded: pages of the files are the system's, which gives them up. The loaded weights are
 compared with those of the file, bit by bit.
@@ -77,7 +77,7 @@ def run_rank(folder: Path) -> dict[str, float]:
     with safe_open(folder / "model" / "model.safetensors", framework="pt") as file:
         for name, parameter in model.named_parameters():
             whole = parameter.full_tensor()
-            if dist.get_rank() == 0 and not torch.equal(whole, file.get_tensor(name)):
+            if dist.get_rank() == 0 and not torch.equal(whole, file.get_tensor(name).float()):
                 raise AssertionError(f"{name} is not that of the file")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, foreach=False)
     for parameter in model.parameters():
@@ -105,7 +105,7 @@ def run() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder / "model", max_shard_size="9GB")
+        LlamaForCausalLM(LlamaConfig(**SIZES)).bfloat16().save_pretrained(folder / "model", max_shard_size="9GB")
         LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 1, "vocab_size": 64})).save_pretrained(
             folder / "small"
         )

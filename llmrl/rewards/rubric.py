@@ -60,7 +60,7 @@ class Rubric:
         >>> rubric = Rubric(RewardFn(lambda completion: 1.0, name="right", weight=3),
         ...                 RewardFn(lambda completion: 0.0, name="short"))
         >>> run_sync(rubric.score(RewardInput(({"role": "assistant", "content": "15"},))))
-        Score(reward=0.75, breakdown={'right': 1.0, 'short': 0.0}, is_scored=True, error='')
+        Score(reward=0.75, breakdown={'right': 1.0, 'short': 0.0}, is_scored=True, error='', reason='')
     """
 
     def __init__(

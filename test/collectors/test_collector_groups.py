@@ -141,7 +141,7 @@ def test_a_state_of_turns_is_refused_by_a_collector_of_groups(make_policy):
         collector.next()
         state = collector.state_dict()
     with LLMCollector(addition(1), policy=make_policy(), groups_per_batch=1) as other:
-        with pytest.raises(ValueError, match="turns there, groups here"):
+        with pytest.raises(ValueError, match="saved with batches of turns, and this collector has batches of groups"):
             other.load_state_dict(state)
 
 

@@ -75,7 +75,7 @@ def test_another_hardware_is_taken_as_a_whole_and_leaves_the_rest(run_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("task=addition", r"env\.name='gsm8k' and cannot go on with 'addition'"),
+        ("task=addition", r"env\.name='gsm8k' and cannot continue with 'addition'"),
         ("model.path=other", r"model\.path='mine'"),
         ("collect.group_size=8", r"collect\.group_size=4"),
         ("seed=3", "seed=0"),
@@ -92,7 +92,7 @@ def test_another_run_is_refused(run_path, override, message):
 
 
 def test_another_algorithm_is_refused(run_path):
-    with pytest.raises(ValueError, match="algorithm='grpo' and cannot go on with 'expert-iteration'"):
+    with pytest.raises(ValueError, match="algorithm='grpo' and cannot continue with 'expert-iteration'"):
         resumed(run_path, "algorithm=expert-iteration", algorithm="expert-iteration")
 
 

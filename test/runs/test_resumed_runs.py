@@ -126,7 +126,7 @@ def test_an_old_checkpoint_goes_on_only_without_the_batches_of_later_weights(ren
     train(tmp_path, renderer, resume=True)
     (tmp_path / "checkpoint.safetensors").write_bytes(old)
     assert {path.stem for path in tmp_path.glob("batches/*")} == {"000004", "000005"}
-    with pytest.raises(ValueError, match=r"checkpoint\.safetensors is of step 2.*step 3 is missing.*step 4"):
+    with pytest.raises(ValueError, match=r"checkpoint\.safetensors is from step 2.*step 3 is missing.*step 4"):
         train(tmp_path, renderer, resume=True)
     for path in tmp_path.glob("batches/*"):
         path.unlink()

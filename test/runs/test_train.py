@@ -132,7 +132,11 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts(tmp_path, m
         ),
         (make_env(), {"num_epochs": 0}, "^num_epochs must be at least 1, got 0"),
         (make_env(), {"temperature": 0}, "^temperature must be at least 0.01, got 0"),
-        (make_env(), {"chat_template": "no-such.jinja"}, "chat_template='no-such.jinja' is no file here"),
+        (
+            make_env(),
+            {"chat_template": "no-such.jinja"},
+            "chat_template='no-such.jinja' is neither an existing file nor Jinja text",
+        ),
     ):
         with pytest.raises(ValueError, match=named):
             train("no-such-model", env, path=tmp_path / "run", **options)

@@ -450,13 +450,13 @@ def test_a_run_is_resumed_with_its_own_data_alone(renderer, run_path, tmp_path):
     other = [*SUMS[:-1], {**SUMS[-1], "answer": "11"}]
     with pytest.raises(ValueError, match=r"digest='[0-9a-f]{16}' there, '[0-9a-f]{16}' here"):
         train(path, renderer, resume=True, sums=other)
-    with pytest.raises(ValueError, match="seed=0 and cannot go on with 1"):
+    with pytest.raises(ValueError, match="seed=0 and cannot continue with 1"):
         train(path, renderer, resume=True, seed=1)
     asked = OmegaConf.load(path / "config.yaml")
     asked.collect.temperature = 0.5
     assert resumed_config(asked)[1] == {"collect.temperature": (1.0, 0.5)}  # which is printed
     asked.collect.group_size = 4
-    with pytest.raises(ValueError, match="group_size=3 and cannot go on with 4"):
+    with pytest.raises(ValueError, match="group_size=3 and cannot continue with 4"):
         resumed_config(asked)
     train(path, renderer, resume=True)
 

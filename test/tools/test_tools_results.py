@@ -48,7 +48,7 @@ def test_results_in_parts_are_joined_and_images_are_refused_by_name():
     assert ask(tools, "look", what="it") == ('found\n{"é": [1]}\n<file:out/a.png>', {"answered": 1})
     assert ask(tools, "look", what="wrong")[1] == {"failed": 1}
     text, outcomes = ask(tools, "look", what="image")
-    assert "the tool gave an image (image/jpeg, 4 bytes)" in text and outcomes == {"failed": 1}
+    assert "the tool returned an image (image/jpeg, 4 bytes)" in text and outcomes == {"failed": 1}
     tools.close()
 
 

@@ -74,7 +74,7 @@ class Stale(TransformersEngine):
 
     def load_weights(self, weights, *, version=None):
         """Lose the weights."""
-        own = {name: parameter.detach().clone() for name, parameter in self._model.state_dict().items()}
+        own = {name: parameter.detach().clone() for name, parameter in self.model.state_dict().items()}
         return super().load_weights(own, version=version)
 
 
