@@ -50,6 +50,16 @@ def check_city(text, *, is_whole):
         assert text.startswith("{")
 
 
+def check_call(choice, names):
+    """See `check_city`: a call that was cut is no call."""
+    if choice.finish_reason == "length":
+        assert not choice.message.tool_calls
+        return
+    [call] = choice.message.tool_calls
+    assert call.function.name in names
+    jsonschema.validate(json.loads(call.function.arguments), ADD)
+
+
 async def play(row, model):
     client = openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key)
     create = client.chat.completions.create
@@ -58,11 +68,9 @@ async def play(row, model):
     check_city(answer.choices[0].message.content, is_whole=answer.choices[0].finish_reason == "stop")
 
     answer = await create(**asked, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "count"}})
-    [call] = answer.choices[0].message.tool_calls
-    assert call.function.name == "count"
-    jsonschema.validate(json.loads(call.function.arguments), ADD)
+    check_call(answer.choices[0], {"count"})
     answer = await create(**asked, tools=TOOLS, tool_choice="required")
-    assert answer.choices[0].message.tool_calls[0].function.name in ("add", "count")
+    check_call(answer.choices[0], {"add", "count"})
 
     shape = {"format": {"type": "json_schema", "name": "city", "schema": CITY}}
     answer = await client.responses.create(model=model.name, input="Name an old city.", text=shape)
@@ -129,7 +137,7 @@ def test_the_ids_that_a_grammar_kept_are_those_of_xgrammar(vllm_engine, referenc
                 assert removed == set(cut.isinf()[0].nonzero()[:, 0].tolist())
                 assert abs(float(cut.log_softmax(-1)[0, token_id]) - log_prob) < 0.02
             assert matcher.accept_token(token_id)
-        assert matcher.is_terminated() and completion.finish_reason == "stop"
+        assert matcher.is_terminated() == (completion.finish_reason == "stop")  # else white space reached the limit
 
 
 @pytest.mark.parametrize(
