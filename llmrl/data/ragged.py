@@ -70,6 +70,33 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
     ]
 
 
+def padded_like(
+    tensordict: TensorDictBase, rows: Sequence[torch.Tensor], *, pad_left: bool = False
+) -> list[torch.Tensor]:
+    """Return a column of real tokens with zeros where the batch has padding; the reverse of `ragged_column`.
+
+    `pad_left` pads a batch without `("masks", "all_attention_mask")` on the left to one length.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"masks": {"all_attention_mask": torch.tensor([[False, True, True, False]])}}, [1])
+        >>> padded_like(batch, [torch.tensor([5, 6])])
+        [tensor([0, 5, 6, 0])]
+    """
+    if has_entry(tensordict, ATTENTION_MASK_KEY):
+        masks = flat_batch(tensordict).get(ATTENTION_MASK_KEY, as_list=True)
+        return [_at_real_tokens(row, mask.bool()) for row, mask in zip(rows, masks, strict=True)]
+    return list(pad_sequence(list(rows), batch_first=True, padding_side="left")) if pad_left else list(rows)
+
+
+def _at_real_tokens(row: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if len(row) == len(mask):
+        return row
+    padded = row.new_zeros(len(mask), *row.shape[1:])
+    padded[mask] = row
+    return padded
+
+
 def check_entry(tensordict: TensorDictBase, key: NestedKey, *, owner: str = "The batch") -> None:
     """Raise a `KeyError` that lists the existing entries if an entry is missing."""
     if not has_entry(tensordict, key):

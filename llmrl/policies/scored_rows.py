@@ -8,10 +8,17 @@ from functools import partial
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
-from torch.nn.utils.rnn import pad_sequence
 
 from llmrl.data import History, Masks, Text, Tokens
-from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, has_padding_mask, ragged_column, write_column
+from llmrl.data.ragged import (
+    ATTENTION_MASK_KEY,
+    flat_batch,
+    has_entry,
+    has_padding_mask,
+    padded_like,
+    ragged_column,
+    write_column,
+)
 from llmrl.data.routed_experts import ROUTED_EXPERTS_KEY, Replay, read_replay
 from llmrl.data.sampling_mask import SAMPLING_MASK_KEY
 from llmrl.data.tensordicts import batch_elements, plain, restacked
@@ -51,6 +58,7 @@ class ScoresRows(LLMWrapperBase):
                 f"Expected {TOKENS_KEY!r} in the tensordict, or {self.input_key!r} and a policy with tokenizer=; it "
                 f"has {sorted(map(str, tensordict.keys(True, True)))}."
             )
+        tensordict.pop("masks", None)  # of other tokens
         texts = []
         tokens = []
         masks = []
@@ -82,12 +90,9 @@ class ScoresRows(LLMWrapperBase):
     def write_scored(
         self, tensordict: TensorDictBase, key: str, cls: type, columns: Mapping[str, Sequence[torch.Tensor]]
     ) -> None:
-        """Write one tensor per row into entries of a container; `pad_output` pads them on the left."""
+        """Write one tensor per row into entries of a container; `pad_output` pads them as the batch is, or left."""
         if self.pad_output:
-            columns = {
-                name: pad_sequence(list(rows), batch_first=True, padding_side="left").unbind()
-                for name, rows in columns.items()
-            }
+            columns = {name: padded_like(tensordict, rows, pad_left=True) for name, rows in columns.items()}
         shape = tensordict.batch_size
         if not has_entry(tensordict, key):
             if has_padding_mask(tensordict):

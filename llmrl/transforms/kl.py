@@ -9,13 +9,12 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
-from torch.nn.utils.rnn import pad_sequence
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
-from llmrl.data.ragged import ATTENTION_MASK_KEY, has_entry, write_column
+from llmrl.data.ragged import padded_like, write_column
 from llmrl.data.tensordicts import batch_elements
 from llmrl.objectives.kl import masked_kl
 from llmrl.objectives.losses.inputs import with_tokens
@@ -115,9 +114,7 @@ class RetrieveLogProb(KnownArguments, Transform):
             rows = with_tokens(rows, tokenizer, tokens_key=_TOKENS, mask_key=_MASK, **template)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             log_probs = log_probs_of(self.model, rows, **self._options)
-        if getattr(self.model, "pad_output", False) and not has_entry(rows, ATTENTION_MASK_KEY):
-            return list(pad_sequence(log_probs, batch_first=True, padding_side="left"))
-        return log_probs
+        return padded_like(rows, log_probs, pad_left=getattr(self.model, "pad_output", False))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Score a batch of any shape in place."""

@@ -167,6 +167,23 @@ def test_the_kl_between_two_models_of_a_batch_without_next(reference):
             torch.testing.assert_close(row["reward"][:, 0], paid)
 
 
+@pytest.mark.parametrize("sampled", [([6, 7, 8, 9], [13, 14]), ([6, 7], [13, 14, 15, 16])])
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_the_kl_of_padded_answers_of_different_lengths_stands_at_their_tokens(reference, pad_output, sampled):
+    """Prompts are padded on the left and answers on the right, so that a row's padding may be at both ends."""
+    answers = dict(zip([(1, 2, 3, 4, 5), (10, 11, 12)], sampled, strict=True))
+    policy = LLMWrapperBase(ScriptedEngine(lambda ids: answers[tuple(ids)]), input_mode="tokens", pad_output=pad_output)
+    model = TransformersWrapper(reference.model, generate=False, pad_output=pad_output)
+    env = DatasetChatEnv([{"query": list(ids)} for ids in answers], input_mode="tokens", num_envs=2)
+    env = env.append_transform(KLRewardTransform(model))
+    for row, (prompt, answer) in zip(env.rollout(1, policy).unbind(0), answers.items(), strict=True):
+        log_probs = expected_log_probs(reference, torch.tensor([*prompt, *answer]))
+        expected = torch.cat([torch.zeros(len(prompt)), -1.0 - log_probs[len(prompt) :]])
+        num_left, num_right = (5 - len(prompt), 4 - len(answer)) if pad_output else (0, 0)
+        expected = torch.nn.functional.pad(expected, (num_left, num_right))
+        torch.testing.assert_close(row["next", "kl_penalty"].flatten(), expected)
+
+
 @pytest.mark.parametrize("pad_output", [False, True])
 def test_a_dense_batch_of_texts_is_scored_under_the_models_own_name(tokenizer, tiny_model_path, pad_output):
     options = {"tokenizer": tokenizer, "input_mode": "text", "generate": False}
