@@ -53,6 +53,21 @@ class Mailbox:
             function(*arguments)
 
 
+_mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
+_mailboxes_lock = threading.Lock()
+
+
+def mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox:
+    """Return the queue that all other threads use to call a loop."""
+    with _mailboxes_lock:
+        mailbox = _mailboxes.get(loop)
+        if mailbox is None:
+            for closed in [known for known in _mailboxes if known.is_closed()]:
+                del _mailboxes[closed]
+            mailbox = _mailboxes[loop] = Mailbox(loop)
+        return mailbox
+
+
 class CrossLoopTask(Generic[Result]):
     """A coroutine that runs on a background loop, and its result for the loop that waits."""
 
@@ -73,7 +88,7 @@ class CrossLoopTask(Generic[Result]):
         self._claims = [None]  # the side that takes the item owns the coroutine
         try:
             background.check_open()
-            self._outbox = background.outbox(self._here)
+            self._outbox = mailbox_of(self._here)
             background.post(self._start, background, self._claims)
         except RuntimeError:
             self._coroutine.close()
@@ -133,8 +148,6 @@ class BackgroundLoop:
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._inbox = Mailbox(self.loop)
-        self._outboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
-        self._lock = threading.Lock()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
@@ -227,16 +240,6 @@ class BackgroundLoop:
         self._is_closing = True
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
-
-    def outbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
-        """Return the queue of a loop that waits for results."""
-        with self._lock:
-            outbox = self._outboxes.get(loop)
-            if outbox is None:
-                for closed in [known for known in self._outboxes if known.is_closed()]:
-                    del self._outboxes[closed]
-                outbox = self._outboxes[loop] = Mailbox(loop)
-            return outbox
 
     def _run_forever(self) -> None:
         asyncio.set_event_loop(self.loop)

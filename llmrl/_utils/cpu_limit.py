@@ -69,20 +69,22 @@ def _begin(thread: int, call: _Call) -> None:
         if not _watches or not _watches[0].is_alive():  # also after a fork, which has no other threads
             _watches[:] = [threading.Thread(target=_watch, name="llmrl-cpu-limit", daemon=True)]
             _watches[0].start()
-    _is_called.set()
+    if not _is_called.is_set():
+        _is_called.set()
 
 
 def _watch() -> None:
     while True:
         _is_called.wait()
+        time.sleep(_LOOK_SECONDS)  # so that many short calls wake this thread once
         _is_called.clear()
-        while _calls:
-            time.sleep(_LOOK_SECONDS)
-            with _lock:
-                for thread, call in _calls.items():
-                    if not call.is_expired and call.seconds() > call.end_s:
-                        call.is_expired = True
-                        _set_exception(thread, _Expired)
+        with _lock:
+            for thread, call in _calls.items():
+                if not call.is_expired and call.seconds() > call.end_s:
+                    call.is_expired = True
+                    _set_exception(thread, _Expired)
+            if _calls:
+                _is_called.set()
 
 
 def _set_exception(thread: int, kind: type[BaseException] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import signal
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
     numbers = itertools.count()
     engine = policy.engine
     limits = SessionLimits(max_prompt_tokens=engine.max_model_len - 1)
+    check = functools.lru_cache(maxsize=256)(partial(check_supported, engine))  # clients repeat what they ask for
 
     def open_session(name: str) -> Session:
         async def complete(
@@ -107,7 +109,6 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
             return await completer.complete(prompt_ids, sampling, name=request, routing_key=name, stream=stream)
 
         tree = TurnTree(policy.renderer, mode=policy.conversation_mode)
-        check = partial(check_supported, engine)
         return Session(name, tree, complete, policy.sampling, limits, does_client_sample=True, check_sampling=check)
 
     recorder = None if settings.out is None else Recorder(settings.out)

@@ -71,13 +71,14 @@ class Exchange:
 
     async def wait(self, seconds: float) -> bool:
         """Wait until there is more text or the answers are sampled; return False if neither was in time."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(deadline := loop.time() + seconds, self._news.set)  # cheaper than `asyncio.timeout`
         try:
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-        except TimeoutError:
-            return False
+            await self._news.wait()
+        finally:
+            timer.cancel()
         self._news.clear()
-        return True
+        return loop.time() < deadline
 
     def read(self) -> list[tuple[str, str]]:
         """Return reasoning and content so far of each answer."""

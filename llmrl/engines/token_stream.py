@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from llmrl._utils.background_loop import mailbox_of
+
 
 class TokenStream:
     """The tokens of one request while an engine samples them, and a way to end it early; belongs to one event loop.
@@ -30,7 +32,7 @@ class TokenStream:
         self.is_stopped = False
         """Whether the engine must end the request, with finish reason `abort`."""
         self._on_news = on_news
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = mailbox_of(asyncio.get_running_loop())
         self._is_announced = False
 
     def report(self, token_ids: list[int]) -> None:
@@ -38,7 +40,7 @@ class TokenStream:
         self.token_ids = self.before + token_ids if self.before else token_ids
         if not self._is_announced:  # a reader that is late takes several tokens at once
             self._is_announced = True
-            self._loop.call_soon_threadsafe(self._announce)
+            self._mailbox.post(self._announce)
 
     def _announce(self) -> None:
         self._is_announced = False

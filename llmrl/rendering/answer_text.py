@@ -9,6 +9,7 @@ from llmrl.rendering.reasoning import NUM_END_TOKENS
 from llmrl.rendering.tool_calls import TOOL_CALL_OPENINGS
 
 _UNFINISHED = "\ufffd"  # what an incomplete character decodes to
+_WINDOW_TOKENS = 8  # tokens that are decoded again with each new one, rather than decoding the last by itself, too
 
 
 class AnswerText:
@@ -147,10 +148,13 @@ class AnswerText:
 
     def _num_held(self, marks: Sequence[str]) -> int:
         """Return how many characters at the end of the text may begin one of the marks."""
-        longest = max((len(mark) for mark in marks), default=0)
-        tail = self._written.text[-longest:] if longest else ""
-        lengths = range(min(longest, len(tail)), 0, -1)
-        return next((n for n in lengths if any(mark.startswith(tail[-n:]) for mark in marks)), 0)
+        text, num_held = self._written.text, 0
+        for mark in filter(None, marks):
+            place = text.find(mark[0], max(0, len(text) - len(mark)))
+            while place >= 0 and not mark.startswith(text[place:]):
+                place = text.find(mark[0], place + 1)
+            num_held = max(num_held, len(text) - place if place >= 0 else 0)
+        return num_held
 
 
 class _Written:
@@ -162,16 +166,20 @@ class _Written:
         self._renderer = renderer
         self._num_decoded = 0  # number of tokens with complete text
         self._window = 0  # first token that is decoded again, since some tokenizers look back
+        self._window_text = ""  # of the tokens from there, as far as their text is complete
+        self._num_before = 0  # number of decoded tokens before the last were added
 
     def add(self, token_ids: Sequence[int], *, is_text: bool = True) -> bool:
         """Add tokens, and decode them unless they end within a character; return whether there is more text."""
         self.token_ids += token_ids
         if not is_text:
             return False
-        before = self._renderer.decode(self.token_ids[self._window : self._num_decoded])
+        if self._num_decoded - self._window >= _WINDOW_TOKENS:
+            self._window = self._num_before
+            self._window_text = self._renderer.decode(self.token_ids[self._window : self._num_decoded])
         text = self._renderer.decode(self.token_ids[self._window :])
-        if len(text) <= len(before) or text.endswith(_UNFINISHED):
+        if len(text) <= len(self._window_text) or text.endswith(_UNFINISHED):
             return False
-        self.text += text[len(before) :]
-        self._window, self._num_decoded = self._num_decoded, len(self.token_ids)
+        self.text += text[len(self._window_text) :]
+        self._num_before, self._num_decoded, self._window_text = self._num_decoded, len(self.token_ids), text
         return True

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from llmrl._utils import background_loop
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.engines.environment import starting_environment
@@ -109,7 +110,7 @@ def test_a_loop_does_not_wait_for_itself(background):
 def test_loops_that_are_gone_are_forgotten(background):
     for _ in range(5):
         asyncio.run(background.wait(double(1)))
-    assert len(background._outboxes) <= 2
+    assert len(background_loop._mailboxes) <= 2
 
 
 def test_starting_leaves_the_environment_and_main_as_they_were(monkeypatch):

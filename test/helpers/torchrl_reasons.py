@@ -20,6 +20,10 @@ HERE = (
     ("test_wrapper.py", "32768,  # Match max_model_len", "2048,"),
     ("test_wrapper.py", "max_model_len=32768", "max_model_len=2048"),
 )
+_CHATML = (
+    "{% for one in messages %}<|im_start|>{{ one['role'] }}\n{{ one['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # (file, case, reason) of what is not run.
 NOT_RUN: tuple[tuple[str, str, str], ...] = ()
 # (file, pattern of cases, reason, changes of lines that the page gives)
@@ -46,6 +50,18 @@ REASONS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         r"TestGSM8K::test_env\[",
         "no warning about a missing tokenizer, which only the policy needs; there is always a reward",
         (),
+    ),
+    (
+        "test_llm_collectors.py",
+        "with_vllm|with_transformers|spec_propagation",
+        "draws of a prompt always follow each other; a tokenizer without a chat template gets none",
+        (
+            ("group_repeats=True,", ""),
+            (
+                "tokenizer.pad_token = tokenizer.eos_token\n",
+                f"tokenizer.pad_token = tokenizer.eos_token\n        tokenizer.chat_template = {_CHATML!r}\n",
+            ),
+        ),
     ),
     (
         "test_llm_objectives.py",
@@ -97,5 +113,16 @@ REASONS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         "a padded batch stays padded, whatever `pad_output=` says",
         (),
     ),
-    ("test_wrapper.py", "log_probs_consistency", "not explained: vLLM's log-probs beside those of transformers", ()),
+    (
+        "test_wrapper.py",
+        "log_probs_consistency.*history",
+        "the mask of an answer includes the token that ends its turn, where a history says that it ended",
+        (),
+    ),
+    (
+        "test_wrapper.py",
+        "log_probs_consistency.*tokens",
+        "scoring the tokens under `input_key=` writes their log-probs, and no copy of the tokens nor a mask",
+        (),
+    ),
 )
