@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from llmrl._utils.garbage import search_rarely
 from llmrl.collectors.completing import Completer
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.endpoint import EndpointServer, Session, SessionLimits, TurnTree
@@ -118,6 +119,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
         open_session, api_key=settings.api_key, on_end=(lambda session: None) if recorder is None else recorder.add
     )
     server = EndpointServer(sessions, model_names=[settings.name])
+    collect_as_before = search_rarely(server)
     try:
         await server.start(settings.host, settings.port)
         console.print(f"{settings.name} is served at [bold]{server.url}/v1[/bold] until Ctrl-C", highlight=False)
@@ -126,6 +128,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
                 await asyncio.wait_for(until.wait(), _LOOK_SECONDS)
             sessions.end_idle()
     finally:
+        collect_as_before()
         sessions.end_all()
         await server.close()
         if recorder is not None:
