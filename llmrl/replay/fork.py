@@ -15,7 +15,7 @@ from llmrl.config.sections import GRPOConfig
 from llmrl.replay.loop import OnStep, ReplayLoop, pass_over
 from llmrl.replay.recorded import RecordedRun
 from llmrl.runs.run_folder import RunFolder
-from llmrl.runs.tracked import split_tracked
+from llmrl.runs.tracked import save_split, split_tracked
 
 
 def fork(
@@ -63,12 +63,10 @@ def _write(path: Path, step: int, cfg: GRPOConfig, on_step: OnStep) -> None:
     folder = RunFolder(cfg.run.path, trackers=[]) if this_rank() == 0 else None
     try:
         state, shards = split_tracked(computed.after, Path(cfg.run.path), step)
-        if shards is not None:
-            shards.write()
+        collector = run.batch(step)["collector"]
+        state |= {"step": step, "collector": collector, "random": computed.random}
+        save_split(state, shards, None if folder is None else folder.save_checkpoint)
         if folder is not None:
-            state |= {} if shards is None else {"shards": shards.record()}
-            collector = run.batch(step)["collector"]
-            folder.save_checkpoint(state | {"step": step, "collector": collector, "random": computed.random})
             _copy(run, folder, step)
             save_config(cfg, folder.path)
     finally:

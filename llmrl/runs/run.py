@@ -34,7 +34,7 @@ from llmrl.runs.exports import Exports, open_repository
 from llmrl.runs.recorder import RunRecorder
 from llmrl.runs.report import ContinuedBy, RunResults, print_next_steps, resume_command
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, seed_all
-from llmrl.runs.tracked import Shards, Stateful, restore_tracked, split_tracked, with_scaler
+from llmrl.runs.tracked import Stateful, restore_tracked, save_split, split_tracked, with_scaler
 from llmrl.watch.live_view import LiveView
 from llmrl.watch.step_metrics import Learned
 
@@ -312,24 +312,18 @@ class Run:
         self._collected = None
         if self.is_due(self._step, self.cfg.run.checkpoint_every):
             state, shards = split_tracked(self._tracked, Path(self.cfg.run.path), self._step)
+            save = None
             if self._recorder is not None:
                 assert collected is not None, "rank 0 collects"
                 state |= {"step": self._step, "collector": collected["collector"], "random": random_states()}
-            self._writes.start(self._save, state, shards)
+                save = functools.partial(self._recorder.folder.save_checkpoint, keep_batches=self.cfg.run.keep_batches)
+            self._writes.start(save_split, state, shards, save)
         if self.is_due(self._step, self.cfg.export.every):
             self._exports.start(self._step, self._tracked["model"], *self._results())
         if self._recorder is not None:
             self._recorder.end_step()
         if self._is_interrupted:
             self.why_stopped = "interrupted; what was learned so far is kept"
-
-    def _save(self, state: StateDict, shards: Shards | None) -> None:
-        """Write this rank's part of a checkpoint; rank 0 then makes it the run's checkpoint."""
-        if shards is not None:
-            shards.write()
-        if self._recorder is not None:
-            state |= {} if shards is None else {"shards": shards.record()}
-            self._recorder.folder.save_checkpoint(state, keep_batches=self.cfg.run.keep_batches)
 
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Measure a part of a step as the metric `NAME_seconds`; the rest of the step is `train_seconds`."""

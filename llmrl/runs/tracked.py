@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,6 +84,14 @@ class Shards:
         while len(files := sorted(path.name for path in self.folder.glob("*.safetensors"))) < dist.get_world_size():
             time.sleep(0.01)
         return {"folder": self.folder.name, "names": self.names, "checksums": {name: _crc_in(name) for name in files}}
+
+
+def save_split(state: StateDict, shards: Shards | None, save: Callable[[StateDict], object] | None) -> None:
+    """Write this rank's shards; rank 0, which has `save`, then saves the state with their record."""
+    if shards is not None:
+        shards.write()
+    if save is not None:
+        save(state if shards is None else {**state, "shards": shards.record()})
 
 
 def split_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> tuple[StateDict, Shards | None]:
