@@ -25,6 +25,7 @@ from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rescore
 from llmrl.replay.step import Compared, Quantity, ReplayedStep, as_json, replay_step
 from llmrl.replay.what_if import WhatIf, what_if
+from llmrl.runs.machine import other_facts
 
 
 def run_replay(
@@ -100,8 +101,8 @@ def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
 
 def _print_changes_here(changes: Mapping[str, tuple[object, object]], console: Console) -> None:
     for name, (recorded, here) in changes.items():
-        text = f"On this machine {name} is {here} in place of {recorded}: numbers differ by rounding."
-        console.print(text, highlight=False, markup=False)
+        text = f"On this machine {name} is {here} in place of {recorded!s:.200}: numbers may differ by rounding."
+        console.print(printable(text), highlight=False, markup=False)
 
 
 def _result(compared: Compared) -> str:
@@ -178,15 +179,18 @@ def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None
     runs = RecordedRun(first), RecordedRun(second)
     changes = config_changes(*runs)
     parting = first_difference(*runs)
+    machines = other_facts(*(run.folder.machines.at(1 if parting is None else parting.step) for run in runs))
     steps = [step for step in runs[0].steps if step in runs[1].steps]
     if page is not None and parting is not None:
         write_step(runs, parting, page)
     if is_json:
         found = None if parting is None else dataclasses.asdict(parting)
-        print_json({"config": changes, "num_steps": len(steps), "first_difference": found})
+        print_json({"config": changes, "machine": machines, "num_steps": len(steps), "first_difference": found})
         return parting is None
     for name, (old, new) in changes.items():
         console.print(_shown(f"configuration: {name} is {old} and {new}"), highlight=False)
+    for name, (old, new) in machines.items():
+        console.print(_shown(f"machine: {name} is {old!s:.200} and {new!s:.200}"), highlight=False)
     if parting is None:
         console.print(f"The {len(steps)} steps that both runs have made are equal.", highlight=False)
         return True

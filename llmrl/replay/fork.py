@@ -79,7 +79,7 @@ def _copy(run: RecordedRun, folder: RunFolder, step: int) -> None:
     for logged in range(step + 1):
         if metrics := run.metrics(logged):
             folder.log_metrics(logged, {name: value for name, value in metrics.items() if name != "step"})
-    for path in (folder.rollouts_path, folder.health.path):
+    for path in (folder.rollouts_path, folder.health.path, folder.machines.path):
         if (run.path / path.name).exists():
             with open_file(run.path / path.name, "rb") as source, open_file(path, "wb") as target:
                 shutil.copyfileobj(source, target)

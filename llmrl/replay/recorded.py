@@ -18,6 +18,7 @@ from llmrl.config.resumed import Entries, changes_of, load_config
 from llmrl.config.sections import GRPOConfig, GRPOTrainConfig
 from llmrl.data.state_file import DamagedFileError
 from llmrl.runs.batch_source import SavedBatch
+from llmrl.runs.machine import machine_of, other_facts
 from llmrl.runs.run_folder import RunFolder
 from llmrl.viewer.run_data import Record, read_records
 from llmrl.watch.step_metrics import is_logged
@@ -118,6 +119,10 @@ class RecordedRun:
         """Return the entries of the trainer that this machine cannot have, with the run's values and its own."""
         return changes_of({"train": asdict(self._typed().train)}, {"train": asdict(self.config().train)})
 
+    def machine_changes(self, step: int) -> dict[str, tuple[object, object]]:
+        """Return what is known of the machine that computed a step and is otherwise here, with both values."""
+        return other_facts(self.folder.machines.at(step), machine_of(self.config().train.device))
+
     def _typed(self, changes: Sequence[str] = ()) -> GRPOConfig:
         from omegaconf import OmegaConf
 
@@ -145,20 +150,16 @@ class RecordedRun:
         return cast(SavedBatch, self.folder.load_batch(step))
 
     @cached_property
-    def _checkpoint(self) -> StateDict | None:
-        return self.folder.load_checkpoint()  # its checksum takes a second for each GB
+    def _checkpoint_step(self) -> int:
+        return self.folder.checkpoint_step()
 
     def start_of(self, step: int) -> StateDict | None:
         """Return the checkpoint to begin with in order to reach a step, or None to begin with the initial model."""
-        checkpoint = self._checkpoint
-        if checkpoint is None or checkpoint["step"] >= step:
-            return None
-        return checkpoint
+        return self.folder.load_checkpoint() if 0 < self._checkpoint_step < step else None
 
     def checkpoint_of(self, step: int) -> StateDict | None:
         """Return the checkpoint that was taken after a step, if it is there."""
-        checkpoint = self._checkpoint
-        return checkpoint if checkpoint and checkpoint["step"] == step else None
+        return self.folder.load_checkpoint() if self._checkpoint_step == step else None
 
 
 def _check_is_there(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Literal, get_args
 import torch
 
 from llmrl._utils.numbers import is_same
-from llmrl._utils.types import Tokenizer
+from llmrl._utils.types import StateDict, Tokenizer
 from llmrl.config.ranks import call_on_ranks
 from llmrl.data.message import prompt_of
 from llmrl.data.template_limit import written_in_time
@@ -92,8 +93,8 @@ class ReplayedStep:
     step: int
     compared: list[Compared] = field(default_factory=list)
     changed_here: dict[str, tuple[object, object]] = field(default_factory=dict)
-    """Entries of the trainer that this machine cannot have, such as `train.num_ranks`, with recorded and own values;
-    numbers then differ by rounding. Empty if no model was needed."""
+    """What this machine has otherwise, such as `threads` or `train.num_ranks`, with recorded and own values; then
+    numbers may differ by rounding. Empty if no model was needed."""
 
     @property
     def first_difference(self) -> Compared | None:
@@ -138,22 +139,27 @@ def replay_step(
         replayed.compared.append(_compare_advantages(run, step))
     of_model = [name for name in ("log_probs", "metrics", "weights") if name in quantities]
     if of_model:
-        replayed.changed_here = run.changes_here()
         num_ranks = run.config().train.num_ranks
         on_step = on_step if num_ranks == 1 else pass_over  # it cannot follow into other processes
-        replayed.compared += call_on_ranks(num_ranks, _compare_by_model, run.path, step, of_model, on_step)
+        compared, replayed.changed_here = call_on_ranks(num_ranks, _compare_by_model, run.path, step, of_model, on_step)
+        replayed.compared += compared
     return replayed
 
 
-def _compare_by_model(path: Path, step: int, quantities: Sequence[Quantity], on_step: OnStep) -> list[Compared]:
+def _compare_by_model(
+    path: Path, step: int, quantities: Sequence[Quantity], on_step: OnStep
+) -> tuple[list[Compared], dict[str, tuple[object, object]]]:
+    """Return the quantities that need the model, and what this machine has otherwise."""
     run = RecordedRun(path)
+    checkpoint = run.checkpoint_of(step) if "weights" in quantities else None  # a damaged one is refused at once
     computed = ReplayLoop(run, run.config(), [step], start=run.start_of(step), on_step=on_step).play()
     compare: dict[Quantity, Callable[[RecordedRun, Computed], Compared]] = {
         "log_probs": _compare_log_probs,
         "metrics": _compare_metrics,
-        "weights": _compare_weights,
+        "weights": functools.partial(_compare_weights, checkpoint),
     }
-    return [compare[name](run, computed) for name in quantities]
+    changes = run.changes_here() | run.machine_changes(step)
+    return [compare[name](run, computed) for name in quantities], changes
 
 
 def _compare_prompts(run: RecordedRun, step: int) -> Compared:
@@ -201,17 +207,20 @@ def _compare_rewards(run: RecordedRun, step: int, reward: str | None) -> Compare
         compared.note = "the environment is not a task of llmrl: give its reward, --reward FILE.py:FUNCTION"
         return compared
     first = score_again(rubric, records)
+    has_parts = any(record.get("reward_breakdown") for record in records)
     for record, score in zip(records, first, strict=True):
-        parts = record.get("reward_breakdown") or {}
-        if score.is_scored and record.get("is_scored", True) and not parts:  # its reward is one of its status
-            if reward is None:
-                compared.add(f"reward of rollout {record['rollout_id']}", record["reward"], _float32(score.reward))
-            continue
-        for name in {**parts, **score.breakdown} if score.is_scored and record.get("is_scored", True) else ():
-            # Rewards of an environment's step pass through a float32 tensor, those of a judge do not.
-            value, recorded = score.breakdown.get(name, math.nan), parts.get(name, math.nan)
-            value = recorded if recorded == _float32(value) else value
-            compared.add(f"{name} of rollout {record['rollout_id']}", recorded, value)
+        recorded, computed = record.get("reward_breakdown") or {}, score.breakdown
+        if score.is_scored and record.get("is_scored", True):
+            if reward is not None and has_parts and not recorded:
+                continue  # its reward is one of its status, which the function does not decide
+            if not recorded or (reward is not None and not computed.keys() <= recorded.keys()):
+                # Its reward is one of its status, or the function has another name than that of the run.
+                recorded, computed = {"reward": record["reward"]}, {"reward": score.reward}
+            for name in computed if reward is not None else {**recorded, **computed}:
+                # Rewards of an environment's step pass through a float32 tensor, those of a judge do not.
+                value, expected = computed.get(name, math.nan), recorded.get(name, math.nan)
+                value = expected if expected == _float32(value) else value
+                compared.add(f"{name} of rollout {record['rollout_id']}", expected, value)
         if score.is_scored != record.get("is_scored", True):
             where = f"is_scored of rollout {record['rollout_id']} ({score.error or record.get('error', '')})"
             compared.add(where, float(record.get("is_scored", True)), float(score.is_scored))
@@ -266,9 +275,8 @@ def _compare_metrics(run: RecordedRun, computed: Computed) -> Compared:
     return compared
 
 
-def _compare_weights(run: RecordedRun, computed: Computed) -> Compared:
+def _compare_weights(checkpoint: StateDict | None, run: RecordedRun, computed: Computed) -> Compared:
     compared = Compared("weights")
-    checkpoint = run.checkpoint_of(computed.steps[-1].step)
     if checkpoint is None:
         compared.note = "there is no checkpoint after this step"
         return compared

@@ -31,6 +31,7 @@ from llmrl.engines import Engine
 from llmrl.runs.batch_source import BatchMaker, BatchSource, SavedBatch, played_by, restore
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.exports import Exports, open_repository
+from llmrl.runs.machine import machine_of
 from llmrl.runs.recorder import RunRecorder
 from llmrl.runs.report import ContinuedBy, RunResults, print_next_steps, resume_command
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, seed_all
@@ -170,6 +171,7 @@ class Run:
             collector.update_policy_weights_(self._tracked["model"])
         if self._recorder is not None:  # a failed resumption keeps the old configuration
             save_config(self.cfg, self._recorder.folder.path)
+            self._recorder.folder.machines.write(self._step + 1, machine_of(self.cfg.train.device))
 
     def _load_checkpoint(self) -> StateDict | None:
         """Return the last checkpoint, which each rank reads from the folder, or None."""

@@ -30,6 +30,7 @@ from llmrl.data import Rollout
 from llmrl.data.state_file import DamagedFileError, load_state, save_state
 from llmrl.engines import EngineError
 from llmrl.runs.folder_lock import FolderLock
+from llmrl.runs.machine import MachineLog
 from llmrl.watch.findings import HealthLog
 from llmrl.watch.rollout_metrics import rollout_records
 from llmrl.watch.step_metrics import is_logged, only_finite
@@ -129,6 +130,7 @@ class RunFolder:
         self.tokenizer_path = self.path / "tokenizer"
         self.tokens = TokenLog(self.path / "tokens")
         self.health = HealthLog(self.path / "health.jsonl")
+        self.machines = MachineLog(self.path / "machines.jsonl")
         self._table = CSVTracker(self.metrics_path)
         self._trackers: list[Tracker] = []
         self._lock: FolderLock | None = None
@@ -146,7 +148,7 @@ class RunFolder:
                 raise FileExistsError(
                     f"{self.path} holds a run already; continue it with resume=true, or name another folder."
                 )
-            for path in (self.metrics_path, self.rollouts_path, self.health.path):
+            for path in (self.metrics_path, self.rollouts_path, self.health.path, self.machines.path):
                 cut_lines(path)
             for folder in (self.path, self.batches_path, self.tokens.path, self.exports_path):
                 clean_killed_writes(folder)
@@ -343,8 +345,15 @@ class RunFolder:
 
     def load_checkpoint(self) -> StateDict | None:
         """Return the last checkpoint, memory-mapped, or None. Raises DamagedFileError if the file is damaged."""
+        return self._load_checkpoint(is_checked=True) if self.checkpoint_path.exists() else None
+
+    def checkpoint_step(self) -> int:
+        """Return the step of the last checkpoint, whose weights are not read; 0 without one."""
+        return self._load_checkpoint(is_checked=False)["step"] if self.checkpoint_path.exists() else 0
+
+    def _load_checkpoint(self, *, is_checked: bool) -> StateDict:
         advice = "Put a copy of it in its place, or begin another run, from a model that you have, in another folder."
-        return load_state(self.checkpoint_path, advice=advice) if self.checkpoint_path.exists() else None
+        return load_state(self.checkpoint_path, advice=advice, is_checked=is_checked)
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Replace `summary.json`."""

@@ -135,15 +135,20 @@ class HealthLog:
 
     def read(self) -> dict[int, dict[str, JSON]]:
         """Return the records by step, without damaged lines."""
-        steps: dict[int, dict[str, JSON]] = {}
-        if not self.path.exists():
-            return steps
-        with open_file(self.path, "rb") as file:
-            lines = file.read().splitlines()
-        for line in lines:
-            try:
-                record = json.loads(line)
-                steps[int(record["step"])] = record
-            except (ValueError, KeyError, TypeError):
-                continue
+        return read_by_step(self.path)
+
+
+def read_by_step(path: Path) -> dict[int, dict[str, JSON]]:
+    """Return the JSON lines of a file by their `step`, the last one of each, without damaged lines."""
+    steps: dict[int, dict[str, JSON]] = {}
+    if not path.exists():
         return steps
+    with open_file(path, "rb") as file:
+        lines = file.read().splitlines()
+    for line in lines:
+        try:
+            record = json.loads(line)
+            steps[int(record["step"])] = record
+        except (ValueError, KeyError, TypeError, OverflowError):
+            continue
+    return steps

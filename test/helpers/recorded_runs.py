@@ -19,6 +19,9 @@ import random
 def length(completion):
     return float(len(completion) % 7) / 7
 
+def grade(completion):
+    return length(completion)
+
 def other_length(completion):
     return float(len(completion) % 7 + (len(completion) % 11 == 3)) / 7
 

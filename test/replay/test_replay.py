@@ -76,7 +76,31 @@ def test_a_reward_function_that_has_changed_is_the_first_difference(run_path, re
     found = json.loads(called.output)
     assert called.exit_code == 1 and found["first_difference"] == "rewards"
     [rewards_found] = found["quantities"]
-    assert rewards_found["where"].startswith("negative of rollout") or "length" in rewards_found["where"]
+    assert rewards_found["where"].startswith("reward of rollout") and rewards_found["num_values"] == 8
+    assert rewards_found["computed"] == approx(-rewards_found["recorded"]) != 0
+
+
+def test_a_reward_function_of_another_name_is_compared_with_the_whole_reward(run_path, rewards):
+    arguments = ("replay", run_path, "--step", 2, "--quantities", "rewards", "--json", "--reward")
+    # A rollout that was cut has the reward of its status, which the function does not decide.
+    path = run_path / "rollouts.jsonl"
+    first = next(one for one in map(json.loads, path.read_text().splitlines()) if one["step"] == 2)["rollout_id"]
+    of_status = {"reward": -3.0, "reward_breakdown": {}}
+    edit_jsonl(path, lambda one: {**one, **of_status} if one["rollout_id"] == first else one)
+    called = call(*arguments, f"{rewards}:grade")
+    [found] = json.loads(called.output)["quantities"]
+    assert called.exit_code == 0 and found["is_equal"] and found["num_values"] == 7
+    # Of several functions the named one is compared with its own value.
+    edit_jsonl(
+        path,
+        lambda one: {
+            **one,
+            "reward": 9.0,
+            "reward_breakdown": one["reward_breakdown"] and {**one["reward_breakdown"], "style": 1.0},
+        },
+    )
+    [found] = json.loads(call(*arguments, f"{rewards}:length").output)["quantities"]
+    assert found["is_equal"] and found["num_values"] == 7
 
 
 def test_a_random_reward_is_told_from_a_changed_one(run_path, rewards):
@@ -157,8 +181,18 @@ def test_a_run_of_other_ranks_and_devices_says_what_this_machine_computes_otherw
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = run_path / "config.yaml"
     config.write_text(config.read_text().replace("device: cpu", "device: cuda").replace("num_ranks: 1", "num_ranks: 2"))
+    machines = run_path / "machines.jsonl"
+    here = json.loads(machines.read_text())
+    assert here["step"] == 1 and here["threads"] == torch.get_num_threads() and here["torch"] == torch.__version__
+    others = (
+        {"step": 1, "processor": "H100", "torch": "2.0"},
+        here | {"step": 2, "threads": 64},
+        {"step": 3, "torch": "9"},
+    )
+    machines.write_text("".join(f"{json.dumps(one)}\n" for one in others))
     found = json.loads(call("replay", run_path, "--step", 2, "--quantities", "metrics", "--json").output)
-    assert found["changed_here"] == {"train.device": ["cuda", "cpu"], "train.num_ranks": [2, 1]}
+    trainer = {"train.device": ["cuda", "cpu"], "train.num_ranks": [2, 1]}
+    assert found["changed_here"] == trainer | {"threads": [64, torch.get_num_threads()]}
     assert found["first_difference"] is None
     called = call("fork", run_path, f"run.path={tmp_path / 'forked'}", "--step", 2)
     said = " ".join(called.output.split())
@@ -274,7 +308,7 @@ def test_two_runs_part_at_the_step_where_one_of_them_was_changed(tiny_model_path
     train_run(tiny_model_path, forked, resume=True, learning_rate=0.02)
     called = call("bisect", recorded, tmp_path / "forked", "--json")
     found = json.loads(called.output)
-    assert called.exit_code == 1 and found["config"] == {"train.learning_rate": [0.01, 0.02]}
+    assert called.exit_code == 1 and found["config"] == {"train.learning_rate": [0.01, 0.02]} and not found["machine"]
     # Step 3 was sampled by equal weights and updated by another rate; what it left is seen in step 4.
     assert (found["first_difference"]["step"], found["first_difference"]["quantity"]) in (
         (3, "learning_rate"),

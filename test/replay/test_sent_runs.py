@@ -99,6 +99,19 @@ def test_a_file_that_is_missing_or_cut_is_named_before_the_model_is_loaded(
     assert not (tmp_path / "forked").exists()
 
 
+def test_a_damaged_checkpoint_is_refused_by_steps_that_use_its_weights(run_path):
+    """Its checksum, which takes a second for each GB, is computed for those alone."""
+    with (run_path / "checkpoint.safetensors").open("r+b") as file:
+        file.seek(5000)  # within the first tensor
+        damaged = bytes(255 - byte for byte in file.read(4))
+        file.seek(5000)
+        file.write(damaged)
+    assert call("replay", run_path, "--step", 1, "--quantities", "metrics,weights").exit_code == 0
+    for step in (3, 4):
+        called = call("replay", run_path, "--step", step, "--quantities", "metrics,weights")
+        assert called.exit_code == 2 and "checkpoint.safetensors is damaged" in " ".join(called.output.split())
+
+
 def with_program(folder):
     """Let the configuration name a model that asks to run its own file."""
     model = folder / "model"

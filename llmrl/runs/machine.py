@@ -1,0 +1,63 @@
+"""What decides how a trainer's numbers are rounded: processor, threads, versions."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from llmrl._utils.files import open_file
+from llmrl._utils.types import JSON
+from llmrl.watch.findings import read_by_step
+
+
+def machine_of(device: str) -> dict[str, JSON]:
+    """Return processor, threads and libraries that compute on a device, such as `cpu` or `cuda:0`.
+
+    Two machines for which this is equal compute the same numbers, bit by bit.
+    """
+    facts: dict[str, JSON] = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    if device.startswith("cuda"):
+        return {"processor": torch.cuda.get_device_name(device), **facts}
+    name = platform.machine()
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            name = found[1]
+    processor = f"{name} with {torch.backends.cpu.get_cpu_capability()}"
+    return {"processor": processor, "threads": torch.get_num_threads(), **facts}
+
+
+def other_facts(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> dict[str, tuple[object, object]]:
+    """Return what two machines have both and not equally, with both values.
+
+    Example:
+        >>> other_facts({"threads": 1, "torch": "2.13.0"}, {"threads": 2, "torch": "2.13.0"})
+        {'threads': (1, 2)}
+    """
+    shared = [name for name in first if name in second]
+    return {name: (first[name], second[name]) for name in shared if first[name] != second[name]}
+
+
+class MachineLog:
+    """The file `machines.jsonl` of a run: the machine of a step and of those after it, until the next line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, step: int, machine: Mapping[str, JSON]) -> None:
+        """Append the machine that computes a step, unless the one before it is equal."""
+        if self.at(step) != machine:
+            with open_file(self.path, "a") as file:
+                file.write(json.dumps({"step": step, **machine}) + "\n")
+
+    def at(self, step: int) -> dict[str, JSON]:
+        """Return the machine of a step; empty if it is unknown."""
+        steps = read_by_step(self.path)
+        last = max((one for one in steps if one <= step), default=None)
+        return {} if last is None else {name: value for name, value in steps[last].items() if name != "step"}
