@@ -69,7 +69,7 @@ def load_state(path: Path, *, advice: str, is_checked: bool = True) -> StateDict
     """
     with open_file(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        start = file.read(4)
+        start = file.read(9)
     try:
         buffer = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         if is_checked and not is_sealed(buffer):
@@ -79,7 +79,9 @@ def load_state(path: Path, *, advice: str, is_checked: bool = True) -> StateDict
         del places[_CHECKSUM]
         return cast(StateDict, _decode(structure, {name: place.view(buffer) for name, place in places.items()}))
     except Exception as error:  # a file of unknown origin may raise any error
-        found = "a pickle, which is never read" if start.startswith((b"PK", b"\x80")) else error
+        is_safetensors = start[8:9] == b"{"  # the size before its header may begin as a pickle does
+        is_pickle = start.startswith((b"PK", b"\x80")) and not is_safetensors
+        found = "a pickle, which is never read" if is_pickle else error
         raise DamagedFileError(f"{path} is damaged, or not llmrl's: found {found} ({size} bytes). {advice}") from error
 
 

@@ -96,7 +96,10 @@ def _differences(first: RecordedRun, second: RecordedRun, step: int) -> Iterator
     for name in first.metrics(step):
         values = (first.metrics(step)[name], second.metrics(step).get(name, math.nan))
         if not is_performance(name) and not is_same(*values):
-            yield Parting(step, name, "metrics.csv", *values, "the loss, its options, or the optimizer")
+            meaning = "the loss, its options, or the optimizer"
+            if name.startswith("eval/"):
+                meaning = "other samples of the engine, or an evaluation that one of the runs has not made"
+            yield Parting(step, name, "metrics.csv", *values, meaning)
 
 
 def _in_column(step: int, column: str, ours: TokenRow, theirs: TokenRow, *, is_same_prompt: bool) -> Iterator[Parting]:

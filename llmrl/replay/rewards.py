@@ -22,12 +22,17 @@ from llmrl.viewer.run_data import Record
 def own_rubric(reward: str) -> Rubric:
     """Return the rubric of a reward function, `FILE.py:FUNCTION`. The file is executed.
 
-    Raises FileNotFoundError or ValueError if the file or the function does not exist.
+    Raises FileNotFoundError or ValueError if the file or the function does not exist, or if the file raises an error.
     """
     file, _, name = reward.rpartition(":")
     if not file.endswith(".py"):
         raise ValueError(f"reward must be FILE.py:FUNCTION, got {reward!r}.")
-    function = cast("Callable[..., float]", load_function(Path(file), name))
+    try:
+        function = cast("Callable[..., float]", load_function(Path(file), name))
+    except (FileNotFoundError, ValueError):
+        raise
+    except Exception as error:  # a person's file may raise any, such as the import of a package that is not here
+        raise ValueError(f"{file} raises {type(error).__name__} when it is executed: {error}.") from error
     return Rubric(RewardFn(function, name=name))
 
 

@@ -136,9 +136,9 @@ class RunFolder:
         self._lock: FolderLock | None = None
         check_entries(self.path, _NAMES, links=_LINKS)
         if not holds_run(self.path) and (resume or read_only):
-            raise FileNotFoundError(
-                f"{self.path} holds no run to resume; name its folder with run.path, or start one without resume=true."
-            )
+            advice = "name its folder with run.path, or start one without resume=true"
+            found = "no run: name the folder of one" if read_only else f"no run to resume; {advice}"
+            raise FileNotFoundError(f"{self.path} holds {found}.")
         if read_only:
             return
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -112,6 +112,16 @@ def test_a_damaged_checkpoint_is_refused_by_steps_that_use_its_weights(run_path)
         assert called.exit_code == 2 and "checkpoint.safetensors is damaged" in " ".join(called.output.split())
 
 
+def test_a_reward_file_that_cannot_be_executed_is_named(run_path, tmp_path):
+    path = tmp_path / "needs_more.py"
+    path.write_text("import a_package_of_another_machine\n")
+    for name in ("rescore", "replay"):
+        step = ("--step", 2, "--quantities", "rewards") if name == "replay" else ()
+        called = call(name, run_path, *step, "--reward", f"{path}:score")
+        said = " ".join(called.output.split())
+        assert called.exit_code == 2 and "needs_more.py raises ModuleNotFoundError" in said, said
+
+
 def with_program(folder):
     """Let the configuration name a model that asks to run its own file."""
     model = folder / "model"
