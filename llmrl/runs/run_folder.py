@@ -348,7 +348,7 @@ class RunFolder:
         return self._load_checkpoint(is_checked=True) if self.checkpoint_path.exists() else None
 
     def checkpoint_step(self) -> int:
-        """Return the step of the last checkpoint, whose weights are not read; 0 without one."""
+        """Return the step of the last checkpoint without reading its weights; 0 without one."""
         return self._load_checkpoint(is_checked=False)["step"] if self.checkpoint_path.exists() else 0
 
     def _load_checkpoint(self, *, is_checked: bool) -> StateDict:
