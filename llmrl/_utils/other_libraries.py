@@ -223,6 +223,11 @@ TABLE: tuple[tuple[str, str, str], ...] = (
 )
 """Classes or functions, their arguments and (with a dot) attributes, and the alternative."""
 
+# Arguments of TRL's reward functions.
+_REWARDS: tuple[tuple[str, str, str], ...] = (
+    ("RubricReward", "reward_weights", "a function is weighed where it is named, RewardFn(f, weight=2)"),
+    ("RubricReward", "reward_funcs", "several are Rubric(f, g): RubricReward(Rubric(f, g))"),
+)
 # Arguments of ours until 0.1.0, and what they are called now; goes with 0.2.0.
 RENAMED: tuple[tuple[str, str, str], ...] = (
     (
@@ -246,7 +251,7 @@ def instead_of(*owners: str) -> Mapping[str, str]:
         'use aggregation'
     """
     found = {}
-    for names, entries, advice in (*TABLE, *RENAMED):
+    for names, entries, advice in (*TABLE, *_REWARDS, *RENAMED):
         if not set(owners).isdisjoint(names.split()):
             found.update(dict.fromkeys(entries.split(), advice))
     return found
@@ -260,7 +265,7 @@ def missing_attribute(owner: object, name: str) -> AttributeError:
 
 
 _SAME: tuple[tuple[str, str], ...] = (
-    ("num_generations rollout_n n group_size rollouts_per_example", "group_size repeats grpo_size"),
+    ("num_generations rollout_n n group_size grpo_size rollouts_per_example", "group_size repeats grpo_size"),
     ("beta kl_coef kl_loss_coef kl_tau", "kl_to_ref_coeff"),
     ("epsilon clip_ratio clip_ratio_low cliprange", "clip_epsilon"),
     ("epsilon_high clip_ratio_high", "clip_epsilon_high"),
@@ -309,7 +314,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 
 _SERVER = "engine=ServerEngine(url, weight_sync=True) asks a vllm serve, and trains its weights"
 _SPLIT = "a batch is split by its tokens, train.token_budget, and the gradient is the same whatever the split"
-_DTYPE = "model.dtype is the dtype of engine and trainer, float32 on a CPU and bfloat16 on a GPU by default"
+_DTYPE = "dtype= (model.dtype in scripts) is that of engine and trainer, float32 on a CPU and bfloat16 on a GPU by default"
 _RATIO = "the ratio is to the trainer's own log-probs, corrected by importance_cap; a loss of your own changes that"
 _OTHER: tuple[tuple[str, str], ...] = (
     ("use_vllm vllm_mode vllm_model_impl cache_implementation", "vLLM always generates, unless engine= is another"),

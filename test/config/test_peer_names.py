@@ -123,8 +123,11 @@ def test_parts_say_how_they_are_called():
 
     for call, words in (
         (lambda: RubricReward([double]), r"several are Rubric\(f, g\)"),
+        (lambda: RubricReward(double, reward_weights=[2]), r"RewardFn\(f, weight=2\)"),
         (lambda: ToolTransform(double), r"ToolTransform\(\[tool\]\)"),
         (lambda: LLMCollector(None, policy=None, num_generations=8), r"DatasetChatEnv\(rows, repeats=8\)"),
+        (lambda: LLMCollector(None, policy=None, grpo_size=8), r"DatasetChatEnv\(rows, repeats=8\)"),
+        (lambda: DatasetChatEnv([], grpo_size=8), "did you mean 'repeats'"),
         (lambda: DatasetChatEnv([], num_generations=8), "did you mean 'repeats'"),
         (lambda: TransformersWrapper(None, temperature=1), r"generate_kwargs=\{'temperature': \.\.\.\}"),
         (lambda: vLLMWrapper(None, max_tokens=9), r"generate_kwargs=\{'max_new_tokens': \.\.\.\}"),
