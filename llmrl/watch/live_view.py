@@ -170,11 +170,11 @@ class LiveView:
         self.console.print(
             f"step {step}: so far all answers to a prompt had the same reward; other prompts are drawn.",
             *lines,
-            *panels,
             sep="\n",
             highlight=False,
             soft_wrap=True,
         )
+        self.console.print(*panels, sep="\n")  # soft_wrap would cut their lines
 
     def show_sample(self, record: Row) -> None:
         """Show the conversation and the reward of a rollout record."""
@@ -258,5 +258,7 @@ def _title(record: Row) -> str:
 def _sentence(finding: Finding) -> Text:
     likely = f" Likely: {finding.causes[0]}." if finding.causes else ""
     over = f" ({finding.over})" if finding.over else ""
-    said = f" {finding.name}: {finding.says}{likely}{over}"
-    return Text.assemble((finding.verdict, _STYLES[finding.verdict]), said)
+    said = f"{finding.name}: {finding.says}{likely}{over}"
+    if finding.verdict == Verdict.FINE:
+        return Text(said, style=_STYLES[finding.verdict])
+    return Text.assemble((finding.verdict, _STYLES[finding.verdict]), " ", said)

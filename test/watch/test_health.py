@@ -266,6 +266,17 @@ def test_the_live_view_says_it_once_and_shows_the_first_traceback():
     assert "look errors: 1 failed." in shown(True)
 
 
+def test_dropped_rollouts_are_wrapped_and_what_is_learned_is_said_without_a_verdict():
+    console = Console(file=io.StringIO(), width=40, color_system=None)
+    asked = "Reply with the same two words in the opposite order"
+    with LiveView(2, console=console) as view:
+        view.show_dropped(1, [], [{**record("a"), "messages": [{"role": "user", "content": asked}]}])
+        view.show_health(2, [Finding("learned", "fine", "The task is learned.", ())])
+    printed = console.file.getvalue()
+    assert all(re.search(rf"\b{word}\b", printed) for word in asked.split()), printed
+    assert "step 2: learned: The task is learned." in printed
+
+
 STEP = {
     "reward_mean": 0.128, "completion_tokens_mean": 11.34, "seconds": 104.6, "cut_share": 0.84, "trained_share": 0.19,
     "entropy": 2.74, "log_prob_difference_mean": 1e-5, "ESS": 1.0, "tokens_per_second": 1234.0,
