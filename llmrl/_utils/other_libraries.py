@@ -314,7 +314,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 
 _SERVER = "engine=ServerEngine(url, weight_sync=True) asks a vllm serve, and trains its weights"
 _SPLIT = "a batch is split by its tokens, train.token_budget, and the gradient is the same whatever the split"
-_DTYPE = "dtype= (model.dtype in scripts) is that of engine and trainer, float32 on a CPU and bfloat16 on a GPU by default"
+_DTYPE = "dtype= (in scripts model.dtype) sets engine and trainer, by default float32 on a CPU and bfloat16 on a GPU"
 _RATIO = "the ratio is to the trainer's own log-probs, corrected by importance_cap; a loss of your own changes that"
 _OTHER: tuple[tuple[str, str], ...] = (
     ("use_vllm vllm_mode vllm_model_impl cache_implementation", "vLLM always generates, unless engine= is another"),
