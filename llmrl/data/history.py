@@ -123,6 +123,19 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         held = self._tensordict.get("messages")  # ten times faster than the attribute
         return leaves_of(plain(held) if isinstance(held, NonTensorData) else self.messages, self._tensordict.batch_size)
 
+    def _clone(self, recurse: bool = True) -> History:
+        held = self._tensordict
+        leaf = held.get("messages")
+        if recurse or not isinstance(leaf, NonTensorData) or held.device is not None or held.batch_size:
+            return super()._clone(recurse)
+        # Messages are immutable, so copies share the leaf. tensordict would copy it, and leave reference cycles that
+        # Python's garbage collector has to find.
+        return container_of(History, {"messages": leaf})
+
+    def copy(self) -> History:
+        """Return a copy that shares the messages."""
+        return self._clone(recurse=False)
+
     @property
     def is_message(self) -> bool:
         """Whether this is a single message."""
