@@ -6,12 +6,15 @@ Event loops would obey a `SystemExit`, `CancelledError` or `GeneratorExit` that 
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import traceback
 from collections.abc import Awaitable
 from typing import TypeVar
 
 Result = TypeVar("Result")
+_FRAME = re.compile(r'(^  File ".+", line \d+.*\n(?:    .*\n?)*)', re.MULTILINE)
+_PACKAGES = re.compile(r"/(?:site-packages|lib/python3\.\d+)/")
 
 
 class EscapedError(RuntimeError):
@@ -48,6 +51,35 @@ def describe(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """Return the traceback of an error, as Python prints it."""
     return "".join(traceback.format_exception(error))
+
+
+def without_packages(text: str) -> str:
+    r"""Return a traceback or stack without the frames of installed packages, except for the last ones.
+
+    Example:
+        >>> inner = '  File "/env/lib/python3.11/site-packages/client.py", line 3, in ask\n    send()\n'
+        >>> print(without_packages('  File "mine.py", line 1, in play\n    ask()\n' + 2 * inner + "KeyError: 'a'"))
+          File "mine.py", line 1, in play
+            ask()
+          (1 frame of installed packages)
+          File "/env/lib/python3.11/site-packages/client.py", line 3, in ask
+            send()
+        KeyError: 'a'
+    """
+    parts = _FRAME.split(text)  # what lies between frames, and each frame
+    shown = parts[:1]
+    num_hidden = 0
+    for index in range(1, len(parts), 2):
+        frame, between = parts[index : index + 2]
+        is_last = bool(between) or index == len(parts) - 2
+        if not is_last and _PACKAGES.search(frame.partition("\n")[0]):
+            num_hidden += 1
+            continue
+        if num_hidden:
+            shown.append(f"  ({num_hidden} frame{'s' * (num_hidden > 1)} of installed packages)\n")
+            num_hidden = 0
+        shown += [frame, between]
+    return "".join(shown)
 
 
 async def guarded(work: Awaitable[Result]) -> Result:

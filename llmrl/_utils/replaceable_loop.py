@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from llmrl._utils.background_loop import BackgroundLoop, CrossLoopTask
+from llmrl._utils.failure import without_packages
 
 logger = logging.getLogger("llmrl")
 
@@ -160,7 +161,7 @@ class ReplaceableLoop:
             "the thread %r is blocked; new work runs on another one. A coroutine must not block: await slow work, "
             "or run it in a thread. It is blocked in\n%s",
             self.name,
-            "" if frame is None else "".join(traceback.format_stack(frame)),
+            "" if frame is None else without_packages("".join(traceback.format_stack(frame))),
         )
 
     def close(self) -> None:

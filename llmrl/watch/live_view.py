@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from llmrl._utils.failure import without_packages
 from llmrl._utils.terminal import printable
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
@@ -158,7 +159,7 @@ class LiveView:
         failed = next((record for record in records if record["error"]), None)
         if failed is not None and not self._has_shown_error:
             self._has_shown_error = True
-            said = printable(str(failed["traceback"] or failed["error"]).rstrip())
+            said = printable(without_packages(str(failed["traceback"] or failed["error"])).rstrip())
             title = f"the first error: {failed['rollout_id']} at step {step}"
             self.console.print(Panel(Text(said), title=Text(printable(title)), title_align="left"))
 

@@ -253,7 +253,9 @@ def test_the_live_view_says_it_once_and_shows_the_first_traceback():
     def shown(is_terminal):
         console = Console(file=io.StringIO(), width=160, force_terminal=is_terminal, color_system=None)
         with LiveView(9, console=console) as view:
-            failed = record("a", error="ValueError: no", traceback="Traceback\n  ValueError: no [/bold]")
+            frames = '  File "/env/site-packages/client.py", line 1, in ask\n    send()\n' * 9
+            frames = f'  File "mine.py", line 1, in play\n    ask()\n{frames}'
+            failed = record("a", error="ValueError: no", traceback=f"Traceback\n{frames}ValueError: no [/bold]")
             later = record("b", error="KeyError", traceback="another one")
             for step, records in ((1, [record("fine")]), (2, [failed]), (3, [later])):
                 view.show_step(step, {"reward_mean": 0.1, "reward/p_mean": 0.25, "reward/p_std": 0.5})
@@ -263,6 +265,7 @@ def test_the_live_view_says_it_once_and_shows_the_first_traceback():
     text = shown(False)
     assert text.count("look errors: 1 failed. Likely: it raises.") == 1  # while it stays so
     assert "the first error: a at step 2" in text and "no [/bold]" in text and "another one" not in text
+    assert "mine.py" in text and text.count("client.py") == 1 and "8 frames of installed packages" in text
     assert "look errors: 1 failed." in shown(True)
 
 
