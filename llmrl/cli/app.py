@@ -198,8 +198,7 @@ def audit(
 ) -> None:
     """Look for what is wrong with an environment before training in it: what do answers earn that deserve nothing?
 
-    No model is run: prepared answers are played, and only the model's tokenizer and template are read. Exits with 1 if
-    something is broken.
+    It plays prepared answers, without a model, in its chat template. Exits with 1 if something is broken.
     """
     from llmrl.cli import audit as command
     from llmrl.cli.evaluate import options_of
@@ -348,8 +347,7 @@ def new(
 ) -> None:
     """Start a folder of your own: a task, an environment, an agent or a training loop, with a configuration and a test.
 
-    A task asks once and scores the answer; an env answers, turn by turn; an agent is a program of yours that asks the
-    model at a URL; a loop is the training script.
+    A task scores one answer, an env has several turns, an agent is a program of yours, a loop is the training script.
     """
     from llmrl.cli.new import make_project
 
