@@ -55,12 +55,23 @@ def interval_of_mean(problem_means: Sequence[float]) -> tuple[float, float]:
     mean = sum(problem_means) / num_problems
     squares = sum((value - mean) ** 2 for value in problem_means)
     size = float(num_problems)
-    if squares and num_problems > 1:
+    if squares and min(problem_means) < max(problem_means):  # equal ones may leave a rest of rounding
         error_squared = squares / (num_problems - 1) / num_problems
         size = max(size, mean * (1 - mean) / error_squared)
+    return wilson_interval(mean, size)
+
+
+def wilson_interval(share: float, size: float) -> tuple[float, float]:
+    """Return Wilson's (1927) 95 % interval of a share that was measured on `size` independent trials.
+
+    Example:
+        >>> low, high = wilson_interval(0.5, 100)
+        >>> round(low, 3), round(high, 3)
+        (0.404, 0.596)
+    """
     shrink = 1 + _Z * _Z / size
-    centre = (mean + _Z * _Z / (2 * size)) / shrink
-    half = _Z / shrink * math.sqrt(mean * (1 - mean) / size + _Z * _Z / (4 * size * size))
+    centre = (share + _Z * _Z / (2 * size)) / shrink
+    half = _Z / shrink * math.sqrt(share * (1 - share) / size + _Z * _Z / (4 * size * size))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 

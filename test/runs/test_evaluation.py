@@ -38,6 +38,12 @@ def test_an_interval_holds_its_mean_and_stays_in_bounds(means):
     assert high > low
 
 
+@pytest.mark.parametrize("mean", [0.1, 1 / 3, 0.7, 0.9])
+def test_problems_with_the_same_mean_have_an_interval_of_their_number_whatever_its_rounding(mean):
+    low, high = interval_of_mean([mean] * 50)
+    assert high - low > 0.15  # 2 x 1.96 x sqrt(0.09 / 50) = 0.166 at 0.1 and 0.9, more between
+
+
 def test_an_interval_covers_what_it_should():
     # Problems with a difficulty of their own, several answers each: the case in which counting answers is too sure.
     import random
