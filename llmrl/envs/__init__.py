@@ -18,6 +18,8 @@ from llmrl.envs.mixed import EnvProgress, MixedEnv
 from llmrl.envs.primer import DataLoadingPrimer, RayDataLoadingPrimer
 from llmrl.envs.sampler import EndOfData, PromptSampler
 from llmrl.envs.tasks.addition import AdditionEnv, addition_problems, make_addition_env
+from llmrl.envs.tasks.code import CodeEnv, CodeReward, make_code_env
+from llmrl.envs.tasks.code_problems import code_problems
 from llmrl.envs.tasks.countdown import CountdownEnv, CountdownRewardParser, countdown_problems, make_countdown_env
 from llmrl.envs.tasks.gsm8k import GSM8KEnv, GSM8KRewardParser, make_gsm8k_env
 from llmrl.envs.tasks.guess import GuessEnv, guess_problems, make_guess_env
@@ -38,6 +40,8 @@ __all__ = [
     "AdditionEnv",
     "AgentEnv",
     "ChatEnv",
+    "CodeEnv",
+    "CodeReward",
     "CommandResult",
     "CountdownEnv",
     "CountdownRewardParser",
@@ -76,10 +80,12 @@ __all__ = [
     "ToolEnv",
     "VerifiersEnv",
     "addition_problems",
+    "code_problems",
     "command",
     "countdown_problems",
     "guess_problems",
     "make_addition_env",
+    "make_code_env",
     "make_countdown_env",
     "make_gsm8k_env",
     "make_guess_env",

@@ -12,6 +12,7 @@ from llmrl.envs import make_task_env, task_environments
 ROWS = {
     "addition": {"query": "1 + 1 =", "answer": "2"},
     "sum-of-digits": {"query": "The sum of the digits of 12 =", "answer": "3"},
+    "code": {"query": "Write solve(numbers).", "hidden": [[1], [2]], "expected": ["1", "2"]},
     "countdown": {"query": "Make 3 of 1 and 2.", "numbers": [1, 2], "target": 3},
     "gsm8k": {"question": "Two eggs and two?", "answer": "2 + 2 #### 4"},
     "math": {"problem": "1 + 1?", "answer": "2"},

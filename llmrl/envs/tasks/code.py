@@ -1,0 +1,141 @@
+"""Code: small functions, judged by hidden tests in confined interpreters."""
+
+from __future__ import annotations
+
+import functools
+import re
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+
+from llmrl.envs.tasks.code_problems import code_problems
+from llmrl.envs.tasks.task import DeclaredTaskEnv, Task, named_task
+from llmrl.rewards import RewardFn, Rubric, extract_answer
+from llmrl.sandbox.launch import PythonLimits
+from llmrl.sandbox.service import PythonExecutorService
+from llmrl.transforms import RubricReward
+
+_SECONDS = 4.0
+"""Time limit of all tests of an answer together."""
+_LIMITS = PythonLimits(
+    memory_bytes=512 << 20, cpu_seconds=_SECONDS, num_processes=8, file_bytes=1 << 20, folder_bytes=1 << 20
+)
+_FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
+_MAX_CHARACTERS = 20_000
+
+# The interpreter gets inputs and no expected values: what is not there cannot be read by the answer. The mark tells
+# results from what the answer prints.
+_PROGRAM = """
+import json
+namespace = {{}}
+exec(compile({code!r}, "answer.py", "exec"), namespace)
+for numbers in {inputs!r}:
+    try:
+        result = json.dumps(namespace["solve"](numbers))
+    except Exception:
+        result = "failed"
+    print("\\n" + {mark!r} + result, flush=True)
+"""
+
+
+@functools.cache
+def _interpreters() -> PythonExecutorService:
+    """Return the interpreters of this process, which all environments share."""
+    return PythonExecutorService(pool_size=4, timeout=_SECONDS, limits=_LIMITS, num_ready=2)
+
+
+def code_of(completion: str, *, reasoning: bool = False) -> str | None:
+    r"""Return the code of an answer: its last fenced block, or the whole answer if it has none.
+
+    Example:
+        >>> code_of("So:\n```python\ndef solve(numbers):\n    return 1\n```")
+        'def solve(numbers):\n    return 1\n'
+    """
+    answer = extract_answer(completion, reasoning=reasoning)
+    if answer is None or len(answer) > _MAX_CHARACTERS:
+        return None
+    blocks = _FENCED.findall(answer)
+    return blocks[-1] if blocks else answer
+
+
+async def run_tests(code: str, inputs: Sequence[object], expected: Sequence[str]) -> list[bool]:
+    """Return which tests a function `solve` passes; those after the time limit or the end of the process fail.
+
+    Args:
+        code: untrusted code that defines `solve`.
+        inputs: the argument of each call.
+        expected: the JSON of each result, which the code cannot read.
+
+    Raises IsolationError if this machine cannot confine code.
+    """
+    mark = secrets.token_hex(8)
+    program = _PROGRAM.format(code=code, inputs=list(inputs), mark=mark)
+    result = await _interpreters().run(program, timeout=_SECONDS)
+    given = [line.removeprefix(mark) for line in result.stdout.split("\n") if line.startswith(mark)]
+    given += ["failed"] * (len(expected) - len(given))
+    return [one == right for one, right in zip(given, expected, strict=False)]
+
+
+def partial_credit(passed: Sequence[bool], expected: Sequence[str]) -> float:
+    """Return the share of tests passed beyond what the best constant passes; 1 only if all are passed.
+
+    Example:
+        >>> partial_credit([True, True, False, False], ["0", "0", "1", "2"])
+        0.0
+    """
+    num_constant = max(Counter(expected).values())
+    if len(expected) == num_constant:
+        return float(all(passed))
+    return max(0.0, (sum(passed) - num_constant) / (len(expected) - num_constant))
+
+
+class CodeReward(RubricReward):
+    """Rewards the share of hidden tests that the answer's function passes, beyond those that a constant passes.
+
+    An answer that was cut gets 0, and one that passes all tests 1.
+
+    Args:
+        reasoning: whether the code is inside `<answer>` tags.
+
+    Raises IsolationError if this machine cannot confine code.
+
+    Example:
+        >>> CodeReward(reasoning=False).rubric.names
+        ['tests']
+    """
+
+    def __init__(self, *, reasoning: bool = False) -> None:
+        async def tests(completion: str, hidden: Sequence[object], expected: Sequence[str]) -> float:
+            code = code_of(completion, reasoning=reasoning)
+            return 0.0 if code is None else partial_credit(await run_tests(code, hidden, expected), expected)
+
+        _interpreters()  # an error of the machine is raised here, not by every answer
+        super().__init__(Rubric(RewardFn(tests), truncation_reward=0.0))
+
+
+class CodeEnv(DeclaredTaskEnv):
+    """Functions to write, judged by hidden tests; see `DeclaredTaskEnv` and `code_problems` for the arguments.
+
+    Answers run in confined interpreters (`PythonExecutorService`), with a limit of four seconds and half a gibibyte.
+    They get the inputs of the tests; results are compared outside. A custom dataset has the columns `query`, `hidden`
+    (the argument of each call of `solve`) and `expected` (the JSON of each result).
+
+    Raises IsolationError if this machine cannot confine code.
+
+    Example:
+        >>> CodeEnv().reset()[0]["history"].prompt.content[-1].splitlines()[0].partition(":")[0]
+        'Write a Python function solve(numbers) for a list of integers'
+    """
+
+    task = Task(
+        source=code_problems,
+        columns=("hidden", "expected"),
+        system_prompt="Reply with the function in one fenced block of Python, and nothing else.",
+        reward=CodeReward,
+        reasoning=False,
+    )
+
+
+make_code_env = named_task("code", "small functions of lists, judged by hidden tests in confined interpreters")(
+    CodeEnv.make
+)
