@@ -10,7 +10,7 @@ export PYTHON
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test tests test-fast lint fix lock bench docs dist clean
+.PHONY: help setup demo test tests test-fast lint fix lock bench recipes docs dist clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is:"
@@ -48,6 +48,11 @@ lock: setup ## write what is installed to constraints.txt, which the set-up then
 
 bench: setup ## benchmarks, each a ratio to a peer in the same run; one: make bench ARGS=import_time
 	@"$(BIN)/python" -m benchmarks $(or $(ARGS),all)
+
+recipes: setup ## two recipes again, inside their bands, and planted defects outside: half an hour on two cores
+	@for name in one-digit-sums alphabet-sort; do "$(BIN)/llmrl" recipe verify $$name || exit 1; done
+	@for script in test/recipes/defects/*.py; do echo "$$script must be outside:"; \
+	"$(BIN)/llmrl" recipe verify one-digit-sums train.num_steps=6 --script $$script; [ $$? -eq 1 ] || exit 1; done
 
 docs: setup ## the documentation as a site in build/site: a quarter of a minute
 	@NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict --quiet && echo "open build/site/index.html"

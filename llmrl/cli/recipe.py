@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -79,7 +80,7 @@ def run(name: Name, entries: Entries = None, seed: Seeds = None, as_json: AsJSON
         raise fail(error) from None
     except RecipeRunError as error:
         raise fail(error, exit_code=1) from None
-    _print_runs(recipe, runs, as_json)
+    _print_runs(recipe, runs, as_json, entries or [])
 
 
 @app.command()
@@ -118,7 +119,7 @@ def verify(
 ) -> None:
     """Train a recipe once more, and say whether the run is inside the band, or at which step it left.
 
-    Exits with 1 if it is outside.
+    Exits with 1 if it is outside, and with 2 if it cannot be judged.
     """
     from llmrl.recipes import curves_of, find_recipe, judge, train_seed
     from llmrl.recipes.run import RecipeRunError
@@ -131,11 +132,11 @@ def verify(
             chosen = max(recipe.seeds) + 1 if seed is None else seed
             folder = RUNS / recipe.name / time.strftime("verify-%Y%m%d-%H%M%S")
             finished = train_seed(recipe, chosen, folder, entries=entries or [], script=script)
-        curves = curves_of(recipe, finished)
-    except (ValueError, OSError, ImportError) as error:
+        curves = curves_of(recipe, finished, entries or [])
+        num_steps = recipe.config(entries or []).train.num_steps  # fewer are judged as far as they go
+        bands = {name: {step: ends for step, ends in band.items() if step <= num_steps} for name, band in bands.items()}
+    except (ValueError, OSError, ImportError, RecipeRunError) as error:
         raise fail(error) from None
-    except RecipeRunError as error:
-        raise fail(error, exit_code=1) from None
     verdict = judge(curves, bands)
     if as_json:
         print_json({"recipe": recipe.name, "run": str(finished), **asdict(verdict), "curves": curves, "bands": bands})
@@ -168,12 +169,12 @@ def _train(recipe: Recipe, seeds: list[int], entries: list[str]) -> dict[int, Pa
     return {seed: train_seed(recipe, seed, RUNS / name / f"seed-{seed}", entries=entries) for seed in seeds}
 
 
-def _print_runs(recipe: Recipe, runs: dict[int, Path], as_json: bool) -> None:
+def _print_runs(recipe: Recipe, runs: dict[int, Path], as_json: bool, entries: Sequence[str] = ()) -> None:
     from rich.table import Table
 
     from llmrl.recipes import curves_of
 
-    curves = {seed: curves_of(recipe, path) for seed, path in runs.items()}
+    curves = {seed: curves_of(recipe, path, entries) for seed, path in runs.items()}
     if as_json:
         rows = [{"seed": seed, "run": str(path), "curves": curves[seed]} for seed, path in runs.items()]
         return print_json({"recipe": recipe.name, "runs": rows})

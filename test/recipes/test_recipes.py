@@ -146,6 +146,11 @@ def test_a_recorded_recipe_judges_runs_by_the_command(own_recipe, tmp_path, take
     assert result.exit_code == 1
     assert (told["is_inside"], told["step"], told["measure"]) == (False, 3, "eval/pass@1")
 
+    begun = write_run(tmp_path / "begun", {1: 0.1, 2: 0.2}, {0: 0.04, 2: 0.1})
+    for entries, exit_code in ((["train.num_steps=2"], 0), ([], 1)):
+        command = ["recipe", "verify", str(own_recipe), "--run", str(begun), *entries]
+        assert runner.invoke(app, command).exit_code == exit_code
+
     other_problems = ["recipe", "verify", str(own_recipe), "--run", str(good), "env.options.num_digits=2"]
     result = runner.invoke(app, other_problems)
     assert result.exit_code == 2 and "the problems are not those" in " ".join(result.output.split())
@@ -156,6 +161,9 @@ def test_a_run_that_ended_early_keeps_its_last_value(own_recipe, tmp_path, takes
     curves = curves_of(Recipe.read(own_recipe), run)
     assert curves["reward_mean"] == {1: 0.9, 2: 1.0, 3: 1.0}
     assert curves["eval/pass@1"] == {0: 0.04, 3: 0.98}
+    (run / "summary.json").write_text(json.dumps({"before": {}}))
+    with pytest.raises(ValueError, match="has not ended"):
+        curves_of(Recipe.read(own_recipe), run)
 
 
 def test_a_recipe_that_was_not_recorded_judges_nothing_and_a_missing_seed_records_nothing(own_recipe, tmp_path):
