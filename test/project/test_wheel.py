@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -69,6 +70,14 @@ def test_the_wheel_has_the_scripts_configurations(installed, own_programs):
     assert str(ROOT) not in where and "site-packages" in where
     text = installed("llmrl", "train", "--help")
     assert "num_digits: 1" in text and "hardware: cpu, cpu-2ranks, cpu-4ranks, gpu1" in text
+
+
+def test_the_wheel_has_the_recipes_with_their_bands(installed, own_programs):
+    listed = json.loads(installed("llmrl", "recipe", "list", "--json"))["recipes"]
+    [sums] = [one for one in listed if one["name"] == "one-digit-sums"]
+    assert sums["after"] > 0.9
+    code = "import llmrl.runs.sft, llmrl.recipes as r; print(r.find_recipe('alphabet-sort').data_hash())"
+    assert len(installed("python", "-c", code).split()[0]) == 64
 
 
 def test_links_of_the_description_lead_to_files_of_this_version(installed, own_programs):
