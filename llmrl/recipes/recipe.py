@@ -68,15 +68,19 @@ class Recipe:
         import yaml
 
         path = folder / "recipe.yaml"
-        found = yaml.safe_load(read_text(path)) or {}
         try:
+            found = yaml.safe_load(read_text(path)) or {}
             found["stages"] = [
                 (script, tuple(map(str, entries))) for stage in found["stages"] for script, entries in stage.items()
             ]
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             recipe = cls(name=folder.name, folder=folder, **given)  # type: ignore[arg-type]
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
             raise ValueError(f"{path} is no recipe: {error}. It needs about, stages and measures.") from error
+        if not recipe.measures or isinstance(recipe.measures, str):
+            raise ValueError(
+                f"{path}: measures must be a list of metrics, such as [reward_mean], got {recipe.measures!r}."
+            )
         unknown = [script for script, _ in recipe.stages if script not in _SCRIPTS]
         if not recipe.stages or unknown:
             raise ValueError(f"{path}: stages must name the scripts {' and '.join(_SCRIPTS)}, got {unknown}.")

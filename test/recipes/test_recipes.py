@@ -180,6 +180,8 @@ def test_a_recipe_that_was_not_recorded_judges_nothing_and_a_missing_seed_record
         ("about: x\nmeasures: [a]\nstages: [{ppo: []}]", "ppo"),
         ("about: x\nmeasures: [a]\nstages: [{grpo: []}]\nseed: 1", "seed"),
         ("- 1", "no recipe"),
+        ("about: [", "no recipe"),
+        ("about: x\nmeasures: reward_mean\nstages: [{grpo: []}]", "list of metrics"),
     ],
 )
 def test_what_is_no_recipe_is_refused_with_the_file(tmp_path, text, message):
