@@ -111,7 +111,7 @@ def _commands(model: str, port: int) -> dict[str, list[str]]:
     vllm = [
         "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "tiny", "--host",
         "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "2048", "--disable-uvicorn-access-log",
-        "--max-num-seqs", "256",
+        "--max-num-seqs", "128",
     ]  # fmt: skip
     ours = ["-m", "llmrl", "serve", model, "--name", "tiny", "--port", str(port)]
     return {"llmrl": [sys.executable, *ours], "vllm": [sys.executable, *vllm]}

@@ -21,6 +21,10 @@ class EscapedError(RuntimeError):
     """User code raised a `BaseException` that is no `Exception`, which is the cause of this error."""
 
 
+class NothingLearned(RuntimeError):
+    """A run ended, and none of its steps changed the weights."""
+
+
 def as_exception(error: BaseException) -> Exception:
     """Return the error itself, or an `EscapedError` with it as the cause if loops or futures would obey it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -130,7 +131,7 @@ def verify(
         _check_data(recipe, entries or [])
         if finished is None:
             chosen = max(recipe.seeds) + 1 if seed is None else seed
-            folder = RUNS / recipe.name / time.strftime("verify-%Y%m%d-%H%M%S")
+            folder = RUNS / recipe.name / time.strftime(f"verify-%Y%m%d-%H%M%S-{os.getpid()}")
             finished = train_seed(recipe, chosen, folder, entries=entries or [], script=script)
         curves = curves_of(recipe, finished, entries or [])
         num_steps = recipe.config(entries or []).train.num_steps  # fewer are judged as far as they go

@@ -145,4 +145,7 @@ def run(settings: ServeSettings, policy: LLMWrapperBase, console: Console) -> No
             asyncio.get_running_loop().add_signal_handler(number, until.set)
         await serve(settings, policy, console, until=until)
 
+    import sys
+
+    sys.setswitchinterval(0.0005)
     asyncio.run(main())

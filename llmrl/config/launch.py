@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from llmrl._utils.arguments import nearest
+from llmrl._utils.failure import NothingLearned
 from llmrl._utils.imports import require
 from llmrl._utils.other_libraries import EXPLAINED, SYNONYMS
 from llmrl.config.dry_run import as_dry_run, plan_of
@@ -62,7 +63,10 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
             raise SystemExit(str(error)) from None
         is_composed = True
         start_ranks(config)
-        record(main)(config)
+        try:
+            record(main)(config)
+        except NothingLearned:  # the run has said why, and hydra would add a traceback
+            raise SystemExit(1) from None
         leave_ranks()
 
     try:

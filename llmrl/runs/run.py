@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 from rich.console import Console
 from tensordict import TensorDictBase
 
+from llmrl._utils.failure import NothingLearned
 from llmrl._utils.spans import trace_spans
 from llmrl._utils.terminal import printable
 from llmrl._utils.types import StateDict, Tokenizer
@@ -40,10 +41,6 @@ from llmrl.watch.live_view import LiveView
 from llmrl.watch.step_metrics import Learned
 
 Entered = TypeVar("Entered")
-
-
-class NothingLearned(RuntimeError):
-    """A run ended, and none of its steps changed the weights."""
 
 
 class _TaskLearnedError(Exception):
