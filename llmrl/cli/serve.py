@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import signal
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder, holds_run
 
 _LOOK_SECONDS = 10.0
+_SWITCH_SECONDS = 5e-4  # the engine's thread waits as long for each request that it sends while this one computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +147,9 @@ def run(settings: ServeSettings, policy: LLMWrapperBase, console: Console) -> No
             asyncio.get_running_loop().add_signal_handler(number, until.set)
         await serve(settings, policy, console, until=until)
 
-    import sys
-
-    sys.setswitchinterval(0.0005)
-    asyncio.run(main())
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        asyncio.run(main())
+    finally:
+        sys.setswitchinterval(before)
