@@ -39,11 +39,11 @@ def list_recipes(as_json: AsJSON = False) -> None:
     recipes = known_recipes().values()
     if as_json:
         return print_json({"recipes": [_facts(recipe) for recipe in recipes]})
-    table = Table("recipe", "measure", "before", "after", "seeds", "minutes", "machine")
+    shown = ("measure", "before", "after", "seeds", "minutes", "machine")
+    table = Table("recipe", *shown)
     for recipe in recipes:
         facts = _facts(recipe)
-        table.add_row(*(str(facts[name]) for name in ("name", "measure", "before", "after", "seeds", "minutes")),
-                      str(facts["machine"]))  # fmt: skip
+        table.add_row(*(str(facts[name]) for name in ("name", *shown)))
     console.print(table)
 
 

@@ -85,7 +85,7 @@ def padded_like(
     """
     if has_entry(tensordict, ATTENTION_MASK_KEY):
         masks = flat_batch(tensordict).get(ATTENTION_MASK_KEY, as_list=True)
-        return [_at_real_tokens(row, mask.bool()) for row, mask in zip(rows, masks, strict=True)]
+        return [_at_real_tokens(row, mask.bool().to(row.device)) for row, mask in zip(rows, masks, strict=True)]
     return list(pad_sequence(list(rows), batch_first=True, padding_side="left")) if pad_left else list(rows)
 
 
@@ -128,10 +128,8 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
     elif len({row.shape for row in rows}) == 1 and not _is_padded(tensordict, rows):
         tensordict.set(key, torch.stack(list(rows)).reshape(*shape, *rows[0].shape))
     elif has_padding_mask(tensordict):
-        is_real = tensordict.get(ATTENTION_MASK_KEY).bool().to(rows[0].device)
-        padded = torch.zeros(*is_real.shape, *rows[0].shape[1:], dtype=rows[0].dtype, device=rows[0].device)
-        padded[is_real] = torch.cat(list(rows))
-        tensordict.set(key, padded)
+        padded = torch.stack(padded_like(tensordict, rows))
+        tensordict.set(key, padded.reshape(*shape, *padded.shape[1:]))
     elif holder is None and not isinstance(key, str) and len(key) > 1:
         tensordict.set(key[0], restacked([tensordict_of({}) for _ in rows], shape))
         write_column(tensordict, key, rows)
