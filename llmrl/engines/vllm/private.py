@@ -96,6 +96,7 @@ _NAMES = {
     "v1.structured_output.backend_types": ("StructuredOutputOptions",),
     "v1.structured_output.backend_xgrammar": ("XgrammarBackend", "has_xgrammar_unsupported_json_features"),
     "v1.executor.multiproc_executor": ("MultiprocExecutor",),
+    "v1.metrics.loggers": ("PrometheusStatLogger",),
 }
 # Class of vLLM -> its methods and fields that weight updates use.
 _MEMBERS = {
@@ -177,6 +178,10 @@ def all_stop_token_ids(llm: AsyncLLM, params: SamplingParams) -> set[int]:
 async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM:
     """Start the engine; `stat_logger` receives statistics of each step."""
     llm = _find("AsyncLLM").from_engine_args(arguments, stat_loggers=[lambda config, index: stat_logger])
+    manager = getattr(llm, "logger_manager", None)
+    if manager is not None:  # vLLM's Prometheus metrics are shown by its own server alone, and cost time in each step
+        prometheus = _find("PrometheusStatLogger")
+        manager.stat_loggers[:] = [logger for logger in manager.stat_loggers if not isinstance(logger, prometheus)]
     if "weight_versions" not in _find("CompletionOutput").__dataclass_fields__:
         _report_versions(llm)
     vars(llm)[_SEGMENTS] = _segments_of(llm)
