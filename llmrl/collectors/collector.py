@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal, TypedDict
 
 from tensordict import TensorDictBase
@@ -66,8 +67,9 @@ class LLMCollector(KnownArguments, BatchCollector):
     - `tokens_per_batch`: complete groups, at least one, as training rows with at most this number of tokens in total;
       a group that does not fit goes to the next batch, and its staleness grows with each update in between;
     - `dialog_turns_per_batch`: this number of turns `[num_turns]`, each with its `next`;
-    - `yield_completed_trajectories`: one finished conversation `[num_turns]`, or enough for `dialog_turns_per_batch`;
-    - `yield_only_last_steps`: the last turn of one finished conversation, or of `dialog_turns_per_batch` of them.
+    - `yield_completed_trajectories`: finished conversations with at least `dialog_turns_per_batch` turns `[num_turns]`;
+    - `yield_only_last_steps`: the last turns of `dialog_turns_per_batch` finished conversations. For these two it is by
+      default the size of the environment's batch: 1 for an environment without one.
 
     No conversation waits for another between turns. By default only the groups that a batch needs are started, and
     dropped groups are replaced. Nothing is then in flight between two batches, so batches are on-policy if weights are
@@ -164,7 +166,6 @@ class LLMCollector(KnownArguments, BatchCollector):
             )
         if queue is not None and replay_buffer is not None:
             raise ValueError("batches go to a replay_buffer or to a queue: pass one of them.")
-        per_batch = shape.size if shape.kind != "tokens" else 8
         source: CollectorSource
         limits = RolloutLimits() if limits is None else limits
         self.policy_version_tracker: PolicyVersion | None = None
@@ -176,7 +177,10 @@ class LLMCollector(KnownArguments, BatchCollector):
         else:
             self.policy: LLMWrapperBase = make_policy()
             self.env: EnvBase | MixedEnv = env if isinstance(env, EnvBase | MixedEnv) else env()
+            if dialog_turns_per_batch is None and not shape.is_grouped and isinstance(self.env, EnvBase):
+                shape = replace(shape, size=max(1, self.env.batch_size.numel()))
             source = self._local_source(shape, limits, track_policy_version)
+        per_batch = shape.size if shape.kind != "tokens" else 8
         in_flight = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
         if (num_given or in_flight) < source.num_players:
             raise ValueError(

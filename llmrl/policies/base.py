@@ -110,6 +110,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             from transformers import AutoTokenizer
 
             tokenizer = cast(Tokenizer, AutoTokenizer.from_pretrained(tokenizer))
+        if chat_template is None and tokenizer is not None:
+            chat_template = self._template_of(tokenizer)
         self.generate = generate
         self.input_mode = input_mode
         self.input_key = (input_mode, "prompt" if generate else "full") if input_key is None else input_key
@@ -145,6 +147,10 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         if renderer is not None:
             stop_token_ids = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *renderer.stop_token_ids)))
             self.sampling = self.sampling.with_changes(stop_token_ids=stop_token_ids)
+
+    def _template_of(self, tokenizer: Tokenizer) -> str | None:
+        """Return the template in place of a tokenizer's own, or None: no template is guessed for a model."""
+        return None
 
     @property
     def return_history(self) -> bool:

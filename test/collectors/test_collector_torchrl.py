@@ -100,6 +100,14 @@ def test_an_environment_of_any_batch_size_is_played(renderer):
     assert env.batch_size == () and not env.batch_locked and env.reset().batch_size == ()
 
 
+def test_finished_conversations_come_as_many_as_the_environment_has(renderer):
+    engine = ScriptedEngine(["1<|im_end|>"], encode=renderer.encode)
+    env = DatasetChatEnv(["7 + 8 =", "1 + 1 ="], batch_size=2).append_transform(StepCounter(1))
+    policy = LLMWrapperBase(engine, renderer=renderer)
+    with LLMCollector(env, policy=policy, yield_only_last_steps=True) as collector:
+        assert collector.dialog_turns_per_batch == 2 and collector.next().batch_size == (2,)
+
+
 def test_reset_at_each_iter_begins_every_batch_with_new_conversations(make_collector):
     with make_collector(dialog_turns_per_batch=4, reset_at_each_iter=True) as collector:
         for version in range(3):

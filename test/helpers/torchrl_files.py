@@ -38,6 +38,7 @@ FILES = (
 )
 _AREAS = "data|envs|modules|objectives|collectors|weight_update"
 _DATA = {"_CHAT_TEMPLATES"}  # private names of what is data
+_HERE = {"_frames", "_has_exclusive_keys"}  # private attributes that llmrl and tensordict have
 LLM_NAME = re.compile(rf"(?<![.\0])\btorchrl\.({_AREAS})\.llm\b")
 
 
@@ -139,7 +140,7 @@ def names_that_cases_use(text: str, kept: set[str]) -> dict[str, tuple[set[str],
                 names |= {one.arg for one in inner if isinstance(one, ast.arg)} & kept
                 read = {one.attr for one in inner if isinstance(one, ast.Attribute) and not is_of_self(one)}
                 read |= {one.value for one in inner if isinstance(one, ast.Constant) and isinstance(one.value, str)}
-                private = {one for one in read if re.fullmatch(r"_[a-z]\w+", one)}
+                private = {one for one in read if re.fullmatch(r"_[a-z]\w+", one)} - _HERE
                 found[prefix + node.name] = (names - _DATA, private)
 
     look(tree.body, "")

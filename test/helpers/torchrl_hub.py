@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ _GSM8K = [
     ("A pen costs 2 dollars. How much do 9 pens cost?", "2 * 9 = 18", 18),
     ("Of 50 apples 20 are red. How many are not?", "50 - 20 = 30", 30),
 ]
+SUMS = [(f"{a} + {b} =", "a sum", a + b) for a in range(10) for b in range(10)]
 _IFEVAL = {
     "key": 1000,
     "prompt": "Write a riddle about a house that is not a house, in at least 400 words, with a title in <<brackets>>.",
@@ -89,18 +90,31 @@ def pytest_configure(config):
     serve_rows()
 
 
-def serve_rows() -> None:
-    """Let `datasets.load_dataset` return a few rows for the names of the hub."""
+def serve_rows(problems: Sequence[tuple[str, str, int]] = _GSM8K) -> None:
+    """Let `datasets.load_dataset` return a few rows for the names of the hub; problems of GSM8K are given."""
     import datasets
 
     def load_dataset(path, *arguments, split=None, **options):
         rows = [_IFEVAL] * 4
         if "gsm8k" in path.lower():
-            rows = [{"question": question, "answer": f"{way}\n#### {answer}"} for question, way, answer in _GSM8K]
+            rows = [{"question": question, "answer": f"{way}\n#### {answer}"} for question, way, answer in problems]
         data = datasets.Dataset.from_list(rows)
         return data if split else datasets.DatasetDict(train=data, test=data)
 
     datasets.load_dataset = load_dataset
+
+
+def print_metrics() -> None:
+    """Let TorchRL's scripts print what they log, a line of JSON each time."""
+    from torchrl.record.loggers.wandb import WandbLogger
+
+    log = WandbLogger.log_metrics
+
+    def log_metrics(self, metrics, *arguments, **options):
+        print("metrics", json.dumps({name: float(value) for name, value in metrics.items()}), flush=True)
+        return log(self, metrics, *arguments, **options)
+
+    WandbLogger.log_metrics = log_metrics
 
 
 @pytest.fixture(autouse=True)

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from torchrl.envs import Compose, RewardClipping, RewardScaling, RewardSum, StepCounter, TransformedEnv, transforms
+from torchrl.envs import (
+    AsyncEnvPool,
+    Compose,
+    RewardClipping,
+    RewardScaling,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+    transforms,
+)
 
 from llmrl.data import ChatHistory, History
 from llmrl.envs import ChatEnv, DatasetChatEnv
 from llmrl.objectives import SFTLoss
+from llmrl.policies import LLMWrapperBase, vLLMWrapper
+from llmrl.testing import ScriptedEngine
+from llmrl.torchrl.collectors import llm as torchrl_collectors
 from llmrl.torchrl.envs import VecNormV2
 from llmrl.torchrl.envs import llm as torchrl_envs
 from llmrl.torchrl.envs.llm.transforms import AddThinkingPrompt
+from llmrl.torchrl.modules import llm as torchrl_modules
 from llmrl.transforms import IncrementalTokenizer, PolicyVersion, RubricReward
 
 
@@ -148,6 +163,44 @@ def test_a_task_of_torchrls_takes_apply_template_and_scores_an_answer(tokenizer)
         torchrl_envs.DatasetChatEnv([row], apply_templates=True)
     with pytest.raises(TypeError, match="'ray_backend': use a ChatEnv with a RayDataLoadingPrimer"):
         torchrl_envs.DatasetChatEnv([row], ray_backend=True)
+
+
+def test_a_loader_of_torchrls_takes_the_one_order_of_repeats():
+    rows = [{"query": "7 + 8 ="}, {"query": "1 + 1 ="}]
+    env = torchrl_envs.ChatEnv.from_dataloader(rows, repeats=2, group_repeats=True, batch_size=(4,))
+    assert list(env.reset()["query"]) == ["7 + 8 ="] * 2 + ["1 + 1 ="] * 2
+    with pytest.raises(TypeError, match="'group_repeats': draws of a prompt always follow each other"):
+        torchrl_envs.ChatEnv.from_dataloader(rows, repeats=2, group_repeats=False)
+
+
+def test_a_collector_of_torchrls_takes_a_pool_of_environments(renderer):
+    def make_env():
+        env = torchrl_envs.ChatEnv.from_dataloader([{"query": "7 + 8 ="}, {"query": "1 + 1 ="}], batch_size=(1,))
+        return env.append_transform(StepCounter(2))
+
+    pool = AsyncEnvPool([make_env] * 3, backend="threading", stack="lazy")
+    policy = LLMWrapperBase(ScriptedEngine(["1<|im_end|>"], encode=renderer.encode), renderer=renderer)
+    arguments = {"dialog_turns_per_batch": 3, "yield_only_last_steps": True, "total_dialog_turns": 4}
+    with torchrl_collectors.LLMCollector(pool, policy=policy, **arguments) as collector:
+        assert collector.max_concurrent_rollouts == 3
+        batches = list(collector)
+    pool.close()
+    assert [batch["query"] for batch in batches] == [["7 + 8 ="], ["1 + 1 ="]]
+
+
+@pytest.mark.filterwarnings("ignore:The chat template of")
+def test_a_wrapper_of_torchrls_has_its_template_for_a_tokenizer_without_one(tokenizer):
+    from torchrl.data.llm import History as TheirHistory
+
+    base = copy.deepcopy(tokenizer)
+    base.chat_template, base.name_or_path = None, "gpt2"
+    chat = [{"role": "user", "content": "7 + 8 ="}]
+    policy = torchrl_modules.vLLMWrapper(ScriptedEngine([[1]]), tokenizer=base)
+    rendered = base.decode(policy.renderer.render(chat, add_generation_prompt=True))
+    theirs = TheirHistory.from_chats([chat]).apply_chat_template(tokenizer=base, add_generation_prompt=True)
+    assert rendered == theirs[0]
+    with pytest.raises(ValueError, match="no chat template and none is guessed"):
+        vLLMWrapper(ScriptedEngine([[1]]), tokenizer=base)
 
 
 @pytest.mark.filterwarnings("ignore:Support of VecNormV2")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmrl.collectors import LLMCollector, RayLLMCollector
+from llmrl.collectors import RayLLMCollector
+from llmrl.torchrl.collectors.collector import LLMCollector
 from llmrl.torchrl.names import namespace
 
 __all__ = ["LLMCollector", "RayLLMCollector"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase, tensorclass
 from torchrl.data import Composite, Unbounded
+from torchrl.envs import EnvBase
 
 from llmrl import envs
 from llmrl._utils.arguments import refuse_unknown
@@ -145,51 +146,58 @@ class IfEvalScorer(envs.IfEvalScorer):
 _ACCURACIES = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
 
 
-class _TakesApplyTemplate:
-    """Ignores `apply_template=`, as TorchRL does: the policy renders."""
+class _TakesFixed:
+    """Takes arguments that have one value here and refuses others; `apply_template=` is ignored, as in TorchRL."""
 
-    def __new__(cls, *args: object, apply_template: bool | None = None, **options: object) -> Self:
-        return super().__new__(cls, *args, **options)
+    _fixed: ClassVar = {"group_repeats": True, "ray_backend": False}
 
-    def __init__(self, *args: object, apply_template: bool | None = None, **options: object) -> None:
-        super().__init__(*args, **options)
+    def __new__(cls, *args: object, **options: object) -> Self:
+        return super().__new__(cls, *args, **cls._others(options))
 
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **self._others(options))
 
-class _TakesRayBackend(_TakesApplyTemplate):
-    """Takes `ray_backend=False`, too, which is so here; true is refused."""
-
-    def __new__(cls, *args: object, ray_backend: bool = False, **options: object) -> Self:
-        if ray_backend:
-            refuse_unknown(cls.__name__, ["ray_backend"], (), instead_of(cls.__name__))
-        return super().__new__(cls, *args, **options)  # type: ignore[arg-type]
-
-    def __init__(self, *args: object, ray_backend: bool = False, **options: object) -> None:
-        super().__init__(*args, **options)  # type: ignore[arg-type]
+    @classmethod
+    def _others(cls, options: dict[str, object]) -> dict[str, object]:
+        for name, value in cls._fixed.items():
+            if options.get(name, value) is not value:
+                refuse_unknown(cls.__name__, [name], (), instead_of(cls.__name__))
+        return {name: value for name, value in options.items() if name not in {*cls._fixed, "apply_template"}}
 
 
-class DatasetChatEnv(_TakesRayBackend, envs.DatasetChatEnv):
-    """`llmrl.envs.DatasetChatEnv`, which also takes `apply_template=` and `ray_backend=False`."""
+class ChatEnv(envs.ChatEnv):
+    """`llmrl.envs.ChatEnv`, whose `from_dataloader` also takes `group_repeats=True`."""
+
+    @classmethod
+    def from_dataloader(cls, dataloader: Iterable[object], *, repeats: int = 1, **options: object) -> EnvBase:
+        """Return a `DatasetChatEnv` over the rows of a data loader."""
+        return DatasetChatEnv.from_dataloader(dataloader, repeats=repeats, **options)
 
 
-class GSM8KEnv(_TakesRayBackend, envs.GSM8KEnv):
-    """`llmrl.envs.GSM8KEnv`, which also takes `apply_template=` and `ray_backend=False`."""
+class DatasetChatEnv(_TakesFixed, envs.DatasetChatEnv):
+    """`llmrl.envs.DatasetChatEnv`, with the arguments of `_TakesFixed`."""
+
+
+class GSM8KEnv(_TakesFixed, envs.GSM8KEnv):
+    """`llmrl.envs.GSM8KEnv`, with the arguments of `_TakesFixed`."""
 
     task = dataclasses.replace(envs.GSM8KEnv.task, reward=GSM8KRewardParser)
 
 
-class IFEvalEnv(_TakesRayBackend, envs.IFEvalEnv):
-    """`llmrl.envs.IFEvalEnv`, which also takes `apply_template=` and `ray_backend=False`."""
+class IFEvalEnv(_TakesFixed, envs.IFEvalEnv):
+    """`llmrl.envs.IFEvalEnv`, with the arguments of `_TakesFixed`."""
 
     task = dataclasses.replace(envs.IFEvalEnv.task, reward=IfEvalScorer)
 
 
-class MATHEnv(_TakesRayBackend, envs.MATHEnv):
-    """`llmrl.envs.MATHEnv`, which also takes `apply_template=` and `ray_backend=False`."""
+class MATHEnv(_TakesFixed, envs.MATHEnv):
+    """`llmrl.envs.MATHEnv`, with the arguments of `_TakesFixed`."""
 
     task = dataclasses.replace(envs.MATHEnv.task, reward=MATHRewardParser)
 
 
-class CountdownEnv(_TakesApplyTemplate, envs.CountdownEnv):
-    """`llmrl.envs.CountdownEnv`, which also takes `apply_template=`."""
+class CountdownEnv(_TakesFixed, envs.CountdownEnv):
+    """`llmrl.envs.CountdownEnv`, with the arguments of `_TakesFixed`."""
 
+    _fixed: ClassVar = {"group_repeats": True}
     task = dataclasses.replace(envs.CountdownEnv.task, reward=CountdownRewardParser)

@@ -1,9 +1,10 @@
-"""TorchRL's wrappers with what its calls ask of them: a `vllm.LLM`, scores by vLLM, and arguments of batching."""
+"""TorchRL's wrappers with what its calls need: a `vllm.LLM`, scores by vLLM, templates, arguments of batching."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import warnings
 from typing import TYPE_CHECKING, Self
 
 from tensordict import TensorDictBase
@@ -11,7 +12,9 @@ from tensordict import TensorDictBase
 from llmrl import policies, trainer
 from llmrl._utils.arguments import keywords_of, refuse_unknown
 from llmrl._utils.asynchronous import run_sync
+from llmrl._utils.types import Tokenizer
 from llmrl.data import LogProbs
+from llmrl.data.templated_text import template_of_model
 from llmrl.engines import Engine
 from llmrl.engines.scores import ScoresTokens, TokenScores
 from llmrl.policies.scored_rows import ScoresRows
@@ -23,8 +26,11 @@ if TYPE_CHECKING:
 _BATCHING = {"batching", "batching_timeout", "max_batch_size", "min_batch_size"}
 
 
-class _TakesBatching:
-    """Ignores TorchRL's arguments of batching: an engine batches the requests of all threads."""
+class _LikeTorchRL:
+    """Ignores TorchRL's arguments of batching, and has its templates for tokenizers without one.
+
+    An engine batches the requests of all threads.
+    """
 
     _takes: tuple[str, ...]
 
@@ -35,6 +41,13 @@ class _TakesBatching:
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **_others(options))
 
+    def _template_of(self, tokenizer: Tokenizer) -> str | None:
+        name = str(getattr(tokenizer, "name_or_path", ""))
+        template = template_of_model(name, has_own=bool(getattr(tokenizer, "chat_template", None)))
+        if template is not None:
+            warnings.warn(f"The chat template of {name!r} is chosen by its name; chat_template= says it.", stacklevel=2)
+        return template
+
     def cleanup_batching(self) -> None:
         """Do nothing: nothing waits for other requests."""
 
@@ -43,7 +56,7 @@ def _others(options: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in options.items() if name not in _BATCHING}
 
 
-class TransformersWrapper(_TakesBatching, trainer.TransformersWrapper):
+class TransformersWrapper(_LikeTorchRL, trainer.TransformersWrapper):
     """`llmrl.trainer.TransformersWrapper`, which also takes TorchRL's arguments of batching."""
 
     _takes = keywords_of(trainer.TransformersWrapper.__init__) or ()
@@ -79,7 +92,7 @@ class _ScoresByEngine(policies.vLLMWrapper, ScoresRows):
         return self._returned(tensordict, scored, ())
 
 
-class vLLMWrapper(_TakesBatching, _ScoresByEngine):
+class vLLMWrapper(_LikeTorchRL, _ScoresByEngine):
     """`llmrl.policies.vLLMWrapper`, which also takes a `vllm.LLM` and batching's arguments, and may score.
 
     A `vllm.LLM` generates what waits in one call; an `AsyncVLLM` is faster, and takes new weights.

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from llmrl.data import as_nested_tensor, as_padded_tensor
 from llmrl.envs import (
-    ChatEnv,
     DataLoadingPrimer,
     GSM8KPrepareQuestion,
     LLMEnv,
@@ -17,6 +16,7 @@ from llmrl.envs import (
     make_mlgym,
 )
 from llmrl.torchrl.envs.tasks import (
+    ChatEnv,
     CountdownEnv,
     CountdownRewardParser,
     DatasetChatEnv,

@@ -1,0 +1,27 @@
+"""TorchRL's collector with what its calls need: a pool of environments."""
+
+from __future__ import annotations
+
+import inspect
+
+from torchrl.envs import AsyncEnvPool, EnvBase
+
+from llmrl import collectors
+
+
+class LLMCollector(collectors.LLMCollector):
+    """`llmrl.collectors.LLMCollector`, which also takes an `AsyncEnvPool`: as many rollouts of its first environment.
+
+    Finished conversations are then yielded one by one.
+    """
+
+    __signature__ = inspect.signature(collectors.LLMCollector.__init__)
+
+    def __init__(self, env: object, *arguments: object, **options: object) -> None:
+        if isinstance(env, AsyncEnvPool):
+            options.setdefault("max_concurrent_rollouts", env.num_envs)
+            if options.get("yield_completed_trajectories") or options.get("yield_only_last_steps"):
+                options["dialog_turns_per_batch"] = 1
+            first = env.env_makers[0]
+            env = first if isinstance(first, EnvBase) else first()
+        super().__init__(env, *arguments, **options)  # type: ignore[arg-type]
