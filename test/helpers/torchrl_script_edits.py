@@ -6,9 +6,10 @@ GRPO = ("grpo-sync.py", "grpo-async.py")
 EXPERT = ("expert-iteration-sync.py", "expert-iteration-async.py")
 UTILS = ("grpo_utils.py", "ei_utils.py")
 ALL = (*GRPO, *EXPERT, *UTILS)
+_HUB = "import hydra\nimport torchrl_hub\n\ntorchrl_hub.serve_rows(torchrl_hub.SUMS)\ntorchrl_hub.print_metrics()\n"
 # (files, old, new) of what this machine lacks: GPUs, rows of the hub.
 MACHINE: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    ((*GRPO, *EXPERT), "import hydra\n", "import hydra\nimport torchrl_hub\n\ntorchrl_hub.serve_rows()\n"),
+    ((*GRPO, *EXPERT), "import hydra\n", _HUB),
     ((*GRPO, *EXPERT), "if not torch.cuda.is_available():", "if False:"),
     ((*GRPO, *EXPERT), '    torch.set_default_device("cuda:0")\n', ""),
     (GRPO, '"cuda",\n', '"cpu",\n'),
@@ -16,6 +17,8 @@ MACHINE: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (GRPO, 'torch.device(f"cuda:{devices[0]}" if devices else "cuda:0")', 'torch.device("cpu")'),
     (EXPERT, "train_device = devices[0]", 'train_device = "cpu"'),
     ((*GRPO, *EXPERT), '["num_gpus"] = device_config["ray_num_gpus"]', '["num_gpus"] = 0'),
+    # A model of 135M parameters adds without thinking, or not at all.
+    (UTILS, "env = GSM8KEnv(**common_kwargs", "env = GSM8KEnv(reasoning=False, **common_kwargs"),
     (UTILS, 'f"cuda:{train_devices[0]}"', '"cpu"'),
     (UTILS, 'f"cuda:{ref_devices[0]}"', '"cpu"'),
 )
@@ -66,8 +69,8 @@ LLMRL: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     ),
     (
         ("grpo_utils.py",),
-        "Env(**common_kwargs, ray_backend=True)",
-        "Env(**common_kwargs)",
+        ", ray_backend=True)",
+        ")",
         "the collector draws the rows",
     ),
     (
@@ -102,6 +105,12 @@ LLMRL: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
         "        weight_updater=None,  # We'll create this after getting the remote LLM\n",
         "",
         "arguments of `RayLLMCollector`",
+    ),
+    (
+        ("grpo-sync.py",),
+        "    sender.register_collector(collector)\n",
+        "",
+        "the collector reads the engine's version",
     ),
     (
         ("grpo-sync.py", "expert-iteration-sync.py"),

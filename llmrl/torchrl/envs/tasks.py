@@ -166,7 +166,7 @@ class _TakesFixed:
 
 
 class ChatEnv(envs.ChatEnv):
-    """`llmrl.envs.ChatEnv`, whose `from_dataloader` also takes `group_repeats=True`."""
+    """`llmrl.envs.ChatEnv` with a `from_dataloader` that also takes `group_repeats=True`."""
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], *, repeats: int = 1, **options: object) -> EnvBase:
