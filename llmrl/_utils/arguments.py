@@ -61,19 +61,35 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
     """Return the keywords of a function, including those of a typed `**options`; None if it takes any keyword."""
     names: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in parameters_of(function).values():
         if parameter.kind is parameter.VAR_KEYWORD:
             if parameter.annotation == "Never":  # unknown arguments that the function refuses itself
                 continue
             # The other annotations may have names that only type checkers import.
             alone = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-            hint = get_type_hints(alone, inspect.unwrap(function).__globals__).get(parameter.name)
+            names_of_module = getattr(inspect.unwrap(_called(function)), "__globals__", {})  # a function in C has none
+            hint = get_type_hints(alone, names_of_module).get(parameter.name)
             if get_origin(hint) is not Unpack:
                 return None
             names += get_args(hint)[0].__annotations__
-        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name != "self":
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
             names.append(parameter.name)
     return tuple(names)
+
+
+def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function or of a class, whose metaclass is not asked; `self` is left out."""
+    parameters = inspect.signature(_called(function)).parameters
+    return {name: parameter for name, parameter in parameters.items() if name != "self"}
+
+
+def _called(function: Callable[..., object]) -> Callable[..., object]:
+    """Return the function that reads the arguments."""
+    if isinstance(function, functools.partial):
+        return _called(function.func)
+    if isinstance(function, type) and "__signature__" not in vars(function):
+        return getattr(function, "__init__")  # noqa: B009  # that of a class
+    return function
 
 
 def check_least(least: float, **values: float | None) -> None:
@@ -107,7 +123,7 @@ class KnownArguments:
     """Base of classes that refuse unknown keywords before they do anything else."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        called: Callable[..., object] = cls if "__signature__" in vars(cls) else cls.__init__
+        called: Callable[..., object] = cls
         known = keywords_of(called)
         if known is not None:
             refuse_unknown(cls.__name__, kwargs, known, instead_of(*(base.__name__ for base in cls.__mro__)))

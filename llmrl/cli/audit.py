@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,19 +10,17 @@ from rich.console import Console
 from rich.table import Table
 from torchrl.envs import EnvBase
 
+from llmrl._utils.arguments import parameters_of
 from llmrl._utils.types import JSON
 from llmrl.audit import Audit, audit
 from llmrl.cli.models import make_chat_renderer, model_path
 from llmrl.envs import make_task_env
-from llmrl.envs.tasks.registry import load_function
-from llmrl.envs.tasks.task import TASKS
+from llmrl.envs.tasks.registry import find_env
 
 
 def splits_of(name: str) -> tuple[str, ...]:
     """Return the splits to compare: one if the environment's function takes no split."""
-    file, _, function = name.rpartition(":")
-    make = load_function(Path(file), function) if file.endswith(".py") else TASKS.get(name, (make_task_env, ""))[0]
-    return ("train", "test") if "split" in inspect.signature(make).parameters else ("train",)
+    return ("train", "test") if "split" in parameters_of(find_env(name).make) else ("train",)
 
 
 def run_audit(

@@ -51,6 +51,7 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
     from torch.distributed.elastic.multiprocessing.errors import record
 
     register_schemas()
+    sys.argv[1:] = [entry for word in sys.argv[1:] for entry in _entries_of(word)]
     path = (Path(main.__code__.co_filename).parent / config_path).resolve()
     is_composed = False
 
@@ -80,6 +81,18 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
             for hint in hints(sys.argv[1:], config_type):
                 print(hint, file=sys.stderr)
         raise
+
+
+def _entries_of(word: str) -> list[str]:
+    """Return the entries of `task=NAME`, where NAME is an environment without a file of its own.
+
+    Example:
+        >>> _entries_of("task=gsm8k"), _entries_of("task=mypackage/thing")
+        (['task=gsm8k'], ['task=own', 'env.name=mypackage/thing'])
+    """
+    name = word.removeprefix("task=")
+    is_file = name == word or not {"/", ":"} & set(name)
+    return [word] if is_file else ["task=own", f"env.name={name}"]
 
 
 def register_schemas() -> None:

@@ -71,7 +71,7 @@ class EnvConfig(Section):
 
     section: ClassVar[str] = "env"
     name: str = field(metadata=NAMED)
-    """Name of the task, such as `addition` or `gsm8k`."""
+    """Name of the environment, such as `addition`, `PACKAGE/NAME`, `verifiers:TASKSET` or `FILE.py:FUNCTION`."""
     data: Any = None
     """A file, folder or hub name instead of the task's own problems."""
     train_split: str = field(default="train", metadata=NAMED)

@@ -17,7 +17,7 @@ from rich.table import Table
 from llmrl._utils.files import write_atomically
 from llmrl._utils.types import JSON
 from llmrl.config.sections import EnvConfig
-from llmrl.envs import task_environments
+from llmrl.envs.tasks.registry import is_env_name
 from llmrl.runs.run_folder import RunFolder
 
 
@@ -121,7 +121,7 @@ def print_next_steps(console: Console, folder: RunFolder, resume_command: str, e
     """
     path = shlex.quote(str(folder.path))
     measure = ""
-    if env is not None and (env.name in task_environments() or ".py:" in env.name):
+    if env is not None and is_env_name(env.name):
         options = [f"{name}={value}" for name, value in env.options.items()]
         measure = shlex.join(["llmrl", "eval", "--model", str(folder.path), "--env", env.name, *options])
     lines = (

@@ -305,9 +305,9 @@ def test_an_environment_of_ones_own_is_a_file_and_a_function(tmp_path):
     assert env.reset()["history"].prompt.content[-1] == "test True" and env.prompts.num_samples == 3
     for name, options, error, words in (
         (f"{own}:mak", {}, ValueError, "it has make, is_right, nothing"),
-        (f"{own}:nothing", {}, TypeError, "must give an environment"),
+        (f"{own}:nothing", {}, TypeError, "must be an EnvBase"),
         (f"{own}:make", {"hrad": True}, TypeError, "did you mean 'hard'"),
-        (f"{own}:make", {"data": "rows.jsonl"}, ValueError, "has no parameter data"),
+        (f"{own}:make", {"data": "rows.jsonl"}, ValueError, "takes no data"),
         (f"{tmp_path}/none.py:make", {}, FileNotFoundError, "there is no file"),
     ):
         with pytest.raises(error, match=words):

@@ -114,5 +114,5 @@ def test_makers_are_alike():
 def test_an_unknown_option_of_a_verifiers_environment_is_refused_before_anything_is_installed():
     with pytest.raises(TypeError, match="'requirement'; did you mean 'requirements'"):
         make_task_env("verifiers:mine", requirement=["mine"])
-    with pytest.raises(ValueError, match="select="):
+    with pytest.raises(ValueError, match="takes no data"):
         make_task_env("verifiers:mine", data="rows.jsonl")

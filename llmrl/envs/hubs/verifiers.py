@@ -48,7 +48,8 @@ class VerifiersEnv(AgentEnv):
             verifiers itself is always installed.
         config: configuration of the environment, as under `[env]` of verifiers' files: `taskset`, seats, judges.
         select: which tasks to take, as verifiers' `select`, such as `{"include": {"idx": ["0:100"]}}`.
-        split: value of the taskset's own field `split` or `dataset_split`; a taskset without one has only `train`.
+        split: value of the taskset's own field `split` or `dataset_split`; a taskset without one has only `train`. Also
+            the prefix of group ids, unless `name` is given.
         timeout_seconds: time limit of an episode, which truncates its rollouts.
         open_seconds: time limit for the worker to start and to load the package.
         host, port, public_url: see `AgentEnv`.
@@ -92,6 +93,7 @@ class VerifiersEnv(AgentEnv):
             "split": split,
         }
         self._workers = _Workers((_VERIFIERS, "uv", *requirements), opening, open_seconds)
+        draws.setdefault("name", split or "train")
         self.timeout_seconds = timeout_seconds
         """Time limit of an episode."""
         rows = _Rows(self._workers)

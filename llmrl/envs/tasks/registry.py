@@ -1,20 +1,43 @@
-"""Task environments by name, for configurations and the command line."""
+"""Environments by name: tasks of llmrl, other libraries', installed packages' and files of one's own."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
 from torchrl.envs import EnvBase
 
-from llmrl._utils.arguments import keywords_of, nearest, refuse_unknown
+from llmrl._utils.arguments import keywords_of, nearest, parameters_of, refuse_unknown
+from llmrl._utils.failure import describe
 from llmrl.envs.hubs.verifiers import VerifiersEnv
 from llmrl.envs.tasks.task import TASKS, Dataset
 
-_VERIFIERS = "verifiers:"
+ENTRY_POINTS = "llmrl.environments"
+"""Group of entry points by which an installed package announces environments."""
+
+HUBS: Mapping[str, tuple[Callable[..., EnvBase], str]] = {
+    "verifiers": (VerifiersEnv, "TASKSET, an environment of verifiers, in a process of its own"),
+}
+"""Maker and description of the names that begin with `KEY:`; the rest of the name is the maker's first argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedEnv:
+    """What makes the environment of a name."""
+
+    name: str
+    make: Callable[..., object]
+    origin: str
+    """`llmrl`, the library, the distribution and its version, or the file."""
+    about: str = ""
+    is_foreign: bool = False
+    """Whether `make` need not take `split`, `repeats`, `data` and `seed`."""
 
 
 def task_environments() -> dict[str, str]:
@@ -27,15 +50,97 @@ def task_environments() -> dict[str, str]:
     return {name: line for name, (_, line) in TASKS.items()}
 
 
+def announced_environments() -> dict[str, EntryPoint]:
+    """Return the environments that installed packages announce, by their names `PACKAGE/NAME`; imports none of them.
+
+    A package does so in its `pyproject.toml`, with a function or a class that returns an environment:
+
+        [project.entry-points."llmrl.environments"]
+        NAME = "module:function"
+
+    Raises ValueError if one name stands for two of them.
+    """
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        assert point.dist is not None  # it was read from one
+        name = f"{canonicalize_name(point.dist.name)}/{point.name}"
+        other = found.setdefault(name, point)
+        if other.value != point.value:
+            raise ValueError(
+                f"the environment {name!r} is announced twice, as {other.value!r} by {origin_of(other)} and as "
+                f"{point.value!r} by {origin_of(point)}: uninstall one of them."
+            )
+    return dict(sorted(found.items()))
+
+
+def origin_of(point: EntryPoint) -> str:
+    """Return the distribution of an entry point, and its version."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
+
+
+def is_env_name(name: str) -> bool:
+    """Return whether `make_task_env` knows a name; no file is executed, and no package imported."""
+    return ".py:" in name or _hub_of(name) in HUBS or name in TASKS or _announced_as(name) in announced_environments()
+
+
+def find_env(name: str) -> NamedEnv:
+    """Return what makes the environment of a name; files are executed, packages imported.
+
+    Raises as `make_task_env` does.
+
+    Example:
+        >>> find_env("addition").origin
+        'llmrl'
+    """
+    file, _, function = name.rpartition(":")
+    if file.endswith(".py"):
+        return NamedEnv(name, load_function(Path(file), function), file, is_foreign=True)
+    hub = _hub_of(name)
+    if hub in HUBS:
+        make, about = HUBS[hub]
+        return NamedEnv(name, functools.partial(make, name.removeprefix(f"{hub}:")), hub, about)
+    if name in TASKS:
+        make, about = TASKS[name]
+        return NamedEnv(name, make, "llmrl", about)
+    if (point := announced_environments().get(_announced_as(name))) is None:
+        raise ValueError(_unknown(name))
+    try:
+        return NamedEnv(name, point.load(), origin_of(point), point.value, is_foreign=True)
+    except Exception as error:  # a package may raise any when it is imported
+        raise ImportError(
+            f"the environment {name!r}, {point.value!r} of {origin_of(point)}, cannot be imported: {describe(error)}"
+        ) from error
+
+
+def _hub_of(name: str) -> str:
+    return name.partition(":")[0] if ":" in name else ""
+
+
+def _announced_as(name: str) -> str:
+    package, _, rest = name.partition("/")
+    return f"{canonicalize_name(package)}/{rest}"
+
+
+def _unknown(name: str) -> str:
+    """Return the message about an unknown name."""
+    announced = announced_environments()
+    known = [*TASKS, *(f"{hub}:{about.partition(',')[0]}" for hub, (_, about) in HUBS.items()), *announced]
+    same = [one for one in announced if one.partition("/")[2] == name]
+    near = same or [one for one in (nearest(name, known),) if one is not None]
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "One of your own is FILE.py:FUNCTION."
+    return f"there is no task environment {name!r}, only {', '.join(known)}. {hint}"
+
+
 def make_task_env(
     name: str, /, split: str = "train", *, data: Dataset | None = None, repeats: int = 1, **options: object
 ) -> EnvBase:
     """Make a task environment by its name, or with your own function.
 
     Args:
-        name: a name in `task_environments()`, `verifiers:TASKSET` for a `VerifiersEnv`, or `FILE.py:FUNCTION` for a
-            function that returns an environment. It is called with the options, and with `split`, `repeats`, `data`
-            and `seed` if it has such parameters.
+        name: a name in `task_environments()`, `PACKAGE/NAME` of an installed package (`announced_environments`),
+            `verifiers:TASKSET` for a `VerifiersEnv`, or `FILE.py:FUNCTION`. A package's and your own function, which
+            return an environment, are called with the options, and with `split`, `repeats`, `data` and `seed` if they
+            have such parameters.
         split: `train`, `test`, or a split of the hub's dataset, such as `train[:-100]`.
         data: your own problems: a hub name, a file or folder, or rows.
         repeats: group size, the number of conversations per problem.
@@ -44,6 +149,7 @@ def make_task_env(
     Raises:
         ValueError: if the name is unknown, or if `data` is given to an environment that generates its problems.
         FileNotFoundError: if the file does not exist.
+        ImportError: if the package raises an error when it is imported.
         TypeError: if an option is unknown.
 
     Example:
@@ -53,25 +159,22 @@ def make_task_env(
         Traceback (most recent call last):
         TypeError: CountdownEnv has no argument 'num_counts'; did you mean 'num_count'?
     """
-    file, _, function = name.rpartition(":")
-    if file.endswith(".py"):
-        return _make_own(Path(file), function, {"split": split, "repeats": repeats, "data": data}, options)
-    if name.startswith(_VERIFIERS):
-        if data is not None:
-            raise ValueError(f"data is given, and {name!r} has tasks of its own: choose among them with select=.")
-        refuse_unknown(name, options, keywords_of(VerifiersEnv.__init__) or ())
-        make_verifiers: Callable[..., EnvBase] = VerifiersEnv
-        return make_verifiers(name.removeprefix(_VERIFIERS), **{"name": split, **options}, split=split, repeats=repeats)
-    if name not in TASKS:
-        near = nearest(name, TASKS)
-        hint = f"Did you mean {near!r}?" if near else "One of your own is FILE.py:FUNCTION."
-        raise ValueError(f"there is no task environment {name!r}, only {', '.join(TASKS)}. {hint}")
-    make = TASKS[name][0]
+    found = find_env(name)
+    if data is not None and "data" not in parameters_of(found.make):
+        raise ValueError(f"data is given, and the environment {name!r} makes its own problems: it takes no data.")
+    given: dict[str, object] = {"split": split, "repeats": repeats}
     if data is not None:
-        if "data" not in inspect.signature(make).parameters:
-            raise ValueError(f"data is given, and the environment {name!r} makes its own problems.")
-        options["data"] = data
-    return make(split, repeats=repeats, **options)
+        given["data"] = data
+    if found.is_foreign:
+        given["seed"] = options.pop("seed", 0)
+        known = keywords_of(found.make)
+        named = known or parameters_of(found.make)
+        given = {key: value for key, value in given.items() if key in named}
+        refuse_unknown(f"the environment {name!r}", options, options if known is None else known)
+    env = found.make(**given, **options)
+    if not isinstance(env, EnvBase):
+        raise TypeError(f"the environment {name!r} must be an EnvBase, its function returned {type(env).__name__}.")
+    return env
 
 
 def load_function(path: Path, name: str) -> Callable[..., object]:
@@ -91,19 +194,3 @@ def load_function(path: Path, name: str) -> Callable[..., object]:
         functions = [key for key, value in vars(module).items() if callable(value) and value.__module__ == module_name]
         raise ValueError(f"{path} has no function {name!r}; it has {', '.join(functions) or 'none'}.")
     return make
-
-
-def _make_own(path: Path, name: str, given: dict[str, object], options: dict[str, object]) -> EnvBase:
-    """Call a function in a user's file."""
-    make = load_function(path, name)
-    known = keywords_of(make)
-    if known is not None:
-        if given["data"] is not None and "data" not in known:
-            raise ValueError(f"data is given, and {name} of {path} has no parameter data.")
-        optional = {**given, "seed": options.pop("seed", 0)}
-        options |= {key: value for key, value in optional.items() if key in known and value is not None}
-        refuse_unknown(f"{name} of {path}", options, known)
-    env = make(**options)
-    if not isinstance(env, EnvBase):
-        raise TypeError(f"{name} of {path} must give an environment (an EnvBase), got {type(env).__name__}.")
-    return env
