@@ -34,8 +34,8 @@ class Answer:
 
     name: str
     kind: Kind
-    of: Callable[[int], str | None]
-    """Function of the row's index; None leaves the row out."""
+    of: Callable[[int], str | Sequence[int] | None]
+    """Function of the row's index, to text or token ids; None leaves the row out."""
 
 
 FORMS: Mapping[str, Callable[[str], str]] = {
@@ -50,6 +50,9 @@ _HOSTILE = {
     "a long number": "9" * 5000,
     "an odd number": "1e999999 -inf nan 1/0 ٣ ²",
     "a broken tool call": '<tool_call>{"name": "x", "arguments": {',
+    "an unknown tool": '<tool_call>{"name": "no_such_tool", "arguments": {"a": [1, {}]}}</tool_call>',
+    "a lone surrogate": '<tool_call>{"name": "\\ud800", "arguments": {"q": "\\udfff"}}</tool_call> \\ud800',
+    "an open thought": "<think>\nLet me think" * 3,
     "code": "__import__('os')._exit(7)\n```python\nraise SystemExit\n```",
     "open brackets": "(" * 3000,
     "many spaces": "a" + " " * 20_000 + "b",

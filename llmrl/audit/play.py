@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,10 +72,18 @@ class AnsweringEngine(ScriptedEngine):
         renderer: renderer of the prompts.
     """
 
-    def __init__(self, answer: Answer, renderer: Renderer, max_model_len: int) -> None:
-        super().__init__(lambda prompt_ids: self._said, max_model_len=max_model_len, record_requests=False)
+    def __init__(self, answer: Answer, renderer: Renderer) -> None:
+        super().__init__(lambda prompt_ids: self._said, max_model_len=1 << 21, record_requests=False)
         self._said: list[int] = []
-        self._given, self._renderer = answer, renderer
+        self._renderer = renderer
+        self._encode_once = functools.lru_cache(maxsize=4)(renderer.encode)
+        self.given = answer
+        """The answer that later requests get."""
+
+    def collector(self, env: EnvBase, limits: RolloutLimits, max_new_tokens: int) -> LLMCollector:
+        """Return a collector that plays an environment with the answers."""
+        policy = LLMWrapperBase(self, renderer=self._renderer, generate_kwargs={"max_new_tokens": max_new_tokens})
+        return LLMCollector(env, policy=policy, yield_completed_trajectories=True, limits=limits)
 
     async def generate(
         self,
@@ -86,9 +95,10 @@ class AnsweringEngine(ScriptedEngine):
         stream: TokenStream | None = None,
     ) -> Completion:
         """Return the answer to the row of the group `routing_key`."""
-        text = self._given.of(index_of(routing_key or "0")) or ""
+        said = self.given.of(index_of(routing_key or "0")) or ""
         # `generate` reads it before it waits for anything.
-        self._said = [*self._renderer.encode(text), *self._renderer.stop_token_ids[:1]]
+        token_ids = self._encode_once(said) if isinstance(said, str) else said
+        self._said = [*token_ids, *self._renderer.stop_token_ids[:1]]
         return await super().generate(prompt_ids, sampling, request_id=request_id, routing_key=routing_key)
 
 
@@ -165,10 +175,9 @@ def _play(
     assert drawing is not None  # the first one of this function had it
     drawing.prompts.items = rows
     drawing.prompts.shuffle = False
-    engine = AnsweringEngine(answer, renderer, max_model_len=1 << 20)
-    policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": max_new_tokens})
+    engine = AnsweringEngine(answer, renderer)
     started = time.perf_counter()
-    with LLMCollector(env, policy=policy, yield_completed_trajectories=True, limits=limits) as collector:
+    with engine.collector(env, limits, max_new_tokens) as collector:
         rollouts: list[Rollout] = collector.play(len(rows) * drawing.prompts.num_samples)
     said = [rollout for rollout in rollouts if answer.of(index_of(rollout.group_id)) is not None]
     return Played(answer.name, answer.kind, said, time.perf_counter() - started)

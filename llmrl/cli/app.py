@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from llmrl.cli import env as environments
 from llmrl.cli import recipe, recorded
 from llmrl.cli.json_output import print_json
 from llmrl.cli.options import AsJSON, ChatTemplate, MaxModelLen, MaxNewTokens, Model, Temperature, console, fail
@@ -150,7 +151,6 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder to save rollouts and results in.")] = None,
     as_json: AsJSON = False,
-    list_environments: Annotated[bool, typer.Option("--list", help="List the environments and stop.")] = False,
     options: Annotated[
         list[str] | None, typer.Argument(help="Options of the environment, such as num_digits=2.", show_default=False)
     ] = None,
@@ -159,14 +159,8 @@ def evaluate(
     from llmrl.cli import evaluate as command
     from llmrl.cli.models import ChatModel
     from llmrl.engines import EngineError
-    from llmrl.envs import make_task_env, task_environments
+    from llmrl.envs import make_task_env
 
-    if list_environments:
-        if as_json:
-            print_json({"environments": task_environments()})
-        for name, line in {} if as_json else task_environments().items():
-            console.print(f"[bold]{name:16}[/bold]{line}", highlight=False)
-        return
     shown = Console(stderr=True) if as_json else console
     try:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -335,6 +329,7 @@ def serve(
         engine.shutdown()
 
 
+app.add_typer(environments.app, name="env")
 app.add_typer(recipe.app, name="recipe")
 for _command in (recorded.replay, recorded.rescore, recorded.conversations, recorded.bisect, recorded.fork):
     app.command()(_command)

@@ -25,7 +25,7 @@ from llmrl.cli.models import make_chat_renderer
 from llmrl.data import Rollout
 from llmrl.engines import EngineError
 from llmrl.engines.vllm.private import VLLM_VERSION
-from llmrl.envs import make_task_env, task_environments
+from llmrl.envs import make_task_env
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder
 from llmrl.testing import ScriptedEngine
@@ -112,10 +112,6 @@ def test_the_files_of_a_new_folder_are_listed_for_programs(monkeypatch, tmp_path
     found = json.loads(runner.invoke(app, ["new", "task", "mine", "--json"]).stdout)
     assert found["folder"] == "mine" and found["edit"] == "mine/mine.py"
     assert sorted(found["files"]) == sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
-
-
-def test_environments_are_listed_for_programs_too():
-    assert json.loads(runner.invoke(app, ["eval", "--list", "--json"]).stdout) == {"environments": task_environments()}
 
 
 def test_the_doctor_compares_vllm_with_the_version_that_llmrl_is_made_for(monkeypatch):
@@ -345,11 +341,10 @@ def test_a_base_model_is_answered_with_the_option_and_lengths_are_the_models(tin
     assert make_chat_renderer(str(base), template).render([{"role": "user", "content": "1"}])
 
 
-def test_help_names_every_command_and_environment():
+def test_help_names_every_command():
     text = runner.invoke(app, ["--help"]).output
-    assert all(command in text for command in ("doctor", "view", "eval", "chat", "serve", "demo", "train", "new"))
-    text = runner.invoke(app, ["eval", "--list"]).output
-    assert all(name in text for name in task_environments())
+    commands = ("doctor", "view", "env", "eval", "chat", "serve", "demo", "train", "new")
+    assert all(command in text for command in commands)
     assert runner.invoke(app, ["--version"]).output.startswith("llmrl ")
 
 

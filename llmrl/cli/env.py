@@ -1,0 +1,179 @@
+"""`llmrl env`: which environments there are, what one of them is, and whether it keeps its contract."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from llmrl.cli.json_output import print_json
+from llmrl.cli.options import AsJSON, ChatTemplate, Model, console, fail
+
+if TYPE_CHECKING:
+    from torchrl.envs import EnvBase
+
+    from llmrl._utils.types import JSON
+    from llmrl.audit import Contract
+
+app = typer.Typer(help="Environments: list them, look at one, check one.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(metavar="ENV", help="Environment: a name, or your own, FILE.py:FUNCTION.")]
+Options = Annotated[
+    list[str] | None, typer.Argument(help="Options of the environment, such as num_digits=2.", show_default=False)
+]
+Data = Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")]
+Split = Annotated[str, typer.Option(help="Split of the environment's data.")]
+_STYLES = {"fine": "green", "look": "yellow", "broken": "bold red"}
+_SILENCE_S = 300.0
+_REFUSED = (ValueError, TypeError, FileNotFoundError, ImportError)
+
+
+@app.command("list")
+def list_environments(as_json: AsJSON = False) -> None:
+    """Print the environments that commands and scripts take by name, and where they come from."""
+    from llmrl.envs import task_environments
+    from llmrl.envs.tasks.registry import HUBS, announced_environments, origin_of
+
+    try:
+        found = [(name, "llmrl", about) for name, about in task_environments().items()]
+        found += [(f"{hub}:…", hub, about) for hub, (_, about) in HUBS.items()]
+        found += [(name, origin_of(point), point.value) for name, point in announced_environments().items()]
+    except ValueError as error:
+        raise fail(error) from None
+    if as_json:
+        return print_json({"environments": [dict(zip(("name", "origin", "about"), row, strict=True)) for row in found]})
+    table = Table("environment", "from", "")
+    for row in found:
+        table.add_row(*row)
+    console.print(table)
+
+
+@app.command()
+def info(
+    env: Name,
+    options: Options = None,
+    model: Model = "embedded",
+    data: Data = None,
+    split: Split = "train",
+    chat_template: ChatTemplate = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Print an environment's options, data, rewards, tools, roles, limit of turns and first prompt."""
+    from llmrl.cli.env_info import info_of, print_info
+    from llmrl.cli.models import make_chat_renderer, model_path
+
+    chosen = _Chosen(env, split, data, options or [])
+    try:
+        found = info_of(env, chosen.make, make_chat_renderer(model_path(model), chat_template))
+    except _REFUSED as error:
+        raise fail(error) from None
+    print_json(found) if as_json else print_info(found, console)
+
+
+@app.command()
+def check(
+    env: Name,
+    options: Options = None,
+    model: Model = "embedded",
+    data: Data = None,
+    split: Split = "train",
+    limit: Annotated[int, typer.Option(min=1, help="Number of groups to play with each answer.")] = 4,
+    chat_template: ChatTemplate = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Check an environment's contract: specs, seeds, groups, resume, hostile answers, rewards, time.
+
+    It plays prepared answers in a process of its own, without a model. Exits with 1 if something is broken.
+    """
+    chosen = _Chosen(env, split, data, options or [])
+    shown = Console(stderr=True)
+    with shown.status("") as status:
+        result = _checked_apart(chosen, model, chat_template, limit, lambda step: status.update(f"playing {step}"))
+    if isinstance(result, str):
+        raise fail(result)
+    if as_json:
+        print_json({"env": env, **result.to_json()})
+    else:
+        table = Table("check", "verdict", "")
+        for one in result.checks:
+            table.add_row(one.name, f"[{_STYLES[one.verdict]}]{one.verdict}[/]", one.says)
+        console.print(table)
+    raise typer.Exit(result.verdict == "broken")
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """An environment with the options of a command line."""
+
+    env: str
+    split: str
+    data: str | None
+    words: list[str]
+
+    def make(self, **changes: JSON) -> EnvBase:
+        """Make it anew; `changes` are further arguments of `make_task_env`."""
+        from llmrl.cli.evaluate import options_of
+        from llmrl.envs import make_task_env
+
+        arguments: dict[str, object] = {"split": self.split, **options_of(self.words), **changes}
+        if self.data is not None:
+            arguments["data"] = self.data
+        return make_task_env(self.env, **arguments)  # type: ignore[arg-type]
+
+
+def _checked_apart(
+    chosen: _Chosen, model: str, chat_template: Path | None, num_groups: int, on_step: Callable[[str], None]
+) -> Contract | str:
+    """Check in another process, which an environment may end; return the contract, or why there is none."""
+    from llmrl.audit import Contract
+    from llmrl.watch.findings import Finding, Verdict
+
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_check, args=(theirs, chosen, model, chat_template, num_groups), daemon=True)
+    process.start()
+    theirs.close()
+    step = "the start"
+    try:
+        while ours.poll(_SILENCE_S):
+            kind, content = ours.recv()
+            if kind == "done":
+                return content
+            step = content
+            on_step(step)
+        says = f"Nothing came of {step} for {_SILENCE_S:g} s: something waits without a time limit, such as a reward."
+    except EOFError:
+        process.join()
+        says = f"The process ended with exit code {process.exitcode} at {step}: the environment ends it."
+    finally:
+        process.kill()  # a step that hangs would keep it
+        process.join()
+    return Contract([Finding("hostile", Verdict.BROKEN, says, ())])
+
+
+def _check(connection: Connection, chosen: _Chosen, model: str, chat_template: Path | None, num_groups: int) -> None:
+    os.dup2(2, 1)  # what the environment prints is no result
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
+    from llmrl.audit import check_env
+    from llmrl.cli.models import make_chat_renderer, model_path
+
+    try:
+        renderer = make_chat_renderer(model_path(model), chat_template)
+        result: Contract | str = check_env(
+            lambda: chosen.make(repeats=2),
+            renderer,
+            num_groups=num_groups,
+            on_step=lambda step: connection.send(("step", step)),
+        )
+    except _REFUSED as error:
+        result = str(error)
+    connection.send(("done", result))
