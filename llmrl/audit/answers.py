@@ -148,7 +148,8 @@ def answers_for(rows: Sequence[Row], query: str, *, reference: Answer | None = N
     }
     answers = [Answer(name, Kind.WORTHLESS, of) for name, of in worthless.items()]
     if reference is not None:
-        own = [reference.of(index) for index in range(len(rows))]
+        said = [reference.of(index) for index in range(len(rows))]
+        own = [one if isinstance(one, str) else None for one in said]
         answers += [
             Answer("another row's answer", Kind.OTHER, lambda index: _another(own, index)),
             Answer("many answers at once", Kind.WORTHLESS, lambda index: spray(own, index)),

@@ -75,7 +75,7 @@ def _options(named: NamedEnv, env: EnvBase) -> list[dict[str, object]]:
     classes = [cls for part in (env, *environment_parts(env)) for cls in type(part).__mro__]
     source = getattr(getattr(owner, "task", None), "source", None)
     documented = _documentation([named.make, source, *classes, ChatEnv, PromptSampler])
-    options = []
+    options: list[dict[str, object]] = []
     for name in names:
         parameter = parameters.get(name)
         if name in _NOT_OPTIONS or (parameter is not None and parameter.kind is parameter.VAR_KEYWORD):

@@ -16,12 +16,14 @@ from torchrl.envs import EnvBase
 from llmrl._utils.arguments import keywords_of, nearest, parameters_of, refuse_unknown
 from llmrl._utils.failure import describe
 from llmrl.envs.hubs.verifiers import VerifiersEnv
+from llmrl.envs.tasks.reasoning_gym import ReasoningGymEnv
 from llmrl.envs.tasks.task import TASKS, Dataset
 
 ENTRY_POINTS = "llmrl.environments"
 """Group of entry points by which an installed package announces environments."""
 
 HUBS: Mapping[str, tuple[Callable[..., EnvBase], str]] = {
+    "reasoning-gym": (ReasoningGymEnv, "DATASET, generated problems of reasoning-gym, scored by its own scorers"),
     "verifiers": (VerifiersEnv, "TASKSET, an environment of verifiers, in a process of its own"),
 }
 """Maker and description of the names that begin with `KEY:`; the rest of the name is the maker's first argument."""
@@ -138,7 +140,7 @@ def make_task_env(
 
     Args:
         name: a name in `task_environments()`, `PACKAGE/NAME` of an installed package (`announced_environments`),
-            `verifiers:TASKSET` for a `VerifiersEnv`, or `FILE.py:FUNCTION`. A package's and your own function, which
+            `HUB:NAME` of another library (`HUBS`), or `FILE.py:FUNCTION`. A package's and your own function, which
             return an environment, are called with the options, and with `split`, `repeats`, `data` and `seed` if they
             have such parameters.
         split: `train`, `test`, or a split of the hub's dataset, such as `train[:-100]`.
