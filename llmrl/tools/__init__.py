@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from llmrl._utils.lazy_names import handed_on
 from llmrl.sandbox.base import Sandbox, SandboxResult
+from llmrl.sandbox.command import ContainerSandbox, SSHSandbox
 from llmrl.sandbox.confined import ConfinedSandbox
 from llmrl.sandbox.launch import IsolationError, PythonLimits
 from llmrl.sandbox.service import PythonExecutorService, PythonResult
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BrowserTransform",
     "ConfinedSandbox",
+    "ContainerSandbox",
     "ConversationSandbox",
     "ExecuteToolsInOrder",
     "FileReadTool",
@@ -49,6 +51,7 @@ __all__ = [
     "PythonLimits",
     "PythonResult",
     "RateLimiter",
+    "SSHSandbox",
     "Sandbox",
     "SandboxExecutor",
     "SandboxResult",

@@ -1,0 +1,210 @@
+"""`ContainerSandbox` and `SSHSandbox`: sandboxes in a container or on another machine, by the commands for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import os
+import shlex
+import shutil
+import signal
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmrl.sandbox.base import SandboxResult
+
+_MAX_OUTPUT = 1 << 20
+_GRACE_SECONDS = 10.0
+# The command takes the place of a shell that has left its process id, which is that of its group, in a file.
+_RUN = 'echo $$ >"$0" && exec "$@"'
+_KILL = 'kill -KILL -- "-$(cat "$0")"'
+_PUT = 'mkdir -p "$(dirname "$1")" && cat >"$1"'
+_GET = 'if [ -d "$1" ]; then exit 21; elif [ -e "$1" ]; then cat "$1"; else exit 2; fi'
+_ERRNO_OF_EXIT = {2: errno.ENOENT, 21: errno.EISDIR}
+
+
+class _CommandSandbox:
+    """A sandbox whose commands are run by another command, such as `docker exec`."""
+
+    def __init__(self) -> None:
+        self._name = f"llmrl-{uuid.uuid4().hex}"
+        self._numbers = itertools.count()
+
+    def _inside(self, argv: Sequence[str]) -> list[str]:
+        """Return the command that runs `argv` inside, as the leader of a process group."""
+        raise NotImplementedError
+
+    async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
+        """Run a command; it is killed inside with its process group after `timeout` seconds."""
+        mark = f"/tmp/{self._name}-{next(self._numbers)}"
+        kill = self._inside(["sh", "-c", _KILL, mark])
+        command = self._inside(["sh", "-c", _RUN, mark, *argv])
+        code, out, err, timed_out = await _run(command, stdin, timeout, kill=kill)
+        return SandboxResult(code, out.decode(errors="replace"), err.decode(errors="replace"), timed_out)
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file."""
+        await self._file(_PUT, path, data)
+
+    async def get(self, path: str) -> bytes:
+        """Return a file's content."""
+        return await self._file(_GET, path)
+
+    async def _file(self, script: str, path: str, data: bytes = b"") -> bytes:
+        command = self._inside(["sh", "-c", script, "sh", path])
+        code, out, err, timed_out = await _run(command, data, 6 * _GRACE_SECONDS, max_output=None)
+        if code or timed_out:
+            number = _ERRNO_OF_EXIT.get(code, errno.EIO)
+            raise OSError(number, f"{os.strerror(number)} in the sandbox: {err.decode(errors='replace').strip()}", path)
+        return out
+
+
+class ContainerSandbox(_CommandSandbox):
+    """A sandbox in a container of its own, by the command of Docker or Podman.
+
+    Args:
+        image: the image, which has `sh`, `cat`, `mkdir`, `dirname` and `kill`; or a folder with a Dockerfile to build
+            it from. Docker keeps what it built.
+        program: `docker` or `podman`.
+        folder: working folder, which is created; None is that of the image.
+        options: further options of `docker run`, such as `["--memory", "2g"]`. Without any, there is no network.
+
+    Raises:
+        FileNotFoundError: if the program is not installed.
+
+    Example:
+        >>> sandboxes = Sandboxes(lambda: ContainerSandbox("debian:12-slim"))               # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        image: str | Path,
+        *,
+        program: str = "docker",
+        folder: str | None = "/work",
+        options: Sequence[str] = ("--network", "none"),
+    ) -> None:
+        super().__init__()
+        if shutil.which(program) is None:
+            raise FileNotFoundError(f"the program {program!r} is not installed, which runs containers.")
+        self._image = image
+        self._program = program
+        self._options = [*(["--workdir", folder] if folder is not None else []), *options]
+
+    def _inside(self, argv: Sequence[str]) -> list[str]:
+        return [self._program, "exec", "--interactive", self._name, *argv]
+
+    async def start(self) -> None:
+        """Start the container, and build its image first if that is a folder; raises OSError if either fails."""
+        image = str(self._image)
+        if isinstance(self._image, Path):
+            image = (await self._told(["build", "--quiet", image], 1800)).split()[-1]
+        waits = ["--init", "--entrypoint", "sh", image, "-c", "while :; do sleep 3600; done"]
+        await self._told(["run", "--detach", "--rm", "--name", self._name, *self._options, *waits], 600)
+
+    async def _told(self, words: Sequence[str], timeout: float) -> str:
+        code, out, err, timed_out = await _run([self._program, *words], b"", timeout)
+        if code or timed_out:
+            why = f"took more than {timeout:g} s" if timed_out else err.decode(errors="replace").strip()[-1000:]
+            raise OSError(errno.EIO, f"{self._program} {words[0]} failed: {why}")
+        return out.decode()
+
+    async def close(self) -> None:
+        """Remove the container."""
+        await _run([self._program, "rm", "--force", self._name], b"", _GRACE_SECONDS)
+
+
+class SSHSandbox(_CommandSandbox):
+    """A sandbox in a folder of its own on another machine, by the command `ssh`, with the rights of the remote user.
+
+    Args:
+        host: where to, as for `ssh`: `user@host`, or a name of `~/.ssh/config`. Nothing is asked, so that a key and the
+            host's identity must be known.
+        options: further options of `ssh`, such as `["-p", "2222"]`.
+
+    Raises:
+        FileNotFoundError: if `ssh` is not installed.
+
+    Example:
+        >>> sandboxes = Sandboxes(lambda: SSHSandbox("worker@sandbox-7"))                   # doctest: +SKIP
+    """
+
+    def __init__(self, host: str, *, options: Sequence[str] = ()) -> None:
+        super().__init__()
+        if shutil.which("ssh") is None:
+            raise FileNotFoundError("the program 'ssh' is not installed.")
+        if host.startswith("-"):
+            raise ValueError(f"host must be a name, got {host!r}, which ssh reads as an option.")
+        self._ssh = ["ssh", "-T", "-o", "BatchMode=yes", *options, host]
+        self._folder = f"/tmp/{self._name}"
+
+    def _inside(self, argv: Sequence[str]) -> list[str]:
+        # The remote shell, the leader of its group, reads one line.
+        return [*self._ssh, f"cd {self._folder} && exec {shlex.join(argv)}"]
+
+    async def start(self) -> None:
+        """Create the folder; raises OSError if the machine does not answer."""
+        code, _, err, timed_out = await _run([*self._ssh, f"mkdir -m 700 {self._folder}"], b"", 6 * _GRACE_SECONDS)
+        if code or timed_out:
+            raise OSError(errno.EIO, f"{self._ssh[-1]} does not answer: {err.decode(errors='replace').strip()}")
+
+    async def close(self) -> None:
+        """Remove the folder."""
+        await _run([*self._ssh, f"rm -rf {self._folder} {self._folder}-*"], b"", _GRACE_SECONDS)
+
+
+async def _run(
+    command: Sequence[str],
+    stdin: bytes,
+    timeout: float,
+    *,
+    max_output: int | None = _MAX_OUTPUT,
+    kill: Sequence[str] = (),
+) -> tuple[int, bytes, bytes, bool]:
+    """Run a command here; return exit code, output, errors, and whether it was killed for taking too long.
+
+    `kill` is a command that ends what it has started elsewhere, and runs first then.
+    """
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    )
+    assert process.stdout is not None and process.stderr is not None and process.stdin is not None
+    kept = [bytearray(), bytearray()]
+    work = asyncio.gather(
+        _send(process.stdin, stdin),
+        _read(process.stdout, kept[0], max_output),
+        _read(process.stderr, kept[1], max_output),
+        process.wait(),
+    )
+    try:
+        timed_out = not (await asyncio.wait([work], timeout=timeout))[0]
+        if timed_out and kill:
+            await _run(kill, b"", _GRACE_SECONDS)
+    finally:
+        if not work.done():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            # Until its output ends; what it has started elsewhere may still have that.
+            await asyncio.wait([work], timeout=_GRACE_SECONDS)
+            work.cancel()
+    code = -signal.SIGKILL if process.returncode is None else process.returncode
+    return code, bytes(kept[0]), bytes(kept[1]), timed_out
+
+
+async def _send(stream: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # the command need not read it
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+    with contextlib.suppress(ConnectionError):
+        await stream.wait_closed()
+
+
+async def _read(stream: asyncio.StreamReader, kept: bytearray, most: int | None) -> None:
+    """Keep the first `most` bytes, and read the rest, so that the command does not wait."""
+    while part := await stream.read(1 << 16):
+        kept += part if most is None else part[: max(0, most - len(kept))]
