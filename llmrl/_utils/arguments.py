@@ -78,7 +78,7 @@ def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
 
 
 def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function or of a class, whose metaclass is not asked; `self` is left out."""
+    """Return the parameters of a function or class without `self`; a metaclass is not asked."""
     parameters = inspect.signature(_called(function)).parameters
     return {name: parameter for name, parameter in parameters.items() if name != "self"}
 

@@ -27,7 +27,7 @@ _ERRNO_OF_EXIT = {2: errno.ENOENT, 21: errno.EISDIR}
 
 
 class _CommandSandbox:
-    """A sandbox whose commands are run by another command, such as `docker exec`."""
+    """Base of sandboxes that run commands through a program, such as `docker exec`."""
 
     def __init__(self) -> None:
         self._name = f"llmrl-{uuid.uuid4().hex}"
