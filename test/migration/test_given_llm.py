@@ -10,6 +10,7 @@ from warm_processes import run_warm
 
 PROGRAM = """
 import sys
+from concurrent.futures import ThreadPoolExecutor
 import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
@@ -41,6 +42,13 @@ judged = judge(turns.copy())
 both = [judged.get(("judged", "full"), as_list=True), scored.get(("log_probs", "full"), as_list=True)]
 for ours, theirs in zip(*both, strict=True):
     assert torch.allclose(ours, theirs, atol=1e-3), (ours - theirs)
+
+# Policies of one model take turns, as collectors do that were dropped without an end.
+policies = [policy, *(vLLMWrapper(model, generate_kwargs={"max_new_tokens": 6, "ignore_eos": True}) for _ in range(3))]
+with ThreadPoolExecutor(4) as pool:
+    together = list(pool.map(lambda one: one(TensorDict(history=prompts.clone(), batch_size=(3,))), policies * 4))
+for turns in together:
+    assert [len(ids) for ids in turns.get(("tokens", "response"), as_list=True)] == [6] * 3
 
 env = DatasetChatEnv(["7 + 8 =", "8 + 7 ="], repeats=2)
 collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=8)

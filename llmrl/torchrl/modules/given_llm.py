@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,6 +20,10 @@ from llmrl.engines.vllm.requests import num_reported, read_completion, sampling_
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import LLM, RequestOutput, SamplingParams
+
+
+# A `vllm.LLM` is not safe for threads: two calls at once end the process.
+_LOCKS: WeakKeyDictionary[object, threading.Lock] = WeakKeyDictionary()
 
 
 class _Request(NamedTuple):
@@ -40,6 +46,7 @@ class GivenLLM:
         self.vocab_size: int = llm.model_config.get_vocab_size()
         self.policy_version = 0
         """Version of the weights, as its owner says."""
+        self._lock = _LOCKS.setdefault(llm, threading.Lock())
         self._waiting: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmrl-given-llm")
         self.is_alive = True
@@ -94,7 +101,8 @@ class GivenLLM:
             return
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         try:
-            outputs = self.llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
+            with self._lock:
+                outputs = self.llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
         except Exception as error:  # vLLM's own errors have no common class
             for request in requests:
                 failure = EngineError(f"vLLM could not serve the request: {error}")
