@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from weight_sync_tools import log_prob_difference
 
 ray = pytest.importorskip("ray")
 
-from torchrl.data import LazyStackStorage, ReplayBuffer  # noqa: E402
+from torchrl.data import LazyStackStorage, RayReplayBuffer  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from waiting import is_running, wait_until  # noqa: E402
 
@@ -104,10 +105,10 @@ def node_id():
     return ray.get_runtime_context().get_node_id()
 
 
-def test_a_buffer_is_filled_within_the_bound():
-    buffer = ReplayBuffer(storage=LazyStackStorage(1000), batch_size=4)
+def test_a_buffer_in_an_actor_is_filled_by_several_within_the_bound():
+    buffer = RayReplayBuffer(storage=partial(LazyStackStorage, 1000), batch_size=4, remote_config={"num_cpus": 0})
     with make_collector(
-        make_policy(0.0), num_collectors=1, groups_per_batch=4, replay_buffer=buffer, sync_iter=False
+        make_policy(0.0), num_collectors=2, groups_per_batch=4, replay_buffer=buffer, sync_iter=False
     ) as collector:
         collector.start()
         wait_until(lambda: len(buffer) == 16 or not collector.is_running())
@@ -117,7 +118,8 @@ def test_a_buffer_is_filled_within_the_bound():
         wait_until(lambda: len(buffer) == 24 or not collector.is_running())
         state = collector.state_dict()
     assert state["env"]["prompts"]["position"] == 24 + 2 * len(set(state["env"]["prompts"]["again"])) // 2
-    assert Counter(buffer[index]["rollout", "rollout_id"] for index in range(24)) == every_rollout(12)
+    assert Counter(buffer[:]["rollout", "rollout_id"]) == every_rollout(12)
+    buffer.close()
 
 
 def processes_of(engine):
