@@ -42,6 +42,15 @@ get_services(backend="ray", namespace="my_namespace").register(
 """,
     "services.rst:400": _INTERPRETERS,
     "services.rst:492": _SERVICES,
+    "web_search_tool.py": """
+from web_sites import Site
+
+class Search(Site):
+    def answer(self, path, headers):
+        return 200, '<title>PyTorch on loopback</title>\\n<a class="result__a" href="/more">A tutorial</a>', {}
+
+SITE = "http://" + Search().address
+""",
 }
 _SMALLER = (("pool_size=32", "pool_size=2"), ("num_cpus=32", "num_cpus=1"), ("(128,)", "(2,)"))
 # What this machine has in the place of the page's: sizes, a server of tools, rows; with TorchRL and with llmrl.
@@ -61,6 +70,26 @@ HERE: dict[str, tuple[tuple[str, str], ...]] = {
         ("num_cpus=64", "num_cpus=1"),
     ),
     "llm_wrappers.py": (('LLM(model="Qwen/Qwen2.5-0.5B")', 'LLM(model="Qwen/Qwen2.5-0.5B", max_model_len=2048)'),),
+    "llms.rst:580": (
+        ("model-name", _MODEL),
+        (
+            "GRPOConfig(max_steps=1_000),\n)",
+            "GRPOConfig(max_steps=2, use_cpu=True, bf16=False, max_completion_length=4, report_to=[]),\n)\n"
+            "trainer.train()\nassert trainer.state.global_step == 2",
+        ),
+    ),
+    "web_search_tool.py": (
+        ("https://html.duckduckgo.com", "{SITE}"),
+        ('{"url": "https://pytorch.org"}</tool>\'', '{"url": "SITE"}</tool>\'.replace("SITE", SITE)'),
+        (
+            "    fetch_response = (",
+            '    assert "A tutorial" in str(tool_response.content)\n    fetch_response = (',
+        ),
+        (
+            'print("\\n\\nFetch',
+            'assert "on loopback" in str(result2["next", "history"].prompt.content)\n    print("\\n\\nFetch',
+        ),
+    ),
     "python_mcp_tool.py": (
         ('"command": "uvx"', f'"command": {sys.executable!r}'),
         ('"args": ["mcp-run-python", "stdio"]', f'"args": [{str(_SERVER)!r}, "stdio"]'),
@@ -76,19 +105,23 @@ PARTS = {
     "llms.rst:451": _METHOD,
     "llms.rst:473": _METHOD,
     "services.rst:443": "the inside of TorchRL's service",
+    "services.rst:610": "lines that go on from another program's",
 }
 # Programs that with TorchRL wait for GPUs.
 NEEDS_GPUS = {"llms.rst:25", "llms.rst:75"}
-# Programs for which this machine lacks something.
-NOT_HERE = {
-    "llms.rst:580": "TRL's trainer over a model of the hub's; the data set itself is tried by trl_interop.py.",
-}
 # Programs that are refused: a pattern of the error, and what has their place.
 REFUSED = {
     "llms.rst:43": ("llmrl has no SGLangWrapper", "an SGLang server is an engine: `ServerEngine`"),
 }
 # Lines that are replaced: old, new, and why.
 EDITS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "llms.rst:75": (
+        (
+            "track_policy_version=True)",
+            "track_policy_version=True, dialog_turns_per_batch=1)",
+            "line 81, a collector without `dialog_turns_per_batch=`: give it, as TorchRL's needs, too",
+        ),
+    ),
     "llms.rst:205": (
         (
             "td = env.reset()",

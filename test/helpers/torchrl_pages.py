@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torchrl_hub
-from torchrl_page_edits import DEFINED, EDITS, HERE, NEEDS_GPUS, NOT_HERE, PARTS, REFUSED
+from torchrl_page_edits import DEFINED, EDITS, HERE, NEEDS_GPUS, PARTS, REFUSED
 
 from llmrl._utils.arguments import keywords_of, refuse_unknown
 
@@ -74,8 +74,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        print("| page | programs | with TorchRL | run | changed | refused | parts of programs | not here |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("| page | programs | with TorchRL | run | changed | refused | parts of programs |")
+        print("|---|---|---|---|---|---|---|")
         told = []
         for page in PAGES:
             blocks = [block for block in blocks_of(options.checkout / page) if is_asked(block.name)]
@@ -95,7 +95,7 @@ def print_page(page: str, outcomes: dict[str, tuple[bool, str, str]]) -> None:
     counts = Counter(kind for _, kind, _ in outcomes.values())
     num_programs = len(outcomes) - counts["part"]
     with_torchrl = sum(runs for runs, _, _ in outcomes.values())
-    kinds = [str(counts[kind]) for kind in ("run", "changed", "refused", "part", "not here")]
+    kinds = [str(counts[kind]) for kind in ("run", "changed", "refused", "part")]
     failed = f" (unexplained: {counts['failed']})" if counts["failed"] else ""
     print(f"| `{Path(page).name}` | {num_programs} | {with_torchrl} | {' | '.join(kinds)}{failed} |", flush=True)
 
@@ -139,9 +139,6 @@ def outcome_of(block: Block, folder: Path) -> tuple[bool, str, str]:
     """Return whether a program runs with TorchRL, what becomes of it with llmrl, and why."""
     if block.name in PARTS:
         return False, "part", PARTS[block.name]
-    if block.name in NOT_HERE:
-        advice = "; ".join(f"line {line}: {reason}" for line, reason in refused_lines(block.code))
-        return False, "not here", f"{NOT_HERE[block.name]} {advice}".strip()
     code = changed(block.code, HERE.get(block.name, ()), block.name)
     defined = DEFINED.get(block.name, "")
     with_torchrl = block.name not in NEEDS_GPUS and run(defined + code, folder, f"{block.name}-theirs")[0]
