@@ -1,6 +1,6 @@
 """Train the embedded model on one-digit sums with TorchRL's `GRPOTrainer` and `Trainer`, and print their curves.
 
-python benchmarks/torchrl_trainers.py [--num-steps 15] [--only GRPOTrainer]
+python -m benchmarks.torchrl_trainers [--num-steps 15] [--only GRPOTrainer]
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def main() -> None:
             if options.only in (None, name):
                 start = time.perf_counter()
                 rewards = curve(name, engine, folder, options.num_steps)
-                print(name, " ".join(f"{reward:.2f}" for reward in rewards), f"({time.perf_counter() - start:.0f} s)")
+                cells = [f"`{name}`", *(f"{reward:.2f}" for reward in rewards)]
+                print(f"| {' | '.join(cells)} | ({time.perf_counter() - start:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":
