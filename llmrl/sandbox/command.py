@@ -189,8 +189,10 @@ async def _run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             # Until its output ends; what it has started elsewhere may still have that.
-            await asyncio.wait([work], timeout=_GRACE_SECONDS)
-            work.cancel()
+            if not (await asyncio.wait([work], timeout=_GRACE_SECONDS))[0]:
+                work.cancel()
+                process._transport.close()  # type: ignore[attr-defined]  # closes the pipes; `Process` has no call for it
+                await asyncio.sleep(0)
     code = -signal.SIGKILL if process.returncode is None else process.returncode
     return code, bytes(kept[0]), bytes(kept[1]), timed_out
 
