@@ -101,8 +101,9 @@ def test_the_doctor_knows_that_the_embedded_model_is_a_package(monkeypatch, tmp_
 
 def test_every_command_that_prints_results_prints_them_for_programs_too():
     group = typer.main.get_command(app)
-    commands = {**group.commands, **group.commands["recipe"].commands}
-    commands.pop("recipe")
+    commands = dict(group.commands)
+    for name in ("recipe", "env"):
+        commands |= {f"{name} {one}": command for one, command in commands.pop(name).commands.items()}
     without = [name for name, command in commands.items() if "as_json" not in [p.name for p in command.params]]
     assert without == ["chat", "serve"]  # they are talked to
 

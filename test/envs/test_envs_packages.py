@@ -79,7 +79,7 @@ def test_two_packages_may_give_one_name_to_different_environments(installed):
 def test_what_a_package_cannot_do_is_refused(installed):
     for name, options, error, words in (
         ("towns", {}, ValueError, "Did you mean 'acme-envs/towns' or 'other-towns/towns'"),
-        ("acme-envs/town", {}, ValueError, "sum-of-digits, .*verifiers:TASKSET, .*acme-envs/number.*mean 'acme-envs/town"),
+        ("acme-envs/town", {}, ValueError, "digits, .*verifiers:TASKSET, .*acme-envs/number.*mean 'acme-envs/town"),
         ("acme-envs/number", {}, TypeError, "returned int"),
         ("acme-envs/towns", {"uper": True}, TypeError, "did you mean 'upper'"),
         ("acme-envs/towns", {"data": "rows.jsonl"}, ValueError, "takes no data"),

@@ -103,10 +103,11 @@ class ProcessEngine(FakeEngine):
         command = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "stream_worker.py"), "work"]
         self._process = WarmPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._lock = threading.Lock()
+        self._is_shut_down = False
 
     @property
-    def is_alive(self):
-        return self._process.poll() is None
+    def is_alive(self):  # as an engine's; `poll` returns None while another thread waits for the end
+        return not self._is_shut_down and self._process.poll() is None
 
     def ask(self, name, given=None):
         """What the worker answers."""
@@ -131,6 +132,7 @@ class ProcessEngine(FakeEngine):
             self.ask(name, *arguments)
 
     def shutdown(self):
+        self._is_shut_down = True
         self._process.kill()
         self._process.wait()
 
