@@ -1,8 +1,9 @@
-"""Runs coroutines from synchronous code."""
+"""Coroutines from synchronous code, and the standard input of programs."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -18,3 +19,13 @@ def run_sync(coroutine: Coroutine[object, None, Result]) -> Result:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(asyncio.run, coroutine).result()
+
+
+async def write_input(stream: asyncio.StreamWriter, data: bytes) -> None:
+    """Write to a program's standard input and close it; the program need not read it."""
+    with contextlib.suppress(ConnectionError):
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+    with contextlib.suppress(ConnectionError):
+        await stream.wait_closed()

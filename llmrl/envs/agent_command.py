@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmrl._utils.asynchronous import write_input
 from llmrl._utils.types import Row
 from llmrl.endpoint.agent import AgentModel, AgentTimeout, Score
 from llmrl.envs.row_template import filled, names_in
@@ -216,7 +217,7 @@ class Command:
         tail = _Tail()
         tasks = [asyncio.create_task(tail.read(process.stdout))]
         if process.stdin is not None and stdin is not None:
-            tasks.append(asyncio.create_task(_write(process.stdin, stdin)))
+            tasks.append(asyncio.create_task(write_input(process.stdin, stdin)))
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 exit_code = await process.wait()  # everything that it started has ended then
@@ -253,14 +254,6 @@ class _Tail:
 
 def _path(variables: Mapping[str, str]) -> str:
     return variables.get("PATH", os.defpath)
-
-
-async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # the program may not read its input
-        stream.write(data)
-        await stream.drain()
-        stream.close()
-        await stream.wait_closed()
 
 
 async def _end(process: asyncio.subprocess.Process, ending: int) -> None:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmrl._utils.asynchronous import write_input
 from llmrl.sandbox.base import SandboxResult
 
 _MAX_OUTPUT = 1 << 20
@@ -175,7 +176,7 @@ async def _run(
     assert process.stdout is not None and process.stderr is not None and process.stdin is not None
     kept = [bytearray(), bytearray()]
     work = asyncio.gather(
-        _send(process.stdin, stdin),
+        write_input(process.stdin, stdin),
         _read(process.stdout, kept[0], max_output),
         _read(process.stderr, kept[1], max_output),
         process.wait(),
@@ -195,15 +196,6 @@ async def _run(
                 await asyncio.sleep(0)
     code = -signal.SIGKILL if process.returncode is None else process.returncode
     return code, bytes(kept[0]), bytes(kept[1]), timed_out
-
-
-async def _send(stream: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # the command need not read it
-        stream.write(data)
-        await stream.drain()
-    stream.close()
-    with contextlib.suppress(ConnectionError):
-        await stream.wait_closed()
 
 
 async def _read(stream: asyncio.StreamReader, kept: bytearray, most: int | None) -> None:
