@@ -12,7 +12,20 @@ from rich.console import Console
 from llmrl.cli import env as environments
 from llmrl.cli import recipe, recorded
 from llmrl.cli.json_output import print_json
-from llmrl.cli.options import AsJSON, ChatTemplate, MaxModelLen, MaxNewTokens, Model, Temperature, console, fail
+from llmrl.cli.options import (
+    AsJSON,
+    ChatTemplate,
+    Data,
+    EnvName,
+    EnvOptions,
+    MaxModelLen,
+    MaxNewTokens,
+    Model,
+    Split,
+    Temperature,
+    console,
+    fail,
+)
 
 app = typer.Typer(
     name="llmrl",
@@ -138,8 +151,8 @@ def evaluate(
         str, typer.Option("--env", "-e", help="Environment (`--list` names them), or your own: FILE.py:FUNCTION.")
     ] = "addition",
     model: Model = "embedded",
-    data: Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")] = None,
-    split: Annotated[str, typer.Option(help="Split of the environment's data.")] = "test",
+    data: Data = None,
+    split: Split = "test",
     limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of problems.")] = None,
     samples: Annotated[
         int, typer.Option("--samples", "-n", min=1, help="Number of answers to sample for each problem.")
@@ -151,9 +164,7 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder to save rollouts and results in.")] = None,
     as_json: AsJSON = False,
-    options: Annotated[
-        list[str] | None, typer.Argument(help="Options of the environment, such as num_digits=2.", show_default=False)
-    ] = None,
+    options: EnvOptions = None,
 ) -> None:
     """Measure a model in an environment: pass@1, pass@k, confidence intervals, and the mean of each reward."""
     from llmrl.cli import evaluate as command
@@ -179,12 +190,10 @@ def evaluate(
 
 @app.command()
 def audit(
-    env: Annotated[str, typer.Argument(help="Environment: a name, or your own, FILE.py:FUNCTION.")],
-    options: Annotated[
-        list[str] | None, typer.Argument(help="Options of the environment, such as num_digits=2.", show_default=False)
-    ] = None,
+    env: EnvName,
+    options: EnvOptions = None,
     model: Model = "embedded",
-    data: Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")] = None,
+    data: Data = None,
     limit: Annotated[int, typer.Option(min=2, help="Maximum number of problems to answer.")] = 32,
     chat_template: ChatTemplate = None,
     out: Annotated[Path | None, typer.Option(help="File to write the result to, as a page.")] = None,

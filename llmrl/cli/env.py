@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmrl.cli.json_output import print_json
-from llmrl.cli.options import AsJSON, ChatTemplate, Model, console, fail
+from llmrl.cli.options import AsJSON, ChatTemplate, Data, EnvName, EnvOptions, Model, Split, console, fail
 
 if TYPE_CHECKING:
     from torchrl.envs import EnvBase
@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Environments: list them, look at one, check one.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="ENV", help="Environment: a name, or your own, FILE.py:FUNCTION.")]
-Options = Annotated[
-    list[str] | None, typer.Argument(help="Options of the environment, such as num_digits=2.", show_default=False)
-]
-Data = Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")]
-Split = Annotated[str, typer.Option(help="Split of the environment's data.")]
 _STYLES = {"fine": "green", "look": "yellow", "broken": "bold red"}
 _SILENCE_S = 300.0
 _REFUSED = (ValueError, TypeError, FileNotFoundError, ImportError)
@@ -59,8 +53,8 @@ def list_environments(as_json: AsJSON = False) -> None:
 
 @app.command()
 def info(
-    env: Name,
-    options: Options = None,
+    env: EnvName,
+    options: EnvOptions = None,
     model: Model = "embedded",
     data: Data = None,
     split: Split = "train",
@@ -81,8 +75,8 @@ def info(
 
 @app.command()
 def check(
-    env: Name,
-    options: Options = None,
+    env: EnvName,
+    options: EnvOptions = None,
     model: Model = "embedded",
     data: Data = None,
     split: Split = "train",

@@ -13,6 +13,12 @@ from llmrl._utils.terminal import printable
 
 console = Console()
 Model = Annotated[str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")]
+EnvName = Annotated[str, typer.Argument(metavar="ENV", help="Environment: a name, or your own, FILE.py:FUNCTION.")]
+EnvOptions = Annotated[
+    list[str] | None, typer.Argument(help="Options of the environment, such as num_digits=2.", show_default=False)
+]
+Data = Annotated[str | None, typer.Option(help="Data set: hub name, or local folder or file.")]
+Split = Annotated[str, typer.Option(help="Split of the environment's data.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum length of an answer, in tokens.")]
 MaxModelLen = Annotated[int, typer.Option(min=16, help="Maximum number of tokens of the whole conversation.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
