@@ -10,17 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from torchrl.envs import EnvBase
 
-from llmrl._utils.arguments import parameters_of
 from llmrl._utils.types import JSON
 from llmrl.audit import Audit, audit
 from llmrl.cli.models import make_chat_renderer, model_path
 from llmrl.envs import make_task_env
 from llmrl.envs.tasks.registry import find_env
-
-
-def splits_of(name: str) -> tuple[str, ...]:
-    """Return the splits to compare: one if the environment's function takes no split."""
-    return ("train", "test") if "split" in parameters_of(find_env(name).make) else ("train",)
 
 
 def run_audit(
@@ -41,7 +35,7 @@ def run_audit(
         return make_task_env(env, split, repeats=2, **takes_data, **options)  # type: ignore[arg-type]
 
     # With data of one's own, both splits would be the same rows.
-    splits = splits_of(env) if data is None else ("train",)
+    splits = (find_env(env).splits if data is None else ()) or ("train",)
     with console.status("") as status:
         return audit(
             make,

@@ -54,9 +54,8 @@ def info_of(name: str, make: Callable[..., EnvBase], renderer: Renderer) -> dict
 
 def _num_rows(named: NamedEnv, make: Callable[..., EnvBase], env: EnvBase) -> dict[str, int | None]:
     """Return the number of rows of each split; None for rows without end."""
-    splits = ("train", "test") if "split" in (keywords_of(named.make) or parameters_of(named.make)) else ("",)
     found: dict[str, int | None] = {}
-    for split in splits:
+    for split in named.splits or ("",):
         try:
             drawing = dataset_env_of(make(split=split) if split else env)
         except Exception:  # a split that is not there

@@ -41,6 +41,16 @@ class NamedEnv:
     is_foreign: bool = False
     """Whether `make` need not take `split`, `repeats`, `data` and `seed`."""
 
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """Names of the arguments of `make`."""
+        return keywords_of(self.make) or tuple(parameters_of(self.make))
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits of the data that `make` can be asked for; empty if it takes no split."""
+        return ("train", "test") if "split" in self.argument_names else ()
+
 
 def task_environments() -> dict[str, str]:
     """Return a one-line description of each task environment, by name.
@@ -162,7 +172,7 @@ def make_task_env(
         TypeError: CountdownEnv has no argument 'num_counts'; did you mean 'num_count'?
     """
     found = find_env(name)
-    if data is not None and "data" not in parameters_of(found.make):
+    if data is not None and "data" not in found.argument_names:
         raise ValueError(f"data is given, and the environment {name!r} makes its own problems: it takes no data.")
     given: dict[str, object] = {"split": split, "repeats": repeats}
     if data is not None:
@@ -170,8 +180,7 @@ def make_task_env(
     if found.is_foreign:
         given["seed"] = options.pop("seed", 0)
         known = keywords_of(found.make)
-        named = known or parameters_of(found.make)
-        given = {key: value for key, value in given.items() if key in named}
+        given = {key: value for key, value in given.items() if key in found.argument_names}
         refuse_unknown(f"the environment {name!r}", options, options if known is None else known)
     env = found.make(**given, **options)
     if not isinstance(env, EnvBase):
