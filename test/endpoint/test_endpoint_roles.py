@@ -148,6 +148,7 @@ def test_a_user_simulator_and_its_solver_are_both_trained(tokenizer, tmp_path):
 
     env = AgentEnv(play, [{"query": ""}], roles=roles, policies={"user": policies["user"]}, repeats=8)
     advantages = MCAdvantage(grpo_size=8, by="role")
+    updated = dict.fromkeys(roles, 0)
     with LLMCollector(env, policy=policies["solver"], groups_per_batch=1, postproc=advantages) as collector:
         for _, batch in zip(range(2), collector, strict=False):
             by_role = {
@@ -160,3 +161,5 @@ def test_a_user_simulator_and_its_solver_are_both_trained(tokenizer, tmp_path):
                 report = train_step(losses[role], batch_of_role, optimizers[role])
                 assert report.measurements["log_prob_difference_mean"] < 1e-4
                 assert mixed.kl_approx.abs() > 1e-2  # the other model's log-probs are others
+                updated[role] += 1
+    assert updated == {"solver": 2, "user": 2}
