@@ -15,6 +15,8 @@ from llmrl.rendering.tool_calls import Json, make_tool_call
 
 _ASKED: Message = {"role": "user", "content": "Begin."}
 _VALUE = {"llmrl_value": 7}
+_MAX_WHITESPACE = 16
+"""Maximum number of characters of white space in a row: an indentation, but no answer of white space alone."""
 _WRITTEN = re.compile(r'\{\s*"llmrl_value"\s*:\s*7\s*\}')
 
 
@@ -50,7 +52,7 @@ def _with_value(renderer: Renderer, message: Message, schema: Mapping[str, Json]
         elements.append({"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": marks.closing})
     if before:
         elements.append({"type": "const_string", "value": before})
-    elements.append({"type": "json_schema", "json_schema": schema})
+    elements.append({"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE})
     if after:
         elements.append({"type": "const_string", "value": after})
     return {"type": "sequence", "elements": elements}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from waiting import is_running, wait_until
 from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, TokenScores
 from llmrl.engines.base import check_supported
 from llmrl.engines.ray.engine import RayEngine
+from llmrl.engines.token_stream import TokenStream
 from llmrl.testing import ScriptedEngine
 
 pytest.importorskip("ray")
@@ -152,6 +154,59 @@ def test_abort_and_cancel_reach_the_actor(engine, ray_cluster):
     assert isinstance(cancelled, asyncio.CancelledError)
     assert engine.num_in_flight == 0
     wait_until(lambda: in_actor(ray_cluster, engine, lambda self: self._engine.num_in_flight) == 0)
+
+
+class Watched(TokenStream):
+    """Keeps each report, and stops the request at `num_wanted` tokens."""
+
+    def __init__(self, num_wanted=math.inf):
+        super().__init__(lambda: None)
+        self.reports, self.num_wanted = [], num_wanted
+
+    def report(self, token_ids):
+        super().report(token_ids)
+        self.reports.append(token_ids)
+        self.is_stopped = len(token_ids) >= self.num_wanted
+
+
+@pytest.mark.parametrize("num_wanted", [math.inf, 5])
+def test_tokens_are_reported_while_the_actor_samples_and_a_stop_reaches_it(engine, num_wanted):
+    async def run():
+        stream = Watched(num_wanted)
+        return stream, await engine.generate([5], SAMPLING, stream=stream)
+
+    stream, completion = asyncio.run(run())
+    assert engine.streams_tokens and len(stream.reports) > 2
+    assert all(ids == list(range(len(ids))) for ids in [*stream.reports, completion.token_ids])
+    sizes = [len(ids) for ids in stream.reports]
+    assert sizes == sorted(set(sizes)) and sizes[0] < 20
+    assert completion.finish_reason == ("stop" if num_wanted == math.inf else "abort")
+    assert len(completion.token_ids) == 20 if num_wanted == math.inf else sizes[-1] <= len(completion.token_ids) < 20
+
+
+def test_a_stream_that_is_refused_cancelled_or_whose_actor_dies_says_so(ray_cluster):
+    one = start_scripted()
+
+    async def run():
+        with pytest.raises(ValueError, match="100"):
+            await one.generate([5] * 100, SAMPLING, stream=Watched())
+        cancelled = asyncio.create_task(one.generate([5], SAMPLING, stream=Watched()))
+        await asyncio.sleep(0.2)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        assert cancelled.cancelled()
+        while in_actor(ray_cluster, one, lambda self: self._engine.num_in_flight):
+            await asyncio.sleep(0.02)
+        killed = asyncio.create_task(one.generate([5], SAMPLING, stream=(stream := Watched())))
+        while not stream.reports:
+            await asyncio.sleep(0.01)
+        ray_cluster.kill(one.actor)
+        with pytest.raises(EngineError, match="died"):
+            await killed
+        return one.num_in_flight
+
+    assert asyncio.run(run()) == 0
+    assert not one.is_alive
 
 
 def test_requests_of_two_processes_with_one_id_are_two(engine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.load import EngineLoad, take_load
 from llmrl.engines.scores import ScoresTokens, TokenScores
+from llmrl.engines.token_stream import StreamsTokens, TokenStream
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,7 @@ class EngineFacts:
     host: str
     scores_tokens: bool
     takes_grammars: bool
+    streams_tokens: bool
     model_dtype: torch.dtype | None = None
     quantization: str | None = None
     num_workers: int = 0
@@ -50,8 +52,9 @@ class EngineFacts:
         """Describe an engine of this process."""
         scores_tokens = isinstance(engine, ScoresTokens)
         takes_grammars = isinstance(engine, TakesGrammars) and engine.takes_grammars
+        streams_tokens = isinstance(engine, StreamsTokens) and engine.streams_tokens
         host = socket.gethostname()
-        here = cls(engine.max_model_len, engine.vocab_size, host, scores_tokens, takes_grammars)
+        here = cls(engine.max_model_len, engine.vocab_size, host, scores_tokens, takes_grammars, streams_tokens)
         if not isinstance(engine, UpdatableEngine):
             return here
         names = ("model_dtype", "quantization", "num_workers", "weight_transfer_backend")
@@ -71,6 +74,29 @@ class EngineActor:
         """Call `Engine.generate`."""
         with self._told_if_dead():
             return await self._engine.generate(prompt_ids, sampling, request_id=request_id)
+
+    async def stream(
+        self, prompt_ids: list[int], sampling: SamplingConfig, request_id: str
+    ) -> AsyncIterator[list[int] | Completion]:
+        """Yield the new token ids while `StreamsTokens.generate` samples them, and then the completion."""
+        news = asyncio.Event()
+        stream = TokenStream(news.set)
+        with self._told_if_dead():
+            request = self._engine.generate(prompt_ids, sampling, request_id=request_id, stream=stream)
+            task = asyncio.ensure_future(request)
+            task.add_done_callback(lambda _: news.set())
+            num_sent = 0
+            try:
+                while not task.done():
+                    await news.wait()
+                    news.clear()
+                    sampled = stream.token_ids  # a later report is another list
+                    if len(sampled) > num_sent:
+                        yield sampled[num_sent:]
+                        num_sent = len(sampled)
+                yield await task
+            finally:
+                task.cancel()
 
     async def score(self, token_ids: list[int], top_k: int) -> TokenScores:
         """Call `ScoresTokens.score`, which the engine must have."""

@@ -26,6 +26,7 @@ from llmrl.engines.load import METRICS, EngineLoad
 from llmrl.engines.ray.actor import EngineActor, EngineDiedError, EngineFacts
 from llmrl.engines.ray.cluster import connect
 from llmrl.engines.scores import TokenScores
+from llmrl.engines.token_stream import TokenStream
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,8 @@ class RayEngine:
         self.vocab_size = facts.vocab_size
         self.takes_grammars = facts.takes_grammars
         """Whether the engine follows `SamplingConfig.grammar`."""
+        self.streams_tokens = facts.streams_tokens
+        """Whether the engine reports the tokens of a request while it samples them."""
         self.host = facts.host
         """Name of the engine's machine."""
         self.model_dtype: torch.dtype = facts.model_dtype  # type: ignore[assignment]  # None without weight updates
@@ -169,17 +172,35 @@ class RayEngine:
         *,
         request_id: str | None = None,
         routing_key: str | None = None,
+        stream: TokenStream | None = None,
     ) -> Completion:
         """Sample one completion as `AsyncVLLM.generate` does. Also raises EngineError if the actor died."""
         if request_id is None:
             request_id = str(next(self._id_counter))
         check_request(request_id, prompt_ids, self._in_flight)
+        request = (list(prompt_ids), sampling, self._id_there(request_id))
         with self._in_flight_as(request_id):
             try:
-                return await self.actor.generate.remote(list(prompt_ids), sampling, self._id_there(request_id))
+                if stream is None:
+                    return await self.actor.generate.remote(*request)
+                return await self._stream(request, stream)
             except asyncio.CancelledError:
                 self.actor.abort.remote(self._id_there(request_id))
                 raise
+
+    async def _stream(self, request: tuple[list[int], SamplingConfig, str], stream: TokenStream) -> Completion:
+        token_ids: list[int] = []
+        is_aborted = False
+        async for part in self.actor.stream.remote(*request):
+            news = await part
+            if isinstance(news, Completion):
+                return news
+            token_ids = token_ids + news  # readers keep the list that they were given
+            stream.report(token_ids)
+            if stream.is_stopped and not is_aborted:
+                is_aborted = True
+                self.actor.abort.remote(request[-1])
+        raise EngineError("The engine's actor ended a stream without its completion.")
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
         """Return the engine's token scores. Raises TypeError if it has no `score`, and EngineError if it died."""
