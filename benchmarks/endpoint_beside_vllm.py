@@ -1,9 +1,9 @@
 """`llmrl serve` beside vLLM's own OpenAI server: time to the first token, and CPU a request, at 1 and at 200 clients.
 
 Both serve the same random model of one layer by the same engine, in processes of their own, to the same clients in a
-third one. Requests are streamed chat completions of 16 tokens. The CPU is that of the server's process: the engine
-computes in a child, which is not counted. The servers are asked in turn, so that a busy moment of the machine meets
-both.
+third one. Requests are streamed chat completions of 16 tokens, without and with log-probs: llmrl records these for each
+answer, and vLLM's server makes them where a client asks. The CPU is that of the server's process: the engine computes
+in a child, which is not counted. The servers are asked in turn, so that a busy moment of the machine meets both.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from rich.table import Table
 NUM_ROUNDS = 5
 NUM_TOKENS = 16
 CLIENTS = {1: 40, 200: 600}  # number of clients, and of requests in a round
+ASKED = {"": {}, "log_probs_": {"logprobs": True}}
+"""What a client asks for besides, by the prefix of the measured names."""
 GOAL = 1.2
 START_SECONDS = 300.0
 _ENVIRON = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
@@ -37,13 +39,13 @@ _CLIENT = """
 import asyncio, json, sys, time, aiohttp
 
 async def main():
-    url, num_requests, num_clients, num_tokens = json.load(sys.stdin)
+    url, num_requests, num_clients, num_tokens, more = json.load(sys.stdin)
     numbers, seconds = iter(range(num_requests)), []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         async def ask():
             for number in numbers:
                 body = {"model": "tiny", "messages": [{"role": "user", "content": f"{number} + 1 ="}], "stream": True,
-                        "max_tokens": num_tokens, "ignore_eos": True, "temperature": 1.0}
+                        "max_tokens": num_tokens, "ignore_eos": True, "temperature": 1.0, **more}
                 started, first = time.perf_counter(), None
                 async with client.post(url, json=body) as response:
                     assert response.status == 200, await response.text()
@@ -83,12 +85,14 @@ class Server:
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def measure(self, num_clients: int, num_requests: int) -> tuple[float, float]:
+    def measure(self, num_clients: int, num_requests: int, more: dict[str, bool]) -> tuple[float, float]:
         """Median milliseconds to the first token, and milliseconds of CPU a request."""
-        task = json.dumps([self.url, num_requests, num_clients, NUM_TOKENS])
+        task = json.dumps([self.url, num_requests, num_clients, NUM_TOKENS, more])
         before = self.cpu_s()
         client = [sys.executable, "-c", textwrap.dedent(_CLIENT)]
-        answer = subprocess.run(client, input=task, capture_output=True, text=True, check=True)
+        answer = subprocess.run(client, input=task, capture_output=True, text=True)
+        if answer.returncode:
+            raise RuntimeError(f"the clients of {self.name} failed: {answer.stderr[-2000:]}")
         seconds = json.loads(answer.stdout)
         return statistics.median(seconds) * 1e3, (self.cpu_s() - before) / num_requests * 1e3
 
@@ -131,32 +135,31 @@ def run() -> dict[str, Any]:
                 port = _free_port()
                 servers.append(Server(name, _commands(model, port)[name], port, folder))
             for server in servers:
-                server.measure(8, 32)  # what is computed once
+                server.measure(8, 32, {})  # what is computed once
+            asked = [(prefix, more, *numbers) for prefix, more in ASKED.items() for numbers in CLIENTS.items()]
             for _ in range(NUM_ROUNDS):
-                for num_clients, num_requests in CLIENTS.items():
+                for prefix, more, num_clients, num_requests in asked:
                     for server in servers:
-                        first_ms, cpu_ms = server.measure(num_clients, num_requests)
-                        rows.setdefault(f"{server.name}_first_{num_clients}_ms", []).append(first_ms)
-                        rows.setdefault(f"{server.name}_cpu_{num_clients}_ms", []).append(cpu_ms)
+                        first_ms, cpu_ms = server.measure(num_clients, num_requests, more)
+                        rows.setdefault(f"{server.name}_{prefix}first_{num_clients}_ms", []).append(first_ms)
+                        rows.setdefault(f"{server.name}_{prefix}cpu_{num_clients}_ms", []).append(cpu_ms)
         finally:
             for server in servers:
                 server.close()
     medians = {name: statistics.median(values) for name, values in rows.items()}
     ratios = {
-        f"{kind}_{number}": statistics.median(
-            a / b for a, b in zip(rows[f"llmrl_{kind}_{number}_ms"], rows[f"vllm_{kind}_{number}_ms"], strict=True)
-        )
-        for kind in ("first", "cpu")
-        for number in CLIENTS
+        name: statistics.median(a / b for a, b in zip(rows[f"llmrl_{name}_ms"], rows[f"vllm_{name}_ms"], strict=True))
+        for name in (f"{prefix}{kind}_{number}" for prefix in ASKED for kind in ("first", "cpu") for number in CLIENTS)
     }
     table = Table(title=f"A streamed answer of {NUM_TOKENS} tokens, median of {NUM_ROUNDS}")
     for column in ("", "llmrl serve", "vLLM's server", "ratio"):
         table.add_column(column, justify="left" if not column else "right")
     for name, ratio in ratios.items():
-        kind, _, number = name.partition("_")
+        kind, number = name.split("_")[-2:]
         what = "first token" if kind == "first" else "CPU a request"
+        with_log_probs = ", log-probs" * name.startswith("log_probs")
         ours, theirs = (medians[f"{server}_{name}_ms"] for server in ("llmrl", "vllm"))
-        table.add_row(f"{what}, {number} clients", f"{ours:.2f} ms", f"{theirs:.2f} ms", f"{ratio:.2f}")
+        table.add_row(f"{what}, {number} clients{with_log_probs}", f"{ours:.2f} ms", f"{theirs:.2f} ms", f"{ratio:.2f}")
     Console().print(table)
     return {
         "name": "endpoint_beside_vllm",
