@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Mapping
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.imports import require
+from llmrl._utils.threads import run_in_thread
+from llmrl._utils.types import Row
 from llmrl.data.message import encodable
-from llmrl.tools.mcp_transport import MCPServer, make_client
+from llmrl.tools.mcp_connection import Answer, MCPConnection
+from llmrl.tools.mcp_transport import MCPServer
 from llmrl.tools.output import as_text
-from llmrl.tools.tool import Tool, ToolError
+from llmrl.tools.tool import InvalidArguments, Tool, ToolError
 from llmrl.tools.transform import OutputOptions, ToolTransform
 
 if TYPE_CHECKING:
-    from mcp import Client, MCPError
+    from mcp import Client
     from mcp import types as mcp_types
 
-
-_ASK_AGAIN_SECONDS = 5.0
-MAX_TOOLS = 1000
-"""Tools per server."""
 MAX_NAME_CHARS = 128
 """The protocol's limit."""
 MAX_SCHEMA_CHARS = 32_000
 """Characters of a tool's description and schema, about 10,000 tokens."""
+MAX_PAGES = 100
+"""Pages of a list of resources."""
+_FOLDER = "{folder}"
+_URI = {"type": "object", "properties": {"uri": {"type": "string", "description": "its URI"}}, "required": ["uri"]}
 
 
 class MCPToolTransform(ToolTransform):
     """Offers the model the tools of MCP servers, as `SERVER.TOOL`.
 
-    A message has at most 8 MiB, and a server at most 1,000 tools. A lost connection is reopened. The interrupted call
-    is repeated if its tool is marked as read-only or idempotent; otherwise the model reads that the outcome is unknown.
+    A message has at most 8 MiB, and a server at most 1,000 tools. A lost connection is reopened, and so is that of a
+    server that answers nothing after a call was given up. The interrupted call is repeated if its tool is marked as
+    read-only or idempotent; otherwise the model reads that the outcome is unknown.
+
+    All conversations share a server, unless it has `per_conversation`: then each has its own, which runs in a new
+    folder. `{folder}` in its `args`, `env` and `cwd` stands for that folder. Rewards read the folder, a `Path`, by the
+    server's name; it is removed when the conversation has ended and was scored.
 
     Args:
         servers: servers by name: `command`, `args`, `env` and `cwd` of a program that communicates over its standard
-            streams (its environment has only `env`, paths and names), or `url` and `headers` of an HTTP server.
+            streams (its environment has only `env`, paths and names), or `url` and `headers` of an HTTP server; and
+            `resources`, `per_conversation`, `prepare` (`MCPServer`).
         tool_name, timeout, max_parallel_calls, **output: as for `ToolTransform`.
         connect_timeout: seconds for a server to start and list its tools.
 
@@ -63,32 +79,29 @@ class MCPToolTransform(ToolTransform):
             raise ValueError("servers is empty; name at least one.")
         self.servers = {name: _check_server(name, server) for name, server in servers.items()}
         self.connect_timeout = connect_timeout
-        self._connections: dict[str, _Connection] = {}
+        self._connected: list[_Connections] = []
         try:
             self._home = self.loop
-            self._set_tools(self._home.run(self._connect_all()))
+            self._set_tools(self._home.run(self._connect_all(self._home)))
         except BaseException:
             self.close()
             raise
 
-    async def _connect_all(self) -> list[Tool]:
-        self._connections = {
-            name: _Connection(name, server, self.connect_timeout) for name, server in self.servers.items()
-        }
-        listed = await asyncio.gather(*(connection.open() for connection in self._connections.values()))
-        tools = []
-        for (server, connection), descriptions in zip(self._connections.items(), listed, strict=True):
-            tools += [_tool(server, connection, description) for description in descriptions]
-        return tools
+    async def _connect_all(self, home: BackgroundLoop) -> list[Tool]:
+        self._connected = [
+            _Connections(name, server, self.connect_timeout, home) for name, server in self.servers.items()
+        ]
+        listed = await asyncio.gather(*(connections.tools() for connections in self._connected))
+        return list(itertools.chain(*listed))
 
     def close(self) -> None:
         """Disconnect, and end the programs that were started. May be called twice."""
         if self._home is not None and not self._home.is_closed:
-            connections = list(self._connections.values())
-            self._connections = {}
+            connected = self._connected
+            self._connected = []
 
             async def close_all() -> None:
-                await asyncio.gather(*(connection.close() for connection in connections))
+                await asyncio.gather(*(connections.close() for connections in connected))
 
             self._home.run(close_all())
         super().close()
@@ -97,134 +110,115 @@ class MCPToolTransform(ToolTransform):
         raise TypeError("an MCPToolTransform is bound to its connections; make one in each process.")
 
 
-class _Connection:
-    """One server and the task that opens and closes its connection; both must happen in the same task."""
+class _Connections:
+    """The connections to one server: one that all conversations share, or one for each conversation."""
 
-    def __init__(self, name: str, server: MCPServer, connect_timeout: float) -> None:
-        self._name = name
+    def __init__(self, name: str, server: MCPServer, connect_timeout: float, home: BackgroundLoop) -> None:
+        self.name = name
+        self.is_shared = not server.get("per_conversation")
         self._server = server
         self._connect_timeout = connect_timeout
-        self._client: Client | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._leave = asyncio.Event()
-        self._reopening = asyncio.Lock()
-        self.num_opened = 0
-        self._is_forgotten = False  # whether the server has lost the session
+        self._home = home
+        self._open: dict[str, asyncio.Task[_Opened]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
 
-    def _forget(self) -> None:
-        self._is_forgotten = True
+    async def tools(self) -> list[Tool]:
+        """Return the server's tools. One that is not shared runs for a moment."""
+        opened = await self._opened("")
+        if not self.is_shared:
+            await self._end("")
+        made = [_tool(self, description) for description in opened.listed]
+        if self._server.get("resources"):
+            made += [_list_resources(self), _read_resource(self)]
+        for name, count in Counter(tool.name for tool in made).items():
+            if count > 1:
+                raise ValueError(f"MCP server {self.name!r} has {count} tools named {name!r}; leave the server out.")
+        if self.is_shared:
+            return made
+        state_name = re.sub(r"\W", "_", self.name)
+        return [replace(one, open=self.open, release=self.release, state_name=state_name) for one in made]
 
-    async def open(self) -> list[mcp_types.Tool]:
-        """Connect, and return the server's tools. Raises ConnectionError if the server cannot be reached."""
-        ready: asyncio.Future[list[mcp_types.Tool]] = asyncio.get_running_loop().create_future()
-        self._leave = asyncio.Event()
-        self._task = asyncio.create_task(self._hold(ready, self._leave))
+    async def ask(
+        self, conversation_id: str, send: Callable[[Client], Awaitable[Answer]], *, is_repeatable: bool
+    ) -> Answer:
+        """Return the answer of a conversation's server to what `send` sends. Raises ToolError for the model."""
+        opened = await self._opened("" if self.is_shared else conversation_id)
+        return await opened.connection.ask(send, is_repeatable=is_repeatable)
+
+    async def open(self, conversation_id: str, row: Row) -> Path:
+        """Start the server of a conversation, and return its folder."""
+        opened = await self._opened(conversation_id, row)
+        assert opened.folder is not None
+        return opened.folder
+
+    async def _opened(self, conversation_id: str, row: Row = {}) -> _Opened:  # noqa: B006  # it is not changed
+        if conversation_id not in self._open:
+            self._open[conversation_id] = asyncio.create_task(self._start(row))
+        return await asyncio.shield(self._open[conversation_id])  # the end of the conversation closes it
+
+    async def _start(self, row: Row) -> _Opened:
+        if self.is_shared:
+            connection = MCPConnection(self.name, self._server, self._connect_timeout)
+            return _Opened(connection, await connection.open())
+        folder = Path(await run_in_thread(tempfile.mkdtemp, prefix="llmrl-mcp-"))
         try:
-            async with asyncio.timeout(self._connect_timeout):
-                tools = await asyncio.shield(ready)
-        except TimeoutError:
-            self._task.cancel()
-            await self.close()
-            raise ConnectionError(
-                f"MCP server {self._name!r} did not answer within {self._connect_timeout:g} s."
-            ) from None
-        except Exception as error:
-            await self.close()
-            raise ConnectionError(f"MCP server {self._name!r} cannot be reached: {_describe(error)}") from error
-        self.num_opened += 1
-        return tools
-
-    async def _hold(self, ready: asyncio.Future[list[mcp_types.Tool]], leave: asyncio.Event) -> None:
-        try:
-            async with contextlib.AsyncExitStack() as stack:
-                self._is_forgotten = False
-                client = await make_client(self._server, stack, when_forgotten=self._forget)
-                self._client = await stack.enter_async_context(client)
-                tools = []
-                cursor = None
-                for num_pages in itertools.count(1):
-                    page = await self._client.list_tools(cursor=cursor)
-                    tools += page.tools
-                    cursor = page.next_cursor
-                    if max(len(tools), num_pages) > MAX_TOOLS:
-                        raise ValueError(f"it lists more than {MAX_TOOLS} tools, or pages of them.")
-                    if not cursor:
-                        break
-                ready.set_result(tools)
-                await leave.wait()
-        except asyncio.CancelledError:
+            if (prepare := self._server.get("prepare")) is not None:
+                await run_in_thread(prepare, folder, row)
+            connection = MCPConnection(self.name, _in_folder(self._server, folder), self._connect_timeout)
+            return _Opened(connection, await connection.open(), folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
             raise
-        except BaseException as error:
-            if not ready.done():
-                ready.set_exception(error if isinstance(error, Exception) else RuntimeError(_describe(error)))
-        finally:
-            self._client = None
 
-    async def call(self, tool: str, arguments: dict[str, object], *, is_repeatable: bool) -> mcp_types.CallToolResult:
-        """Return the result of a call. Raises ToolError with a message for the model."""
-        from mcp import MCPError
+    def release(self, conversation_id: str) -> Future[None] | None:
+        """End the server of a conversation."""
+        if self._home.is_closed:
+            return None
+        return asyncio.run_coroutine_threadsafe(self._end(conversation_id), self._home.loop)
 
-        for is_last in (False, True):
-            number = self.num_opened
-            try:
-                if self._client is None:
-                    await self._reopen(number)
-                assert self._client is not None
-                return await self._client.call_tool(tool, arguments)
-            except MCPError as error:
-                if not await self._is_lost(error):
-                    raise ToolError(error.error.message) from error
-            except ConnectionError as error:
-                raise ToolError(str(error)) from error
-            except Exception as error:  # of the transport: anyio, httpx
-                if isinstance(error, ValueError):
-                    raise
-            try:
-                await self._reopen(number)
-            except ConnectionError as error:
-                raise ToolError(str(error)) from error
-            if is_last or not is_repeatable:
-                raise ToolError(
-                    f"the connection to server {self._name!r} was lost during the call, and is open again; "
-                    "whether the call took effect is unknown."
-                )
-        raise AssertionError("unreachable")
+    async def _end(self, conversation_id: str) -> None:
+        if (starting := self._open.pop(conversation_id, None)) is not None:
+            ending = asyncio.create_task(self._close(starting))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+            await asyncio.shield(ending)
 
-    async def _is_lost(self, error: MCPError) -> bool:
-        """Return whether the connection is lost; sends a request, because servers may use the same error code."""
-        from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED
-
-        if self._is_forgotten or self._client is None:
-            return True
-        if error.error.code != CONNECTION_CLOSED:
-            return False
-        try:
-            async with asyncio.timeout(_ASK_AGAIN_SECONDS):
-                await self._client.list_tools()
-        except MCPError as refusal:
-            return refusal.error.code == CONNECTION_CLOSED
-        except Exception:  # of the transport, or the timeout
-            return True
-        return False
-
-    async def _reopen(self, number: int) -> None:
-        async with self._reopening:
-            if self.num_opened == number:  # no other call has reopened it
-                await self.close()
-                await self.open()
+    async def _close(self, starting: asyncio.Task[_Opened]) -> None:
+        await asyncio.wait([starting])
+        if starting.cancelled() or starting.exception() is not None:
+            return
+        opened = starting.result()
+        await opened.connection.close()
+        if opened.folder is not None:
+            await run_in_thread(shutil.rmtree, opened.folder, ignore_errors=True)
 
     async def close(self) -> None:
-        """Disconnect."""
-        task = self._task
-        self._task = None
-        if task is None:
-            return
-        self._leave.set()
-        done, _ = await asyncio.wait([task], timeout=5)
-        if not done:
-            task.cancel()
-            await asyncio.wait([task], timeout=5)
+        """End all."""
+        await asyncio.gather(*map(self._end, list(self._open)), *self._ending)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An open connection, what it listed, and the folder of the conversation's own server."""
+
+    connection: MCPConnection
+    listed: list[mcp_types.Tool]
+    folder: Path | None = None
+
+
+def _in_folder(server: MCPServer, folder: Path) -> MCPServer:
+    """Return how to start a server in a folder."""
+    if "command" not in server:
+        return server
+
+    def placed(text: str) -> str:
+        return text.replace(_FOLDER, str(folder))
+
+    own = server.copy()
+    own["args"] = [placed(text) for text in server.get("args", [])]
+    own["env"] = {name: placed(text) for name, text in server.get("env", {}).items()}
+    own["cwd"] = placed(server.get("cwd", _FOLDER))
+    return own
 
 
 def _check_server(name: str, server: MCPServer) -> MCPServer:
@@ -233,6 +227,8 @@ def _check_server(name: str, server: MCPServer) -> MCPServer:
         raise ValueError(f"server {name!r} has {unknown}; known are {list(MCPServer.__annotations__)}.")
     if ("command" in server) == ("url" in server):
         raise ValueError(f"server {name!r} needs exactly one of 'command' and 'url', got {sorted(server)}.")
+    if "prepare" in server and not server.get("per_conversation"):
+        raise ValueError(f"server {name!r} has 'prepare', which is for a server of 'per_conversation': True.")
     misplaced = sorted({"args", "env", "cwd"} & set(server) if "url" in server else {"headers"} & set(server))
     if misplaced:
         raise ValueError(
@@ -241,21 +237,64 @@ def _check_server(name: str, server: MCPServer) -> MCPServer:
     return server.copy()
 
 
-def _tool(server: str, connection: _Connection, description: mcp_types.Tool) -> Tool:
-    _check_description(server, description)
+def _tool(connections: _Connections, description: mcp_types.Tool) -> Tool:
+    _check_description(connections.name, description)
     hints = description.annotations
     is_repeatable = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
 
     async def run(arguments: dict[str, object], conversation_id: str) -> str:
-        result = await connection.call(description.name, arguments, is_repeatable=is_repeatable)
+        result = await connections.ask(
+            conversation_id, lambda client: client.call_tool(description.name, arguments), is_repeatable=is_repeatable
+        )
         text = result_text(result)
         if result.is_error:
             raise ToolError(text)
         return text
 
-    name = f"{server}.{description.name}"
+    name = f"{connections.name}.{description.name}"
     text = description.description or description.title or ""
     return Tool(name, encodable(text), encodable(dict(description.input_schema)), run)
+
+
+def _list_resources(connections: _Connections) -> Tool:
+    async def run(arguments: dict[str, object], conversation_id: str) -> str:
+        return "\n".join(await connections.ask(conversation_id, _resource_lines, is_repeatable=True)) or "none"
+
+    description = "List the resources, and the forms of URIs of further ones."
+    return Tool(f"{connections.name}.list_resources", description, {"type": "object", "properties": {}}, run)
+
+
+async def _resource_lines(client: Client) -> list[str]:
+    """Return a line for each resource and each form of resources, at most of `MAX_PAGES` pages each."""
+    lines = []
+    cursor = None
+    for _ in range(MAX_PAGES):
+        page = await client.list_resources(cursor=cursor)
+        lines += [_line(resource.uri, resource.name, resource.description) for resource in page.resources]
+        if not (cursor := page.next_cursor):
+            break
+    cursor = None
+    for _ in range(MAX_PAGES):
+        forms = await client.list_resource_templates(cursor=cursor)
+        lines += [_line(form.uri_template, form.name, form.description) for form in forms.resource_templates]
+        if not (cursor := forms.next_cursor):
+            break
+    return lines
+
+
+def _line(uri: str, name: str, description: str | None) -> str:
+    return f"{uri} ({name})" + (f": {description}" if description else "")
+
+
+def _read_resource(connections: _Connections) -> Tool:
+    async def run(arguments: dict[str, object], conversation_id: str) -> str:
+        uri = arguments.get("uri")
+        if not isinstance(uri, str):
+            raise InvalidArguments(f"uri must be a text, got {uri!r:.100}")
+        read = await connections.ask(conversation_id, lambda client: client.read_resource(uri), is_repeatable=True)
+        return "\n".join(map(_resource_text, read.contents))
+
+    return Tool(f"{connections.name}.read_resource", "Read a resource.", _URI, run)
 
 
 def _check_description(server: str, description: mcp_types.Tool) -> None:
@@ -292,18 +331,15 @@ def _content_text(content: mcp_types.ContentBlock) -> str:
         described = f": {content.description}" if content.description else ""
         return f"[resource: {content.name}, {content.uri}{described}]"
     if content.type == "resource":
-        resource = content.resource
-        if hasattr(resource, "text"):
-            return f"[resource: {resource.uri}]\n{resource.text}"
-        return f"[resource: {resource.uri}, {resource.mime_type or 'binary'}, {_num_bytes(resource.blob)} bytes]"
+        return _resource_text(content.resource)
     return f"[{content.type}]"
+
+
+def _resource_text(resource: mcp_types.TextResourceContents | mcp_types.BlobResourceContents) -> str:
+    if hasattr(resource, "text"):
+        return f"[resource: {resource.uri}]\n{resource.text}"
+    return f"[resource: {resource.uri}, {resource.mime_type or 'binary'}, {_num_bytes(resource.blob)} bytes]"
 
 
 def _num_bytes(base64_text: str) -> int:
     return len(base64_text) * 3 // 4 - base64_text[-2:].count("=")
-
-
-def _describe(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"

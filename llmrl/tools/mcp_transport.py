@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import contextlib
 import json
+import os
 import re
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, TypedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, TypedDict
+
+from llmrl._utils.types import Row
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -21,12 +26,13 @@ _READ_TIMEOUT_S = 300.0
 """Defaults of the SDK's client."""
 _TOO_LONG = f"the server sent a message of more than {MAX_MESSAGE_BYTES >> 20} MiB."
 _ID = re.compile(rb'"id"\s*:\s*("[^"\\\\]*"|[0-9]{1,15})\s*[,}]')
+_NUM_KEPT_ERRORS = 1000
 _NUM_ID_BYTES = 256
 """Where a message's id is searched."""
 
 
 class MCPServer(TypedDict, total=False):
-    """How to reach a server: `command` with its options, or `url` and `headers`."""
+    """How to reach a server: `command` with its options, or `url` and `headers`; and what it is used for."""
 
     command: str
     args: list[str]
@@ -34,16 +40,34 @@ class MCPServer(TypedDict, total=False):
     cwd: str
     url: str
     headers: dict[str, str]
+    resources: bool
+    """Whether the model may list and read its resources, by two more tools."""
+    per_conversation: bool
+    """Whether each conversation has a server of its own."""
+    prepare: Callable[[Path, Row], object]
+    """Called with the folder and the dataset row of a conversation, before its own server starts; the row is empty when
+    the tools are listed."""
+
+
+HOW_TO_START = ("command", "args", "env", "cwd")
 
 
 async def make_client(
-    server: MCPServer, stack: contextlib.AsyncExitStack, *, when_forgotten: Callable[[], None]
+    server: MCPServer, stack: contextlib.AsyncExitStack, *, when_forgotten: Callable[[], None], errors: KeptErrors
 ) -> Client:
-    """Return a client of the official SDK; `when_forgotten` is called if an HTTP server has lost the session."""
+    """Return a client of the official SDK.
+
+    Args:
+        when_forgotten: called if an HTTP server has lost the session.
+        errors: takes what a program writes to its standard error.
+    """
     from mcp import Client, StdioServerParameters
+    from mcp.client.stdio import stdio_client
 
     if "command" in server:
-        return Client(StdioServerParameters.model_validate({**server, "encoding": _ENCODING}))
+        given = {key: value for key, value in server.items() if key in HOW_TO_START}
+        parameters = StdioServerParameters.model_validate({**given, "encoding": _ENCODING})
+        return Client(stdio_client(parameters, stack.enter_context(await errors.opened())), cache=None)
     import httpx2
     from mcp.client.streamable_http import streamable_http_client
 
@@ -79,11 +103,36 @@ async def make_client(
         event_hooks={"response": [look]},
     )
     await stack.enter_async_context(http_client)
-    return Client(streamable_http_client(server["url"], http_client=http_client, max_sse_event_size=MAX_MESSAGE_BYTES))
+    transport = streamable_http_client(server["url"], http_client=http_client, max_sse_event_size=MAX_MESSAGE_BYTES)
+    return Client(transport, cache=None)
+
+
+class KeptErrors(asyncio.Protocol):
+    """The end of what a program writes to its standard error; the rest is read and forgotten."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+
+    async def opened(self) -> TextIO:
+        """Return a file to give to the program."""
+        reading, writing = os.pipe()
+        await asyncio.get_running_loop().connect_read_pipe(lambda: self, os.fdopen(reading, "rb"))
+        return os.fdopen(writing, "w")
+
+    def data_received(self, data: bytes) -> None:
+        """Keep the end."""
+        self._kept = (self._kept + data[-_NUM_KEPT_ERRORS:])[-_NUM_KEPT_ERRORS:]
+
+    def end(self) -> str:
+        """Return the end as a part of a message, or "" if there was nothing."""
+        text = self._kept.decode(errors="replace").strip()
+        return f" The end of its errors:\n{text}" if text else ""
 
 
 class BoundedLines(codecs.IncrementalDecoder):
     """Decodes UTF-8 with one message per line, and cuts long lines; their requests get an error.
+
+    A line that is no JSON object is left out: some programs write their log to the standard output.
 
     It is a codec, because the SDK decodes a program's output before it collects lines of any length.
     """
@@ -103,11 +152,12 @@ class BoundedLines(codecs.IncrementalDecoder):
         for piece in (*(line + b"\n" for line in lines), rest):
             self._num_bytes += len(piece)
             self._beginning += piece[: _NUM_ID_BYTES - len(self._beginning)]
-            if not self._is_cut and self._num_bytes > self.max_bytes:
+            is_object = self._beginning.lstrip().startswith(b"{")
+            if not self._is_cut and is_object and self._num_bytes > self.max_bytes:
                 self._is_cut = True
                 self._decoder.reset()
                 texts.append(f"\n{_error_for(self._beginning)}\n")
-            elif not self._is_cut:
+            elif not self._is_cut and is_object:
                 texts.append(self._decoder.decode(piece, final))
             if piece.endswith(b"\n"):
                 self._num_bytes = 0

@@ -80,8 +80,9 @@ class RubricReward(KnownArguments, Transform):
         return [] if env is None else environment_parts(env)
 
     def _check_names(self) -> None:
-        others = [part for part in self._environment_parts() if isinstance(part, RubricReward) and part is not self]
-        joint_rubric([*others, self])
+        rewards = [part for part in self._environment_parts() if isinstance(part, RubricReward)]
+        # TorchRL's `insert_transform` copies a transform, which then has the same rubric.
+        joint_rubric([*(other for other in rewards if other.rubric is not self.rubric), self])
 
     def _earlier(self) -> list[RubricReward]:
         """Return the `RubricReward`s before this one, in order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 MODE = sys.argv[1] if __name__ == "__main__" else ""
 DESCRIPTIONS = {
@@ -14,7 +15,10 @@ DESCRIPTIONS = {
     "described": [{"name": "talk", "description": "y" * 40_000, "inputSchema": {"type": "object"}}],
     "schema": [{"name": "talk", "inputSchema": {"type": "object", "description": "z" * 40_000}}],
 }
+DESCRIPTIONS["same"] = 2 * [{"name": "talk", "inputSchema": {"type": "object"}}]
 CALLED = {"huge", "session", "bytes", "pid", "split", "wrong_ids", "twice", "bad_content", "flood", "asks"}
+CALLED |= {"noise", "errors", "hang", "nan", "gone", "asks_and_tells"}
+ASKED = ("sampling/createMessage", "elicitation/create", "roots/list")
 
 
 def say(message):
@@ -66,6 +70,28 @@ for line in sys.stdin if __name__ == "__main__" else ():
                 for index in range(100):
                     say({"method": "notifications/progress", "params": {"progressToken": index, "progress": 1e308}})
                     say({"method": "notifications/tools/list_changed"})
+            case "noise":
+                for index in range(int(request["params"]["arguments"]["size"]) >> 10):
+                    sys.stdout.write(f"INFO at step {index}: {'x' * 1000}\n \n")
+            case "errors":
+                for _ in range(int(request["params"]["arguments"]["size"]) >> 20):
+                    sys.stderr.write("ERROR " + "y" * (1 << 20) + "\n")
+            case "hang":
+                time.sleep(600)
+            case "nan":
+                say({"id": number, "result": {"content": [], "structuredContent": {"value": float("nan")}}})
+                continue
+            case "gone":
+                say({"method": "notifications/tools/list_changed"})
+                say({"id": number, "error": {"code": -32602, "message": "unknown tool: gone"}})
+                continue
+            case "asks_and_tells":
+                told = []
+                for method in ASKED:
+                    say({"id": f"asked {method}", "method": method, "params": {}})
+                    told.append(json.loads(sys.stdin.readline())["error"]["code"])
+                say({"id": number, "result": text(json.dumps(told))})
+                continue
             case "asks":
                 for index in range(20):
                     say({"id": f"asked {index}", "method": "sampling/createMessage", "params": {"messages": []}})

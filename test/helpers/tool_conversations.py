@@ -37,7 +37,7 @@ class Chat:
                 self.data[key] = following[key]
         return following["history"].prompt.chats[len(history.chats) :]
 
-    def call(self, name, **arguments):
+    def call(self, name, /, **arguments):
         """The text that answers one call."""
         (message,) = self.say(calls=[(name, arguments)])
         return message["content"]

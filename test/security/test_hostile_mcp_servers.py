@@ -14,6 +14,7 @@ import tracemalloc
 import hostile_mcp_server
 import pytest
 from tool_conversations import Chat
+from waiting import is_running, wait_until
 
 from llmrl.tools.mcp_transport import MAX_MESSAGE_BYTES, BoundedLines
 from llmrl.transforms import MCPToolTransform
@@ -51,6 +52,58 @@ def test_a_message_without_end_is_cut_and_the_connection_goes_on():
         transform.close()
 
 
+def test_output_beside_the_protocol_is_read_and_forgotten(capfd, caplog):
+    transform = MCPToolTransform({"bad": hostile("calls")}, timeout=60.0)
+    try:
+        chat = Chat(transform)
+        process = chat.call("bad.pid")
+        for stream in ("noise", "errors"):
+            assert chat.call(f"bad.{stream}", size=64 << 20) == process
+    finally:
+        transform.close()
+    assert [record for record in caplog.records if record.name.startswith("mcp")] == []
+    out, err = capfd.readouterr()
+    assert "INFO at step" not in out + err and "yyy" not in err
+
+
+def test_what_a_program_said_before_it_ended_is_in_the_error():
+    broken = {
+        "command": sys.executable,
+        "args": ["-c", "raise SystemExit('x' * 5000 + 'the key TOWNS_KEY is not set')"],
+    }
+    with pytest.raises(ConnectionError, match=r"cannot be reached.*\n.*xxx.*the key TOWNS_KEY is not set") as failure:
+        MCPToolTransform({"bad": broken})
+    assert len(str(failure.value)) < 1500
+
+
+def test_numbers_lists_and_questions_of_a_server_are_its_own_affair():
+    transform = MCPToolTransform({"bad": hostile("calls")}, timeout=30.0)
+    try:
+        chat = Chat(transform)
+        process = chat.call("bad.pid")
+        assert "NaN" in chat.call("bad.nan")
+        assert chat.call("bad.gone") == "Error: unknown tool: gone"
+        assert "bad.gone" in chat.tool_names, "the prompt of a conversation does not change"
+        # No model of the trainer's answers for the server, no person, and no folder is named.
+        assert [code < 0 for code in json.loads(chat.call("bad.asks_and_tells"))] == [True] * 3
+        assert chat.call("bad.pid") == process
+    finally:
+        transform.close()
+
+
+def test_a_server_that_answers_no_more_is_started_again():
+    transform = MCPToolTransform({"bad": hostile("calls")}, timeout=3.0, connect_timeout=10.0)
+    try:
+        chat = Chat(transform)
+        process = chat.call("bad.pid")
+        assert "took more than 3 s" in chat.call("bad.hang")
+        wait_until(lambda: not is_running(int(process)), 120)
+        wait_until(lambda: chat.call("bad.pid").isdigit(), 120)
+        assert chat.call("bad.pid") != process
+    finally:
+        transform.close()
+
+
 @pytest.mark.parametrize(
     ("mode", "error", "reason"),
     [
@@ -58,6 +111,7 @@ def test_a_message_without_end_is_cut_and_the_connection_goes_on():
         ("many", ConnectionError, "'bad'.*more than 1000 tools"),
         ("named", ValueError, "'bad'.*of 200 characters"),
         ("unnamed", ValueError, "'bad'.*of 0 characters"),
+        ("same", ValueError, "'bad' has 2 tools named 'bad.talk'"),
         ("described", ValueError, "'bad'.*'talk' with 400.. characters"),
         ("schema", ValueError, "'bad'.*'talk' with 40"),
     ],

@@ -7,17 +7,31 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from tool_conversations import Chat
+from waiting import is_running, wait_until
 
 from llmrl.transforms import MCPToolTransform
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.usefixtures("own_programs")
 SCRIPT = str(Path(__file__).parents[1] / "helpers" / "mcp_server.py")
+BARE = """
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+import anyio, mcp.types as types
+async def listed(context, params):
+    return types.ListToolsResult(tools=[])
+async def main():
+    server = Server("bare", on_list_tools=listed)
+    async with stdio_server() as streams:
+        await server.run(*streams, server.create_initialization_options())
+anyio.run(main)
+"""
 STDIO = {"command": sys.executable, "args": [SCRIPT, "stdio"]}
 
 
@@ -158,11 +172,40 @@ def test_a_server_that_says_nothing_is_given_up():
         ({"command": "a", "url": "b"}, "exactly one"),
         ({"comand": "a"}, "comand"),
         ({"url": "b", "args": []}, "do not go with 'url'"),
+        ({"command": "a", "prepare": print}, "'prepare', which is for a server of 'per_conversation'"),
     ],
 )
 def test_a_server_described_wrongly_is_refused(server, reason):
     with pytest.raises(ValueError, match=reason):
         MCPToolTransform({"bad": server})
+
+
+def test_resources_that_a_server_does_not_have_are_refused():
+    with pytest.raises(ConnectionError, match="it has no resources"):
+        MCPToolTransform({"local": {"command": sys.executable, "args": ["-c", BARE], "resources": True}})
+
+
+def test_a_conversation_has_a_program_of_its_own():
+    transform = MCPToolTransform({"local": {**STDIO, "per_conversation": True}})
+    first, second = Chat(transform), Chat(transform)
+    processes = {int(chat.call("local.process_id")) for chat in (first, second)}
+    assert len(processes) == 2
+    transform.release(first.data)
+    wait_until(lambda: len([process for process in processes if is_running(process)]) == 1)
+    assert int(second.call("local.process_id")) in processes
+    transform.close()
+    assert not any(map(is_running, processes))
+
+
+def test_a_program_that_cannot_be_prepared_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def prepare(folder, row):
+        raise KeyError("towns")
+
+    with pytest.raises(KeyError, match="towns"):
+        MCPToolTransform({"local": {**STDIO, "per_conversation": True, "prepare": prepare}})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_closing_ends_the_programs():
