@@ -9,6 +9,7 @@ from llmrl.envs.chat import ChatEnv
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.game import Game, GameEnv
 from llmrl.envs.hubs.gymnasium import GymnasiumTextEnv
+from llmrl.envs.hubs.harbor import HarborEnv
 from llmrl.envs.hubs.mlgym import MLGymWrapper, make_mlgym
 from llmrl.envs.hubs.openenv import OpenEnvChatEnv
 from llmrl.envs.hubs.textarena import make_textarena_env
@@ -56,6 +57,7 @@ __all__ = [
     "GameEnv",
     "GuessEnv",
     "GymnasiumTextEnv",
+    "HarborEnv",
     "IFEvalEnv",
     "IFEvalScoreData",
     "IfEvalScorer",

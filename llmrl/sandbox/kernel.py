@@ -20,6 +20,9 @@ NEW_NETWORK = 0x40000000
 BOX = "/box"
 """The interpreter's folder in its own file system; `/tmp` links to it, unless Python is there."""
 
+RESERVED = (BOX, "/dev", "/proc", "/tmp")
+"""Top-level folders that every file system of an interpreter has."""
+
 _MS_READ_ONLY = 0x1
 _MS_NOSUID = 0x2
 _MS_NODEV = 0x4
@@ -151,8 +154,8 @@ def is_below(path: str, folders: Iterable[str]) -> bool:
     return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
 
 
-def change_root(new_root: str, readable: Iterable[str]) -> None:
-    """Change to a file system that has only `readable` (read-only), some devices and empty folders.
+def change_root(new_root: str, readable: Iterable[str], links: Iterable[str] = ()) -> None:
+    """Change to a file system that has only `readable` (read-only), some devices, empty folders and links.
 
     Requires a new mount namespace. Raises OSError if the kernel refuses.
     """
@@ -169,6 +172,8 @@ def change_root(new_root: str, readable: Iterable[str]) -> None:
         Path(new_root + name).mkdir()
     with contextlib.suppress(FileExistsError):
         Path(new_root, "tmp").symlink_to(BOX)
+    for link in links:
+        Path(new_root + link).symlink_to(BOX + link)
     mount("/proc", f"{new_root}/proc", None, _MS_BIND | _MS_REC)  # required for mounting another
     os.chdir(new_root)
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -99,7 +99,7 @@ def outermost(paths: Iterable[str]) -> list[str]:
 class Launcher:
     """Starts interpreters at one level. Raises IsolationError if this machine does not allow it."""
 
-    def __init__(self, level: Isolation, limits: PythonLimits) -> None:
+    def __init__(self, level: Isolation, limits: PythonLimits, links: Sequence[str] = ()) -> None:
         self.level = level
         self.limits = limits
         self.folder = tempfile.mkdtemp(prefix="llmrl-python-")
@@ -110,15 +110,22 @@ class Launcher:
             "level": level,
             "folder": self.folder,
             "readable": [*_SYSTEM, *_SETTINGS, *prefixes],
+            "links": [*links],
             "is_python_hidden": is_python_hidden(prefixes),
             "limits": asdict(limits),
         }
+        if taken := [
+            link for link in links if any(kernel.is_below(path, [link]) for path in self._settings["readable"])
+        ]:
+            raise ValueError(f"links must not be folders of the system or of Python, got {taken}.")
         self._groups: MemoryGroups | None = None
         self._num_started = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._control: socket.socket | None = None
         self._finalizer = weakref.finalize(self, remove_folder, self.folder)
         self._bubblewrap = shutil.which("bwrap")
+        if links and level == "process":
+            raise IsolationError(f"its commands share the machine's file system, which has no links {[*links]}.")
         if level == "bubblewrap" and self._bubblewrap is None:
             raise IsolationError("the program bwrap (package bubblewrap) is not installed.")
         if level == "process" and self._settings["is_python_hidden"] and not os.getuid() and not self.has_landlock:
@@ -234,6 +241,8 @@ class Launcher:
             else:
                 command += ["--ro-bind-try", path, path]
         command += ["--size", str(self.limits.folder_bytes), "--perms", "0700", "--tmpfs", kernel.BOX]
+        for link in self._settings["links"]:
+            command += ["--symlink", kernel.BOX + link, link]
         if not any(path.startswith("/tmp/") for path in command):
             command += ["--symlink", kernel.BOX, "/tmp"]
         for path in ("/", "/dev", "/proc"):  # `/dev` has a writable folder in memory

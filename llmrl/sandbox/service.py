@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmrl._utils.background_loop import BackgroundLoop
-from llmrl.sandbox import frames
+from llmrl.sandbox import frames, kernel
 from llmrl.sandbox.launch import LEVELS, Isolation, IsolationError, Launcher, PythonLimits
 
 _logger = logging.getLogger("llmrl")
@@ -101,6 +103,8 @@ class PythonExecutorService:
         timeout: seconds per call.
         isolation: required level, or `auto` for the first level that this machine allows.
         num_ready: number of interpreters started in advance.
+        links: top-level folders, such as `/app`, that link to ones of the same name in the working folder; needs a
+            level with a file system of its own.
 
     Raises:
         IsolationError: if the required level is unavailable.
@@ -123,6 +127,7 @@ class PythonExecutorService:
         isolation: Isolation = "auto",
         limits: PythonLimits | None = None,
         num_ready: int = 8,
+        links: Sequence[str] = (),
     ) -> None:
         for name, value in (("pool_size", pool_size), ("timeout", timeout), ("num_ready", num_ready)):
             if value <= 0:
@@ -133,6 +138,9 @@ class PythonExecutorService:
         self.timeout = timeout
         self.num_ready = num_ready
         self.limits = PythonLimits() if limits is None else limits
+        if bad := [link for link in links if not re.fullmatch(r"/[\w.-]+", link) or link in kernel.RESERVED]:
+            raise ValueError(f"links must be top-level folders such as '/app', got {bad}.")
+        self._links = tuple(links)
         self._loop = BackgroundLoop("llmrl-python")
         self._is_closed = False
         self._sessions: dict[str, _Session] = {}
@@ -161,7 +169,7 @@ class PythonExecutorService:
         for level in LEVELS if isolation == "auto" else (isolation,):
             launcher = None
             try:
-                launcher = Launcher(level, self.limits)
+                launcher = Launcher(level, self.limits, self._links)
                 if isolation == "auto" and launcher.gaps:
                     raise IsolationError(
                         f"it would leave {' and '.join(launcher.gaps)} open, so that code could reach this program's. "

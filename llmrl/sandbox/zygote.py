@@ -26,6 +26,8 @@ class Settings(TypedDict, total=False):
     """Folder of the interpreters' folders."""
     readable: list[str]
     """Paths that code may read."""
+    links: list[str]
+    """Paths that link into the interpreter's folder."""
     is_python_hidden: bool
     limits: dict[str, Any]
     """Fields of `PythonLimits`."""
@@ -72,7 +74,7 @@ def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:
         group = os.getgid()
         kernel.unshare(shared | kernel.NEW_USER)
         kernel.map_to_root(user, group)
-    kernel.change_root(settings["folder"], settings["readable"])
+    kernel.change_root(settings["folder"], settings["readable"], settings["links"])
 
 
 def _start(settings: Settings, service: socket.socket, joining: int, *, is_root: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict, get_args
@@ -108,18 +109,20 @@ class ToolTransform(KnownArguments, Transform):
         self.counts: Counter[str] = Counter()
         """Number of `calls` and `failures`, and of `unknown`, `invalid`, `malformed` and `timeouts` among these."""
         self._loops = ReplaceableLoop("llmrl-tools")
+        self._sessions: weakref.WeakSet[ToolSession] = weakref.WeakSet()
         self._home: BackgroundLoop | None = None  # for tools bound to one loop, such as connections
         self._given = tuple(tools)
         self._set_tools(collect_tools(tools))
 
     def __getstate__(self) -> dict[str, object]:
         # A copy creates its own tools: loops, threads and instances cannot be copied.
-        made = ("_loops", "tools", "_schemas")
+        made = ("_loops", "_sessions", "tools", "_schemas")
         return {name: value for name, value in super().__getstate__().items() if name not in made}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._loops = ReplaceableLoop("llmrl-tools")
+        self._sessions = weakref.WeakSet()
         self._set_tools(self._make_tools())
 
     def _make_tools(self) -> list[Tool]:
@@ -140,7 +143,9 @@ class ToolTransform(KnownArguments, Transform):
         return {tool.state_name for tool in self.tools.values() if tool.state_name}
 
     def close(self) -> None:
-        """Close the tools' loops. May be called twice."""
+        """Release the conversations that have not ended, and close the tools' loops. May be called twice."""
+        for session in list(self._sessions):
+            session.release()
         self._loops.close()
 
     # The environment's side
@@ -158,6 +163,7 @@ class ToolTransform(KnownArguments, Transform):
         return restacked(elements, tensordict_reset.batch_size)
 
     def _join(self, session: ToolSession) -> None:
+        self._sessions.add(session)
         session.tool_names |= set(self.tools)
         for release in {tool.release for tool in self.tools.values() if tool.release is not None}:
             session.on_release(release)

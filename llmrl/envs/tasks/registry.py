@@ -15,6 +15,7 @@ from torchrl.envs import EnvBase
 
 from llmrl._utils.arguments import keywords_of, nearest, parameters_of, refuse_unknown
 from llmrl._utils.failure import describe
+from llmrl.envs.hubs.harbor import HarborEnv
 from llmrl.envs.hubs.verifiers import VerifiersEnv
 from llmrl.envs.tasks.reasoning_gym import ReasoningGymEnv
 from llmrl.envs.tasks.task import TASKS, Dataset
@@ -23,6 +24,7 @@ ENTRY_POINTS = "llmrl.environments"
 """Group of entry points by which an installed package announces environments."""
 
 HUBS: Mapping[str, tuple[Callable[..., EnvBase], str]] = {
+    "harbor": (HarborEnv, "FOLDER, tasks in the form of Harbor or terminal-bench, judged by their tests in a sandbox"),
     "reasoning-gym": (ReasoningGymEnv, "DATASET, generated problems of reasoning-gym, scored by its own scorers"),
     "verifiers": (VerifiersEnv, "TASKSET, an environment of verifiers, in a process of its own"),
 }
