@@ -13,14 +13,17 @@ from llmrl.cli import env as environments
 from llmrl.cli import recipe, recorded
 from llmrl.cli.json_output import print_json
 from llmrl.cli.options import (
+    ApiKey,
     AsJSON,
     ChatTemplate,
     Data,
     EnvName,
     EnvOptions,
+    Host,
     MaxModelLen,
     MaxNewTokens,
     Model,
+    Port,
     Split,
     Temperature,
     console,
@@ -297,11 +300,9 @@ def push(
 def serve(
     model: Annotated[str, typer.Argument(help="Folder, hub name, folder of a run, or `embedded`.")] = "embedded",
     name: Annotated[str | None, typer.Option(help="Model name for clients; by default the last part of MODEL.")] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; one that other machines reach needs a key.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    api_key: Annotated[str | None, typer.Option(envvar="LLMRL_API_KEY", help="API key that clients must send.")] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: ApiKey = None,
     replicas: Annotated[int, typer.Option(min=1, help="Number of engines that share the requests.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature for requests without one.")] = 1.0,
     max_new_tokens: MaxNewTokens = 1024,

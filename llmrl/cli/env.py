@@ -1,10 +1,12 @@
-"""`llmrl env`: which environments there are, what one of them is, and whether it keeps its contract."""
+"""`llmrl env`: which environments there are, what one of them is, whether it keeps its contract; one as a server."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,15 +18,29 @@ from rich.console import Console
 from rich.table import Table
 
 from llmrl.cli.json_output import print_json
-from llmrl.cli.options import AsJSON, ChatTemplate, Data, EnvName, EnvOptions, Model, Split, console, fail
+from llmrl.cli.options import (
+    ApiKey,
+    AsJSON,
+    ChatTemplate,
+    Data,
+    EnvName,
+    EnvOptions,
+    Host,
+    Model,
+    Port,
+    Split,
+    console,
+    fail,
+)
 
 if TYPE_CHECKING:
     from torchrl.envs import EnvBase
 
     from llmrl._utils.types import JSON
     from llmrl.audit import Contract
+    from llmrl.envs import OpenEnvServer
 
-app = typer.Typer(help="Environments: list them, look at one, check one.", no_args_is_help=True)
+app = typer.Typer(help="Environments: list them, look at one, check one, serve one.", no_args_is_help=True)
 
 _STYLES = {"fine": "green", "look": "yellow", "broken": "bold red"}
 _SILENCE_S = 300.0
@@ -102,6 +118,44 @@ def check(
             table.add_row(one.name, f"[{_STYLES[one.verdict]}]{one.verdict}[/]", one.says)
         console.print(table)
     raise typer.Exit(result.verdict == "broken")
+
+
+@app.command()
+def serve(
+    env: EnvName,
+    options: EnvOptions = None,
+    data: Data = None,
+    split: Split = "train",
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: ApiKey = None,
+) -> None:
+    """Serve an environment by OpenEnv's protocol, so that trainers of other libraries play in it."""
+    from llmrl.endpoint.server import LOOPBACK
+    from llmrl.envs import OpenEnvServer
+
+    if api_key is None and host not in LOOPBACK:
+        raise fail(f"--host {host} is reached from other machines: give a key that clients must send, by --api-key.")
+    try:
+        server = OpenEnvServer(_Chosen(env, split, data, options or []).make(), name=env, api_key=api_key)
+        asyncio.run(_serve(server, host, port))
+    except _REFUSED as error:
+        raise fail(error) from None
+    except OSError as error:
+        raise fail(error, exit_code=1) from None
+
+
+async def _serve(server: OpenEnvServer, host: str, port: int) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    until = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, until.set)
+    try:
+        await server.start(host, port)
+        console.print(f"{server.name} is served at [bold]{server.url}[/bold] until Ctrl-C", highlight=False)
+        await until.wait()
+    finally:
+        await server.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,9 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum length of an ans
 MaxModelLen = Annotated[int, typer.Option(min=16, help="Maximum number of tokens of the whole conversation.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object, and everything else on stderr.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; one that other machines reach needs a key.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="LLMRL_API_KEY", help="API key that clients must send.")]
 ChatTemplate = Annotated[
     Path | None,
     typer.Option(

@@ -20,7 +20,6 @@ from llmrl.collectors.agents import AgentEndpoint
 from llmrl.collectors.completing import Completer
 from llmrl.collectors.concurrency import TurnCounts
 from llmrl.collectors.scheduler import RolloutTask
-from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout, RolloutStatus, StopReason, decide_status
 from llmrl.data.message import copied
 from llmrl.data.tensordicts import dataset_columns, non_tensor, plain
@@ -29,6 +28,7 @@ from llmrl.endpoint.agent import AgentTimeout
 from llmrl.engines import Completion
 from llmrl.envs import AgentEnv
 from llmrl.envs.agent import with_answer_rewards
+from llmrl.envs.stepper import EnvStepper
 from llmrl.policies import LLMWrapperBase, answered
 from llmrl.rendering import Conversation
 from llmrl.rewards import RewardInput, Rubric

@@ -15,12 +15,12 @@ from llmrl._utils.garbage import search_rarely
 from llmrl.collectors.concurrency import TurnCounts
 from llmrl.collectors.rollout_runner import RolloutLimits, RolloutRunner
 from llmrl.collectors.scheduler import RolloutTask
-from llmrl.collectors.stepper import EnvStepper
 from llmrl.data import Rollout
 from llmrl.engines import Engine
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, EndOfData, MixedEnv
 from llmrl.envs.primer import dataset_env_of
 from llmrl.envs.sampler import Drawn
+from llmrl.envs.stepper import EnvStepper
 from llmrl.policies import LLMWrapperBase
 
 

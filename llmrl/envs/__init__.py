@@ -12,6 +12,7 @@ from llmrl.envs.hubs.gymnasium import GymnasiumTextEnv
 from llmrl.envs.hubs.harbor import HarborEnv
 from llmrl.envs.hubs.mlgym import MLGymWrapper, make_mlgym
 from llmrl.envs.hubs.openenv import OpenEnvChatEnv
+from llmrl.envs.hubs.openenv_server import OpenEnvServer
 from llmrl.envs.hubs.textarena import make_textarena_env
 from llmrl.envs.hubs.verifiers import VerifiersEnv
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
@@ -71,6 +72,7 @@ __all__ = [
     "MessageStep",
     "MixedEnv",
     "OpenEnvChatEnv",
+    "OpenEnvServer",
     "PromptSampler",
     "RayDataLoadingPrimer",
     "ReasoningGymEnv",

@@ -14,8 +14,7 @@ from llmrl._utils.failure import as_exception
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.threads import WorkerThread, run_in_thread
 from llmrl.data.tensordicts import tensordict_of
-from llmrl.envs import ChatEnv
-from llmrl.envs.chat import WRITTEN_BY_POLICIES, unlock_batch_size
+from llmrl.envs.chat import WRITTEN_BY_POLICIES, ChatEnv, unlock_batch_size
 from llmrl.envs.sampler import Drawn
 from llmrl.transforms import environment_parts, is_ours, reads_turns
 
