@@ -18,9 +18,9 @@ from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.collectors import CollectionStalled, GroupRules, LLMCollector, RolloutLimits
 from llmrl.collectors.gates import DemandGate, StalenessGate
 from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
-from llmrl.envs.stepper import EnvStepper
 from llmrl.data import ChatHistory, Rollout, RolloutStatus, StopReason
 from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs.stepper import EnvStepper
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.testing import ScriptedEngine, run_in_virtual_time
