@@ -40,7 +40,7 @@ class ToolEnv(KnownArguments, TransformedEnv):
         dataset: the rows, see `DatasetChatEnv`; the column `prompt` or `query` is a text or messages. Without a
             dataset, `reset` returns the first message.
         rubric: rubric that scores in place of `get_reward`.
-        timeout: time limit of a tool call, in seconds.
+        timeout: time limit of a tool call, and of `get_reward`, in seconds.
         **draws: see `MessageChatEnv`.
 
     Raises:
@@ -84,7 +84,7 @@ class ToolEnv(KnownArguments, TransformedEnv):
         if rubric is None:
             if not hasattr(cls, "get_reward"):
                 raise ValueError(f"{cls.__name__} has no get_reward: give it one, or pass a rubric.")
-            rubric = Rubric(RewardFn(_OwnReward(instances.state_name), name="get_reward"))
+            rubric = Rubric(RewardFn(_OwnReward(instances.state_name), name="get_reward"), timeout_seconds=timeout)
         chat_env = _OpenedByTools(
             lambda row: _Opening(instances, row, column, system_prompt),
             rows,

@@ -13,7 +13,29 @@ from llmrl.envs.sampler import OrderOptions
 
 Result = TypeVar("Result")
 
-_random_lock = threading.Lock()
+_HOLD_SECONDS = 10.0
+"""Time after which a game that is computing no longer keeps the others from computing: it hangs."""
+
+
+class _RandomNumbers:
+    """Python's global random numbers, which one game uses at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self) -> threading.Lock:
+        """Return the lock, held; one that a game does not give back is replaced."""
+        while not (lock := self._lock).acquire(timeout=_HOLD_SECONDS):
+            if self._lock is lock:
+                self._lock = threading.Lock()
+        return lock
+
+    def is_held(self, lock: threading.Lock) -> bool:
+        """Return whether a lock was not replaced."""
+        return self._lock is lock
+
+
+_random_numbers = _RandomNumbers()
 
 
 class TextArenaGame(Game):
@@ -36,14 +58,16 @@ class TextArenaGame(Game):
         self._results: dict[str, float] | None = None
 
     def _seeded(self, function: Callable[[], Result]) -> Result:
-        with _random_lock:
-            before = random.getstate()
-            random.setstate(self._random_state)
-            try:
-                return function()
-            finally:
+        lock = _random_numbers.acquire()
+        before = random.getstate()
+        random.setstate(self._random_state)
+        try:
+            return function()
+        finally:
+            if _random_numbers.is_held(lock):
                 self._random_state = random.getstate()
                 random.setstate(before)
+            lock.release()
 
     def observe(self) -> tuple[str, str]:
         """Return the player to move, and the messages of the game and other players since its last move."""
