@@ -67,8 +67,8 @@ def grpo(
     reference = make_reference(actor, cfg.model.folder) if cfg.train.kl_to_ref_coeff is not None else None
     optimizer, schedule = cfg.train.build_optimizer(model)
 
-    # What plays: groups of answers to the same prompt, compared with each other, as training rows.
-    advantage = MCAdvantage(grpo_size=cfg.collect.group_size, normalization=cfg.normalization)
+    # What plays: groups of answers to the same prompt, compared with each other (of a game those of the same role).
+    advantage = MCAdvantage(grpo_size=cfg.collect.group_size, normalization=cfg.normalization, by="role")
     collector = run.enter(make_collector(cfg, env, policy=policy, postproc=advantage))
     evaluator = run.enter(Evaluator(eval_envs, policy, limits=cfg.collect.limits, num_problems=cfg.eval.num_problems))
 
