@@ -113,7 +113,7 @@ def verify(
 
     Exits with 1 if it is outside, and with 2 if it cannot be judged.
     """
-    from llmrl.recipes import curves_of, find_recipe, judge, train_seed
+    from llmrl.recipes import DIFFERENCE, curves_of, find_recipe, judge, log_prob_difference, train_seed
 
     with _refusals():
         recipe = find_recipe(name)
@@ -126,6 +126,7 @@ def verify(
         curves = curves_of(recipe, finished, entries or [])
         num_steps = recipe.config(entries or []).train.num_steps  # fewer are judged as far as they go
         bands = {name: {step: ends for step, ends in band.items() if step <= num_steps} for name, band in bands.items()}
+        curves[DIFFERENCE], bands[DIFFERENCE] = log_prob_difference(finished)
     verdict = judge(curves, bands)
     if as_json:
         print_json({"recipe": recipe.name, "run": str(finished), **asdict(verdict), "curves": curves, "bands": bands})

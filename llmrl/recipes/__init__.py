@@ -2,10 +2,11 @@
 
 from llmrl.recipes.band import Band, Curve, Verdict, band_of, judge
 from llmrl.recipes.recipe import Recipe, Record, find_recipe, known_recipes
-from llmrl.recipes.record import curves_of, record
+from llmrl.recipes.record import DIFFERENCE, curves_of, log_prob_difference, record
 from llmrl.recipes.run import train_seed
 
 __all__ = [
+    "DIFFERENCE",
     "Band",
     "Curve",
     "Recipe",
@@ -16,6 +17,7 @@ __all__ = [
     "find_recipe",
     "judge",
     "known_recipes",
+    "log_prob_difference",
     "record",
     "train_seed",
 ]

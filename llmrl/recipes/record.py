@@ -13,6 +13,8 @@ from llmrl.recipes.band import Band, Curve, band_of
 from llmrl.recipes.recipe import Recipe, Record
 from llmrl.runs.run_folder import RunFolder
 
+DIFFERENCE = "log_prob_difference_mean"
+_BOUND = "on_policy_difference_bound"
 _HELD_OUT = "eval/"
 
 
@@ -43,6 +45,22 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
         steps = [step for step in range(min(values), num_steps + 1) if step % every == 0 or step == num_steps]
         curves[measure] = {step: values.get(step, values[max(values)]) for step in steps}
     return curves
+
+
+def log_prob_difference(run: Path) -> tuple[Curve, Band]:
+    """Return the difference between trainer and engine at each on-policy step, and the band that rounding explains.
+
+    The band is the run's own, `on_policy_difference_bound`; both are empty for algorithms that do not measure it. Other
+    tokens in the loss than those that were sampled, or weights that the engine does not have, show here even where the
+    rewards are as they should be.
+    """
+    rows = [
+        row
+        for row in RunFolder(run, read_only=True).read_metrics()
+        if math.isfinite(row.get(_BOUND, math.nan)) and row.get("staleness_max") == 0
+    ]
+    curve = {int(row["step"]): row[DIFFERENCE] for row in rows}
+    return curve, {int(row["step"]): (0.0, row[_BOUND]) for row in rows}
 
 
 def record(recipe: Recipe, runs: Mapping[int, Path]) -> Record:

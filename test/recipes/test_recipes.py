@@ -98,14 +98,18 @@ def test_scores_that_are_no_shares_and_missing_curves_are_refused():
         band_of([{}], num_prompts=4)
 
 
-def write_run(folder, rewards, held_out):
+def write_run(folder, rewards, held_out, difference=1e-5, staleness=0):
     """A finished run as the script leaves it, with these curves."""
     folder.mkdir(parents=True)
     names = ("step", "seconds", "reward_mean", "eval/addition/pass@1", "eval/addition/seconds")
-    steps = range(max(rewards) + 1)
+    measured = ("staleness_max", "log_prob_difference_mean", "on_policy_difference_bound")
+    names = (*names, *measured)
     rows = [
-        (step, 6 if step else "", rewards.get(step, ""), held_out.get(step, ""), 3 if step in held_out else "")
-        for step in steps
+        (
+            *(step, 6 if step else "", rewards.get(step, ""), held_out.get(step, ""), 3 if step in held_out else ""),
+            *((staleness, difference, 0.001) if step > 1 else ("", "", "")),  # the first step has no bound yet
+        )
+        for step in range(max(rewards) + 1)
     ]
     (folder / "metrics.csv").write_text("\n".join(",".join(map(str, row)) for row in (names, *rows)) + "\n")
     (folder / "summary.json").write_text(json.dumps({"before": {}, "after": {"addition": {"reward": 1.0}}}))
@@ -156,6 +160,21 @@ def test_a_recorded_recipe_judges_runs_by_the_command(own_recipe, tmp_path, take
     other_problems = ["recipe", "verify", str(own_recipe), "--run", str(good), "env.options.num_digits=2"]
     result = runner.invoke(app, other_problems)
     assert result.exit_code == 2 and "the problems are not those" in " ".join(result.output.split())
+
+
+def test_a_run_whose_trainer_scores_other_tokens_than_were_sampled_is_outside(own_recipe, tmp_path, takes_long):
+    record(Recipe.read(own_recipe), runs_of_seeds(tmp_path / "runs"))
+    for name, differing, is_inside in (
+        ("other", {"difference": 0.3}, False),
+        ("rounded", {"difference": 0.0009}, True),
+        ("behind", {"difference": 0.3, "staleness": 2}, True),  # of weights that are older by design
+    ):
+        run = write_run(tmp_path / name, {1: 0.1, 2: 0.4, 3: 0.9}, {0: 0.04, 3: 0.88}, **differing)
+        result = runner.invoke(app, ["recipe", "verify", str(own_recipe), "--run", str(run), "--json"])
+        verdict = json.loads(result.stdout)
+        assert verdict["is_inside"] == is_inside, (name, verdict)
+        if not is_inside:
+            assert (verdict["measure"], verdict["step"]) == ("log_prob_difference_mean", 2)
 
 
 def test_a_run_that_ended_early_keeps_its_last_value(own_recipe, tmp_path, takes_long):
