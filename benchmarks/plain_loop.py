@@ -22,7 +22,7 @@ def run_plain_loop(
     max_new_tokens: int = 12,
     learning_rate: float = 2e-5,
 ) -> list[dict[str, float]]:
-    """Train until the mean reward reaches `target_reward`; reward and seconds of each step."""
+    """Train until the mean reward reaches `target_reward`; reward, seconds and sampled tokens of each step."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(seed)
@@ -55,6 +55,7 @@ def run_plain_loop(
                 "generate_seconds": generated - started,
                 "train_seconds": done - generated,
                 "seconds": done - started,
+                "num_generated": mask.sum().item(),
             }
         )
         if log[-1]["reward_mean"] >= target_reward:

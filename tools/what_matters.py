@@ -1,0 +1,132 @@
+"""Vary one thing of the recipe of one-digit sums at a time, with three seeds each, and draw what it does.
+
+python tools/what_matters.py list
+python tools/what_matters.py run [--only group-size] [--seeds 0 1 2]   # a run takes 2 to 3 minutes on two cores alone
+python tools/what_matters.py draw                                      # pictures in docs/what-matters, and tables
+
+Runs are in runs/what-matters; what has ended is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llmrl.recipes import Curve, Recipe, curves_of, find_recipe, train_seed
+
+RUNS = Path("runs/what-matters")
+PICTURES = Path("docs/what-matters")
+TARGET = 0.9
+_SAME_ANSWERS = "collect.groups_per_batch={} collect.group_size={}"
+_LORA = "model.lora.rank={} train.learning_rate=2e-4"
+_TWO_EPOCHS = "train.num_epochs=2 train.num_minibatches=2"  # with one update a batch no ratio is clipped
+
+VARIED: Mapping[str, Mapping[str, str]] = {
+    "group-size": {
+        "32 prompts x 4 answers": _SAME_ANSWERS.format(32, 4),
+        "16 x 8": "",
+        "8 x 16": _SAME_ANSWERS.format(8, 16),
+    },
+    "learning-rate": {
+        "5e-6": "train.learning_rate=5e-6",
+        "1e-5": "train.learning_rate=1e-5",
+        "2e-5": "",
+        "4e-5": "train.learning_rate=4e-5",
+    },
+    "staleness": {"in turn": "", "at most 1": "collect.max_staleness=1", "at most 4": "collect.max_staleness=4"},
+    "kl": {"none": "", "0.01": "train.kl_to_ref_coeff=0.01", "0.1": "train.kl_to_ref_coeff=0.1"},
+    "clip-higher": {
+        "0.2 and 0.2": f"{_TWO_EPOCHS} train.clip_epsilon=0.2",
+        "0.2 and 0.28": f"{_TWO_EPOCHS} train.clip_epsilon=0.2 train.clip_epsilon_high=0.28",
+    },
+    "adapters": {"all weights": "", "rank 8": _LORA.format(8), "rank 32": _LORA.format(32)},
+    "dtype": {"float32": "", "bfloat16": "model.dtype=bfloat16"},
+}
+"""Entries of each value, by what is varied."""
+
+
+def folder_of(entries: str, seed: int) -> Path:
+    """Return the folder of a run; the recipe as it is has one, whatever it is compared with."""
+    return RUNS / (entries.replace(" ", "-").replace("/", "_") or "as-it-is") / f"seed-{seed}"
+
+
+def train(recipe: Recipe, names: Sequence[str], seeds: Sequence[int]) -> None:
+    """Train what is missing."""
+    for entries in dict.fromkeys(entries for name in names for entries in VARIED[name].values()):
+        for seed in seeds:
+            print(f"{entries or 'the recipe as it is'}, seed {seed}", flush=True)
+            train_seed(recipe, seed, folder_of(entries, seed), entries=entries.split())
+
+
+def curves(recipe: Recipe, entries: str, seeds: Sequence[int]) -> list[dict[str, Curve]]:
+    """Return the measures of the seeds that were run."""
+    given = entries.split()
+    return [curves_of(recipe, folder, given) for seed in seeds if (folder := folder_of(entries, seed)).is_dir()]
+
+
+def steps_to_target(curve: Curve) -> int | None:
+    """Return the first step with a mean reward at the target, or None.
+
+    Example:
+        >>> steps_to_target({1: 0.5, 2: 0.92, 3: 0.8}), steps_to_target({1: 0.5})
+        (2, None)
+    """
+    return next((step for step, value in curve.items() if value >= TARGET), None)
+
+
+def draw(recipe: Recipe, names: Sequence[str], seeds: Sequence[int]) -> None:
+    """Draw the mean and the range of the seeds, and print a table of each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        figure, axis = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+        print(f"\n| {name} | steps to {TARGET}, by seed | held-out pass@1 after, by seed |\n|---|---|---|")
+        for label, entries in VARIED[name].items():
+            of_seeds = curves(recipe, entries, seeds)
+            if not of_seeds:
+                continue
+            rewards = [found["reward_mean"] for found in of_seeds]
+            steps = list(rewards[0])
+            columns = [[curve[step] for curve in rewards] for step in steps]
+            [line] = axis.plot(steps, list(map(statistics.mean, columns)), marker=".", label=label)
+            axis.fill_between(
+                steps, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.15
+            )
+            reached = [str(steps_to_target(curve) or "not") for curve in rewards]
+            after = [f"{list(found['eval/pass@1'].values())[-1]:.2f}" for found in of_seeds]
+            print(f"| {label} | {', '.join(reached)} | {', '.join(after)} |")
+        axis.set(title=name.replace("-", " "), xlabel="step", ylabel="mean reward", ylim=(0, 1.02))
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=8)
+        figure.savefig(PICTURES / f"{name}.png", dpi=90)
+        pyplot.close(figure)
+
+
+def main() -> None:
+    """Do what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["list", "run", "draw"])
+    parser.add_argument("--only", nargs="*", choices=list(VARIED), default=list(VARIED))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    options = parser.parse_args()
+    recipe = find_recipe("one-digit-sums")
+    if options.what == "list":
+        for name in options.only:
+            for label, entries in VARIED[name].items():
+                recipe.config(entries.split())  # an entry that does not exist is refused
+                print(f"{name:14}{label:24}{entries}")
+    elif options.what == "run":
+        train(recipe, options.only, options.seeds)
+    else:
+        draw(recipe, options.only, options.seeds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
