@@ -6,6 +6,7 @@ import random
 
 import pytest
 import textarena_stand_in
+from own_packages import with_packages_of_its_own
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus
@@ -148,8 +149,10 @@ def test_a_text_environment_without_close_is_played(renderer):
     assert rollout.reward == 1.0 and said_to(rollout) == ["seed 7"]
 
 
+@with_packages_of_its_own("gem", "gem-llm==0.1.*")
 def test_guess_the_number_of_gem(renderer):
-    gem = pytest.importorskip("gem")
+    import gem
+
     env = MessageChatEnv(lambda row: GymnasiumTextEnv(gem.make("game:GuessTheNumber-v0-easy"), seed=1), repeats=2)
 
     def choose(text):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from own_packages import with_packages_of_its_own
 from rich.console import Console
 from waiting import wait_until
 
@@ -208,8 +209,10 @@ def test_trackio_continues_a_resumed_run(tmp_path, monkeypatch):
     assert json.loads(shown[3][1]) == TRACE["messages"] and json.loads(shown[3][2])["num_turns"] == 4
 
 
+@with_packages_of_its_own("mlflow", "mlflow>=3.17,<3.18")
 def test_mlflow_continues_a_resumed_run(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
+    import mlflow
+
     monkeypatch.chdir(tmp_path)
     log_and_resume(tmp_path / "run", "mlflow")
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")

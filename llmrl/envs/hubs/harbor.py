@@ -120,7 +120,7 @@ class TaskSandbox(ConversationSandbox):
         self._places = places
         self._verified: asyncio.Future[dict[str, float]] | None = None
 
-    async def reset(self, task: str) -> None:
+    async def reset(self, task: str = "") -> None:
         """Start the sandbox of a task."""
         self.task = self._tasks[task]
         self.sandbox: _Place = self._places.agent(self.task)

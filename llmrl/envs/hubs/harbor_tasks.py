@@ -189,7 +189,7 @@ def _text(folder: Path, name: str) -> str:
 
 def _seconds(folder: Path, value: object, name: str) -> float:
     try:
-        seconds = finite_number(value, name)  # type: ignore[arg-type]  # it checks the type
+        seconds = finite_number(value, name)
     except (TypeError, ValueError) as error:
         raise BadTask(f"the task {str(folder)!r}: {error}") from None
     if seconds <= 0:
