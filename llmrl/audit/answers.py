@@ -60,9 +60,29 @@ _HOSTILE = {
 }
 
 
+def names_of_columns(row: Row) -> list[str]:
+    """Return a row's columns; an entry of a column that is a mapping is named `COLUMN.ENTRY`.
+
+    Example:
+        >>> names_of_columns({"query": "1 + 1 =", "entry": {"answer": "2"}})
+        ['query', 'entry', 'entry.answer']
+    """
+    inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, Mapping) for key in value]
+    return [*row, *inner]
+
+
+def value_of(row: Row, column: str) -> object:
+    """Return the value of a column, or of an entry of a column; None if there is none."""
+    if column in row:
+        return row[column]
+    name, _, key = column.partition(".")
+    outer = row.get(name)
+    return outer.get(key) if isinstance(outer, Mapping) else None
+
+
 def _texts(rows: Sequence[Row], column: str) -> list[str | None]:
     """Return a column as texts; None where it holds no short text or number."""
-    values = [row.get(column) for row in rows]
+    values = [value_of(row, column) for row in rows]
     return [
         str(value) if isinstance(value, str | int | float) and 0 < len(str(value)) <= MAX_COLUMN_CHARS else None
         for value in values
@@ -107,7 +127,7 @@ def reference_answers(rows: Sequence[Row], query: str) -> list[Answer]:
     """
     answers = []
     asked = _texts(rows, query)
-    for column in dict.fromkeys(name for row in rows for name in row if name != query):
+    for column in dict.fromkeys(name for row in rows for name in names_of_columns(row) if name != query):
         texts = _texts(rows, column)
         # A task that names its question otherwise has it twice.
         if texts != asked and any(text is not None for text in texts):

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from llmrl._utils.types import Row
-from llmrl.audit.answers import Kind
+from llmrl.audit.answers import Kind, value_of
 from llmrl.audit.played import Played
+from llmrl.audit.tool_answers import ToolAnswer
 from llmrl.data import Rollout, text_of
 from llmrl.data.message import prompt_of
+from llmrl.envs.sampler import index_of
 from llmrl.watch.findings import Finding, Verdict, worst_first
 
 LARGE_REWARD = 1e3
@@ -55,8 +57,10 @@ def known_reference(played: Sequence[Played]) -> Played | None:
     return max(scored, key=lambda one: one.mean or 0.0, default=None)
 
 
-def diagnose_played(played: Sequence[Played], *, splits: Splits | None = None) -> list[Finding]:
-    """Return what is wrong, worst first.
+def diagnose_played(
+    played: Sequence[Played], *, splits: Splits | None = None, tools: Sequence[ToolAnswer] = ()
+) -> list[Finding]:
+    """Return what is wrong, worst first; `tools` is what tools said to empty calls.
 
     Example:
         >>> diagnose_played([])
@@ -68,6 +72,7 @@ def diagnose_played(played: Sequence[Played], *, splits: Splits | None = None) -
     checks = (_errors, _late, _unscored, _unequal, _paid, _right_fails, _leak, _large, _slow)
     found = [finding for check in checks for finding in check(played)]
     found += _shared(splits) if splits is not None else ()
+    found += _told(played, tools)
     return worst_first(found)
 
 
@@ -165,7 +170,7 @@ def _right_fails(played: Sequence[Played]) -> Iterator[Finding]:
     references = [one for one in played if one.kind is Kind.REFERENCE]
     rewards = {reward for one in played for reward in one.rewards}
     if references and len(rewards) == 1:
-        is_named = any(one.name.split(" ")[0] in _NAMES_OF_ANSWERS for one in references)
+        is_named = any(_column(one).rpartition(".")[2] in _NAMES_OF_ANSWERS for one in references)
         yield Finding(
             "constant",
             _BROKEN_IF[is_named],
@@ -192,17 +197,10 @@ def _leak(played: Sequence[Played]) -> Iterator[Finding]:
     known = known_reference(played)
     if known is None:
         return
-    column = known.name.split(" ")[0]
-    shown = [(_prompt(one), str(one.columns.get(column, ""))) for one in known.rollouts if one.columns.get(column)]
-    if len({answer for _, answer in shown}) < 2:
-        return
-    own = fmean(_has(prompt, answer) for prompt, answer in shown)
-    answers = [answer for _, answer in shown]
-    others = [
-        _has(prompt, other) for place, (prompt, answer) in enumerate(shown) for other in _some(answers, place, answer)
-    ]
-    by_chance = fmean(others) if others else 0.0
-    if own >= 0.5 and own >= 3 * by_chance + 0.2:
+    column = _column(known)
+    shown = [(_prompt(one), str(value_of(one.columns, column) or "")) for one in known.rollouts]
+    own, by_chance = _shares_with_answer([(prompt, answer) for prompt, answer in shown if answer])
+    if _is_more_than_chance(own, by_chance):
         yield Finding(
             "answer_in_prompt",
             Verdict.LOOK,
@@ -212,6 +210,46 @@ def _leak(played: Sequence[Played]) -> Iterator[Finding]:
                 "the task is to find something in the prompt, which is no mistake",
             ),
         )
+
+
+def _told(played: Sequence[Played], tools: Sequence[ToolAnswer]) -> Iterator[Finding]:
+    known = known_reference(played)
+    if known is None:
+        return
+    column = _column(known)
+    answers = {index_of(one.group_id): str(value_of(one.columns, column) or "") for one in known.rollouts}
+    own, by_chance = _shares_with_answer([(one.text, answers[one.index]) for one in tools if answers.get(one.index)])
+    if _is_more_than_chance(own, by_chance):
+        yield Finding(
+            "answer_in_tool",
+            Verdict.BROKEN,
+            f"Calls that ask for nothing return the answer in {100 * own:.0f} % of the problems, and that of another "
+            f"row in {100 * by_chance:.0f} %.",
+            (
+                "a tool shows the row, or a state of the environment that has the solution",
+                "the model will find it: a call is cheaper than the task",
+            ),
+        )
+
+
+def _column(known: Played) -> str:
+    """Return the column of a reference answer; the form is behind it in its name."""
+    return known.name.split(" ")[0]
+
+
+def _shares_with_answer(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
+    """Return the share of texts that contain their answer, and that of another row; 0 if all answers are equal."""
+    answers = [answer for _, answer in shown]
+    if len(set(answers)) < 2:
+        return 0.0, 0.0
+    others = [
+        _has(text, other) for place, (text, answer) in enumerate(shown) for other in _some(answers, place, answer)
+    ]
+    return fmean(_has(text, answer) for text, answer in shown), fmean(others)
+
+
+def _is_more_than_chance(own: float, by_chance: float) -> bool:
+    return own >= 0.5 and own >= 3 * by_chance + 0.2
 
 
 def _some(answers: Sequence[str], place: int, own: str) -> list[str]:

@@ -14,6 +14,7 @@ from llmrl._utils.types import JSON, Row
 from llmrl.audit.answers import Answer, Kind, answers_for, reference_answers
 from llmrl.audit.checks import Splits, diagnose_played, known_reference
 from llmrl.audit.played import Played
+from llmrl.audit.tool_answers import tool_answers
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import Rollout
 from llmrl.engines import Completion, SamplingConfig
@@ -153,7 +154,8 @@ def audit(
     played += [play(answer) for answer in answers_for(rows, query, reference=chosen)]
     others = {split: _rows_of(make_env(split)) for split in splits} if len(splits) > 1 else {}
     compared = Splits.of(others, query)
-    findings = diagnose_played(played, splits=compared)
+    told = tool_answers(make_env(splits[0]), len(rows), timeout_s=timeout_s)
+    findings = diagnose_played(played, splits=compared, tools=told)
     return Audit(
         num_problems=len(rows),
         played=played,

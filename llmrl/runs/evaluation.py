@@ -88,6 +88,11 @@ class EvaluationReport:
             rollouts=list(rollouts),
         )
 
+    @property
+    def groups_all_equal(self) -> float | None:
+        """Share of problems whose answers have equal rewards, and so give no signal; None for one answer each."""
+        return rollout_metrics(self.rollouts).get("groups_all_equal")
+
     def to_metrics(self) -> dict[str, float]:
         """Return the metrics to plot, among them pass@k with its 95 % interval and `reward`."""
         metrics = rollout_metrics(self.rollouts)
@@ -107,6 +112,7 @@ class EvaluationReport:
             },
             "reward": self.reward,
             "reward_breakdown": self.reward_breakdown,
+            "groups_all_equal": self.groups_all_equal,
             "num_by_status": self.num_by_status,
             "completion_tokens": self.completion_tokens,
         }

@@ -70,6 +70,22 @@ FAULTS = {
         "    return [{'query': f'{split}: name the town. Solution: {n}', 'answer': n} for n in NAMES]",
         "answer_in_prompt",
     ),
+    "in a tool": (
+        "from llmrl.envs import ToolEnv\nfrom llmrl.rewards import Rubric\n"
+        "class Game:\n"
+        "    def reset(self, answer, **row):\n        self.target = answer\n"
+        "    def state(self, part: str) -> str:\n        'Return the state.'\n        return f'target={self.target}'\n"
+        "def env(split='train', repeats=1):\n"
+        "    return ToolEnv(Game, rows(split), rubric=Rubric(right), repeats=repeats)",
+        "answer_in_tool",
+    ),
+    "in an entry": (
+        "plain = rows\n"
+        "def rows(split='train'):\n"
+        "    return [{'query': row['query'], 'entry': {'answer': row['answer']}} for row in plain(split)]\n"
+        "def right(completion, entry):\n    return float(entry['answer'] in completion)",
+        "pays_for_nothing",
+    ),
     "large": (
         "def right(completion, answer):\n    return 1e6 * (completion.strip() == answer)",
         "large",
@@ -124,6 +140,8 @@ OWN_TASKS = {
     "countdown": (),
     "guess": (),
     "search": (),
+    "code": (),
+    "reasoning-gym": (),
     "gsm8k": [
         {"question": f"Tom has {n} boxes of 6 eggs. How many eggs?", "answer": f"{n} * 6 = {6 * n} #### {6 * n}"}
         for n in (2, 3, 5, 7)

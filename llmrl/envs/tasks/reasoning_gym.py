@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Unpack
@@ -18,6 +19,10 @@ from llmrl.transforms import RubricReward
 
 _NUM_KEPT = 1024
 """Maximum number of cached problems; a group keeps its problem when the level rises."""
+
+
+_MAX_DRAWS = 16
+"""Maximum number of problems to draw for one whose question belongs to the split; half of them do."""
 
 
 class ReasoningGymProblems:
@@ -101,8 +106,11 @@ class ReasoningGymProblems:
         generator = random.Random(f"{self.seed}/{index}")
         task = generator.choices(list(self.weights), list(self.weights.values()))[0]
         level = self.levels[task] if level is None else level
-        # Even seeds train, odd ones test.
-        entry = self._dataset(task, level, seed=2 * generator.randrange(2**30) + (self.split == "test"))[0]
+        for _ in range(_MAX_DRAWS):  # a data set may ask the same in each problem
+            # Even seeds train, odd ones test.
+            entry = self._dataset(task, level, seed=2 * generator.randrange(2**30) + (self.split == "test"))[0]
+            if zlib.crc32(entry["question"].encode()) % 2 == (self.split == "test"):
+                break
         return {"query": entry["question"], "task": task, "entry": entry, "level": level}
 
     def _dataset(self, task: str, level: int, *, seed: int) -> Sequence[Row]:
