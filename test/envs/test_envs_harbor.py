@@ -28,7 +28,7 @@ runner = CliRunner()
 @pytest.fixture(scope="module", autouse=True)
 def caged(own_programs):
     try:
-        harbor._cages(("/app", "/logs", "/solution", "/tests"), 60.0)
+        harbor.shared_cages(("/app", "/logs", "/solution", "/tests"), 60.0)
     except IsolationError as error:
         pytest.skip(str(error))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 
 import aiohttp
 import pytest
@@ -301,7 +302,7 @@ def test_clients_that_leave_release_their_conversations():
         async with serving(rooms()) as url:
             async with client(url) as ask:
                 await ask("reset", seed=0)
-                ask.socket._response.connection.transport.abort()
+                ask.socket.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
             async with client(url) as ask:
                 await ask("reset", seed=2)
                 await ask.socket.send_str('{"type": "close"}')

@@ -255,7 +255,7 @@ class _Places:
         tops = {f"/{path.split('/')[1]}" for path in targets}
         self._links = tuple(sorted({*_LINKED, *tops} - {"/tmp"}))
         self._seconds = max(max(task.agent_seconds, task.verifier_seconds) for task in tasks)
-        _cages(self._links, self._seconds)  # an error of the machine is raised here
+        shared_cages(self._links, self._seconds)  # an error of the machine is raised here
 
     def agent(self, task: HarborTask) -> _Place:
         """Return the place of a task's agent."""
@@ -268,13 +268,13 @@ class _Places:
 
     def _place(self, stage: Stage, seconds: float) -> _Place:
         if self._make is None:
-            return _Place(ConfinedSandbox(_cages(self._links, self._seconds)), stage, seconds, is_cage=True)
+            return _Place(ConfinedSandbox(shared_cages(self._links, self._seconds)), stage, seconds, is_cage=True)
         assert stage.image is not None
         return _Place(self._make(stage.image), stage, seconds, is_cage=False)
 
 
 @functools.cache
-def _cages(links: tuple[str, ...], seconds: float) -> PythonExecutorService:
+def shared_cages(links: tuple[str, ...], seconds: float) -> PythonExecutorService:
     """Return the cages of this process, which all environments share."""
     limits = PythonLimits(cpu_seconds=seconds, num_processes=128)
     return PythonExecutorService(timeout=_UPLOAD_SECONDS, limits=limits, num_ready=2, links=links)
