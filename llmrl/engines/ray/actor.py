@@ -82,7 +82,8 @@ class EngineActor:
         news = asyncio.Event()
         stream = TokenStream(news.set)
         with self._told_if_dead():
-            request = self._engine.generate(prompt_ids, sampling, request_id=request_id, stream=stream)
+            streamed = {"stream": stream}  # engines that do not stream have no such argument
+            request = self._engine.generate(prompt_ids, sampling, request_id=request_id, **streamed)
             task = asyncio.ensure_future(request)
             task.add_done_callback(lambda _: news.set())
             num_sent = 0
