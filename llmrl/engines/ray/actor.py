@@ -7,7 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmrl.engines.base import (
     Completion,
@@ -82,7 +82,7 @@ class EngineActor:
         news = asyncio.Event()
         stream = TokenStream(news.set)
         with self._told_if_dead():
-            streamed = {"stream": stream}  # engines that do not stream have no such argument
+            streamed: dict[str, Any] = {"stream": stream}  # engines that do not stream have no such argument
             request = self._engine.generate(prompt_ids, sampling, request_id=request_id, **streamed)
             task = asyncio.ensure_future(request)
             task.add_done_callback(lambda _: news.set())
