@@ -85,7 +85,7 @@ class ConfinedSandbox:
         result = await self._service.run(_CALL.format(call), session=self._session)
         if result.is_success:
             return result.stdout.rstrip("\n")
-        why = _last_line(result.stderr) or "it ended"
+        why = f"{_last_line(result.stderr):.300}" or "it ended"
         number = errno.ENOENT if why.startswith("FileNotFoundError") else errno.EIO
         raise OSError(number, f"{os.strerror(number)} in the sandbox: {why}")
 

@@ -172,6 +172,7 @@ def test_commands_find_it_and_it_keeps_its_contract(tmp_path):
         ({"dockerfile": "FROM towns\nWORKDIR /app\n"}, "its Dockerfile has 'FROM towns'"),
         ({"dockerfile": "FROM ubuntu:24.04\n"}, "its Dockerfile has no WORKDIR"),
         ({"test": "#!/bin/bash\nset -e\nuvx pytest /tests\n"}, "test.sh calls 'uvx', which wants a network"),
+        ({"artifacts": '["answer.txt"]'}, r"has artifacts \['answer.txt'\]; absolute paths"),
         ({"verifier": "collect = [{command = 'true'}]"}, "commands of verifier.collect"),
         (
             {"mode": "separate", "tests_dockerfile": "FROM ubuntu\nRUN true\nWORKDIR /a\n"},
@@ -188,6 +189,10 @@ def test_a_task_that_cannot_be_played_here_is_refused_by_name(tmp_path, task, wo
 def test_folders_and_sandboxes_that_are_none_are_refused(tmp_path, monkeypatch):
     with pytest.raises(BadTask, match=r"neither task\.toml nor task\.yaml"):
         HarborEnv(tmp_path)
+    latin = harbor_task(tmp_path / "other", "latin")
+    (latin / "instruction.md").write_bytes(b"\xff")
+    with pytest.raises(BadTask, match=r"latin' has no UTF-8 in instruction\.md"):
+        HarborEnv(latin)
     write(tmp_path / "bad" / "task.toml", "schema_version = ")
     with pytest.raises(BadTask, match=r"bad' cannot be read: task\.toml: Invalid value"):
         HarborEnv(tmp_path)

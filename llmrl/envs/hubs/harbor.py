@@ -276,7 +276,9 @@ class _Places:
 @functools.cache
 def shared_cages(links: tuple[str, ...], seconds: float) -> PythonExecutorService:
     """Return the cages of this process, which all environments share."""
-    limits = PythonLimits(cpu_seconds=seconds, num_processes=128)
+    limits = PythonLimits(
+        cpu_seconds=seconds, num_processes=128, memory_bytes=2 << 30, file_bytes=256 << 20, folder_bytes=512 << 20
+    )
     return PythonExecutorService(timeout=_UPLOAD_SECONDS, limits=limits, num_ready=2, links=links)
 
 

@@ -6,7 +6,7 @@ import os
 import posixpath
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def _harbor_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
         agent_seconds=_seconds(folder, config.get("agent", {}).get("timeout_sec") or 600.0, "agent.timeout_sec"),
         verifier_seconds=_seconds(folder, verifier.get("timeout_sec", 600.0), "verifier.timeout_sec"),
         verifier_env=_variables(folder, verifier.get("env", {})),
-        artifacts=tuple(one if isinstance(one, str) else one["source"] for one in config.get("artifacts", [])),
+        artifacts=_artifacts(folder, config.get("artifacts", [])),
         solution=folder / "solution" if has_solution else None,
         solve_command=("/solution/solve.sh",),
         solution_env=_variables(folder, config.get("solution", {}).get("env", {})),
@@ -179,9 +179,19 @@ def _terminal_bench_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
     )
 
 
+def _artifacts(folder: Path, given: Sequence[str | Mapping[str, str]]) -> tuple[str, ...]:
+    paths = [one if isinstance(one, str) else one["source"] for one in given]
+    if relative := [path for path in paths if not path.startswith("/")]:
+        raise BadTask(f"the task {str(folder)!r} has artifacts {relative}; absolute paths are expected.")
+    return tuple(map(posixpath.normpath, paths))
+
+
 def _text(folder: Path, name: str) -> str:
     path = folder / name
-    text = path.read_text() if path.is_file() else ""
+    try:
+        text = path.read_text() if path.is_file() else ""
+    except UnicodeDecodeError as error:
+        raise BadTask(f"the task {str(folder)!r} has no UTF-8 in {name}: {error}") from None
     if not text.strip():
         raise BadTask(f"the task {str(folder)!r} has no {name}, or an empty one.")
     return text
