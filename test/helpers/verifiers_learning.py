@@ -28,7 +28,11 @@ ENTRIES = {
     "reverse_text": ["model.max_model_len=256", "collect.max_new_tokens=40"],
     "alphabet_sort": ["model.max_model_len=512", "collect.max_new_tokens=64"],
 }
-STEPS = {"reverse_text": 6, "alphabet_sort": 9}
+SFT_STEPS = {"reverse_text": 6, "alphabet_sort": 9}
+GRPO_ENTRIES = {
+    "reverse_text": ["collect.groups_per_batch=8", "collect.group_size=8", "train.num_steps=12", "eval.every=4"],
+    "alphabet_sort": ["collect.groups_per_batch=6", "collect.group_size=6", "train.num_steps=10", "eval.every=5"],
+}
 
 
 def write_data(folder: Path) -> None:
@@ -102,12 +106,12 @@ def main() -> None:
     shown = [conversation(row) for row in env.prompts.items[:NUM_DEMONSTRATIONS]]
     env.close()
     (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in shown))
-    shared = ["task=own", f"env.name={Path(__file__).absolute()}:{name}", *ENTRIES[name], "train.token_budget=4096"]
+    shared = ["task=own", f"env.name={Path(__file__).absolute()}:{name}", *ENTRIES[name], "train.token_budget=2048"]
     shared += [f"eval.num_problems={NUM_TEST}", "eval.num_samples=2"]
     sft = [f"conversations.path={name}.jsonl", "conversations.held_out=null", "collect.groups_per_batch=16"]
-    sft += [f"train.num_steps={STEPS[name]}", "train.learning_rate=2.0e-5", f"run.path={name}-sft"]
-    grpo = [f"model.path={name}-sft/model", f"run.path={name}", "collect.groups_per_batch=8", "collect.group_size=8"]
-    grpo += ["train.num_steps=12", "train.target_reward=null", "train.learning_rate=1.0e-5", "eval.every=4", *entries]
+    sft += [f"train.num_steps={SFT_STEPS[name]}", "train.learning_rate=2.0e-5", f"run.path={name}-sft"]
+    grpo = [f"model.path={name}-sft/model", f"run.path={name}", *GRPO_ENTRIES[name]]
+    grpo += ["train.target_reward=null", "train.learning_rate=1.0e-5", *entries]
     scripts = ROOT / "sota-implementations"
     for script, words in (("sft/sft.py", sft), ("grpo/grpo-sync.py", grpo)):
         subprocess.run([sys.executable, str(scripts / script), *shared, *words], check=True)
