@@ -72,7 +72,7 @@ def diagnose_played(
     checks = (_errors, _late, _unscored, _unequal, _paid, _right_fails, _leak, _large, _slow)
     found = [finding for check in checks for finding in check(played)]
     found += _shared(splits) if splits is not None else ()
-    found += _told(played, tools)
+    found += _tool_leak(played, tools)
     return worst_first(found)
 
 
@@ -212,7 +212,7 @@ def _leak(played: Sequence[Played]) -> Iterator[Finding]:
         )
 
 
-def _told(played: Sequence[Played], tools: Sequence[ToolAnswer]) -> Iterator[Finding]:
+def _tool_leak(played: Sequence[Played], tools: Sequence[ToolAnswer]) -> Iterator[Finding]:
     known = known_reference(played)
     if known is None:
         return

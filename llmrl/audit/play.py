@@ -154,8 +154,8 @@ def audit(
     played += [play(answer) for answer in answers_for(rows, query, reference=chosen)]
     others = {split: _rows_of(make_env(split)) for split in splits} if len(splits) > 1 else {}
     compared = Splits.of(others, query)
-    told = tool_answers(make_env(splits[0]), len(rows), timeout_s=timeout_s)
-    findings = diagnose_played(played, splits=compared, tools=told)
+    tools = tool_answers(make_env(splits[0]), len(rows), timeout_s=timeout_s)
+    findings = diagnose_played(played, splits=compared, tools=tools)
     return Audit(
         num_problems=len(rows),
         played=played,

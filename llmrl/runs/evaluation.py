@@ -90,7 +90,7 @@ class EvaluationReport:
 
     @property
     def groups_all_equal(self) -> float | None:
-        """Share of problems with equal rewards of all answers, which give no signal; None for one answer each."""
+        """Share of problems with equal rewards for all answers, which give no signal; None for one answer each."""
         return rollout_metrics(self.rollouts).get("groups_all_equal")
 
     def to_metrics(self) -> dict[str, float]:

@@ -49,7 +49,7 @@ def nemo_python(own_programs):
 
 
 def working(name):
-    """The path of a program that can be started; a manager of versions has names that cannot."""
+    """The path of a program, if it can be started."""
     path = shutil.which(name)
     done = path and subprocess.run([path, "-c", "import sys; print(sys.executable)"], capture_output=True, text=True)
     return done.stdout.strip() if done and done.returncode == 0 else None

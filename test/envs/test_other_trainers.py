@@ -119,8 +119,8 @@ def test_a_taskset_of_verifiers_plays_it(renderer, own_programs):
     assert any(one.reward for one in rollouts)
     for rollout, (_, texts) in zip(rollouts, here, strict=True):
         shown = [message["content"] for message in rollout.messages if message["role"] == "user"]
-        told = [message["content"] for one in shown for message in json.loads(one)["observation"]["messages"]]
-        assert told == [text for text in texts if text not in GUESSES][: len(told)] and len(told) >= 2
+        observed = [message["content"] for one in shown for message in json.loads(one)["observation"]["messages"]]
+        assert observed == [text for text in texts if text not in GUESSES][: len(observed)] and len(observed) >= 2
 
 
 def test_trls_trainer_plays_it(openenv_python, tiny_model_path, renderer):

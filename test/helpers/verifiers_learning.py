@@ -4,8 +4,8 @@
 
 `CHECKOUT` is one of https://github.com/PrimeIntellect-ai/verifiers, `NAME` is `reverse_text` or `alphabet_sort`.
 Data and runs go to `FOLDER`; entries change the configuration of GRPO. It takes a quarter of an hour on two cores. The
-data sets of the hub are replaced by small ones with problems that a model of this size can solve: five letters with
-spaces between them, two names or four. The curves are in `docs/how-to/other-environments.md`.
+data sets of the hub are replaced by small ones that suit a model of this size: five letters with spaces
+between them, two names or four. The curves are in `docs/how-to/other-environments.md`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _NUM_KEPT = 1024
 
 
 _MAX_DRAWS = 16
-"""Maximum number of problems to draw until one belongs to the split, as half of them do."""
+"""Maximum number of problems to draw until a question belongs to the split; half of them do."""
 
 
 class ReasoningGymProblems:
