@@ -3,7 +3,7 @@
     python test/helpers/verifiers_learning.py CHECKOUT NAME FOLDER [ENTRY=VALUE …]
 
 `CHECKOUT` is one of https://github.com/PrimeIntellect-ai/verifiers, `NAME` is `reverse_text` or `alphabet_sort`.
-Data and runs go to `FOLDER`; entries change the configuration of GRPO. It takes a quarter of an hour on two cores. The
+Data and runs go to `FOLDER`; entries change the configuration of GRPO. It takes up to half an hour on two cores. The
 data sets of the hub are replaced by small ones that suit a model of this size: five letters with spaces
 between them, two names or four. The curves are in `docs/how-to/other-environments.md`.
 """
