@@ -11,9 +11,9 @@ import pytest
 import torch
 from torchrl.envs import EnvBase, Transform
 
-from llmrl.collectors import CollectionStalled, LLMCollector, RolloutLimits, stepper
+from llmrl.collectors import CollectionStalled, LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus, StopReason
-from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep, stepper
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import Rubric, Score
 from llmrl.testing import ScriptedEngine

@@ -71,7 +71,7 @@ _NAMES = {
     "engine.arg_utils": ("AsyncEngineArgs",),
     "exceptions": ("VLLMClientError",),
     "lora.request": ("LoRARequest",),
-    "model_executor.kernels.linear.scaled_mm.cpu": ("CPUInt8ScaledMMLinearKernel",),
+    "model_executor.kernels.linear.scaled_mm.cpu": ("CPUInt8ScaledMMLinearKernel", "check_cpu_sgl_kernel"),
     "model_executor.layers.attention": ("is_deferred_attention_layer",),
     "model_executor.layers.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
     "model_executor.layers.linear": ("LinearBase", "UnquantizedLinearMethod"),
@@ -307,6 +307,20 @@ def forget_packing_of_experts(model: torch.nn.Module) -> None:
     for method in methods:
         if isinstance(method, _find("FusedMoEMethodBase")):
             method.moe_kernel = None
+
+
+@functools.cache
+def compute_int8_by_one_dnn() -> None:
+    """Let int8 layers on a CPU with AMX use oneDNN, as on others: vLLM's kernel for AMX ends the engine in float32."""
+    if not _find("current_platform").is_cpu():
+        return
+    module: Any = importlib.import_module(_MODULES["CPUInt8ScaledMMLinearKernel"])
+    is_taken = module.check_cpu_sgl_kernel
+
+    def is_taken_for_others(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
+        return str(dtype) != "torch.int8" and bool(is_taken(num_outputs, num_inputs, dtype))
+
+    module.check_cpu_sgl_kernel = is_taken_for_others
 
 
 @functools.cache
