@@ -1,9 +1,9 @@
 # llmrl. Needs Python 3.11, git and make. `make` says what there is.
 # VENV=/path puts the virtual environment elsewhere, PYTHON=/path chooses the Python, ARGS='…' goes to the command.
-# WORKERS=n says how many processes the tests run in.
+# WORKERS=n says how many processes the tests run in: one more than the cores, since some wait, with 24 GB of memory.
 VENV ?= .venv
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 BIN := $(abspath $(VENV))/bin
 export PYTHON
 # Where the environment asks for no bytecode, each process of hundreds would compile again what it imports.
