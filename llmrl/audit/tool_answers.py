@@ -76,10 +76,9 @@ async def _tool_answers(env: EnvBase, num_problems: int, timeout_s: float) -> li
     found = []
     try:
         for number in range(num_problems):
-            drawing.prompts.draw_next([number * drawing.prompts.num_samples])
+            position = number * drawing.prompts.num_samples
             try:
-                opening = await stepper.call(drawing.prompts.draw if stepper.is_opened_alone else env.reset)
-                element = await stepper.open(opening)
+                element = await stepper.open(await stepper.draw(drawing.prompts, position))
             except Exception:
                 continue
             try:

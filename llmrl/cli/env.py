@@ -6,7 +6,6 @@ import asyncio
 import logging
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -131,12 +130,11 @@ def serve(
     api_key: ApiKey = None,
 ) -> None:
     """Serve an environment by OpenEnv's protocol, so that trainers of other libraries play in it."""
-    from llmrl.endpoint.server import LOOPBACK
+    from llmrl.cli.serve import check_key
     from llmrl.envs import OpenEnvServer
 
-    if api_key is None and host not in LOOPBACK:
-        raise fail(f"--host {host} is reached from other machines: give a key that clients must send, by --api-key.")
     try:
+        check_key(host, api_key)
         server = OpenEnvServer(_Chosen(env, split, data, options or []).make(), name=env, api_key=api_key)
         asyncio.run(_serve(server, host, port))
     except _REFUSED as error:
@@ -147,9 +145,9 @@ def serve(
 
 async def _serve(server: OpenEnvServer, host: str, port: int) -> None:
     """Serve until Ctrl-C or SIGTERM."""
-    until = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, until.set)
+    from llmrl.cli.serve import stop_signal
+
+    until = stop_signal()
     try:
         await server.start(host, port)
         console.print(f"{server.name} is served at [bold]{server.url}[/bold] until Ctrl-C", highlight=False)

@@ -101,8 +101,8 @@ def table_of(report: EvaluationReport) -> Table:
         table.add_row(f"pass@{k}", f"{estimate.mean:.3f}", f"{estimate.low:.3f} … {estimate.high:.3f}")
     for name, value in {"reward": report.reward, **report.reward_breakdown}.items():
         table.add_row(name, "–" if value is None else f"{value:.3f}", "")
-    if report.groups_all_equal is not None:
-        table.add_row("problems without a signal", f"{report.groups_all_equal:.3f}", "")
+    if (without_signal := report.groups_all_equal) is not None:
+        table.add_row("problems without a signal", f"{without_signal:.3f}", "")
     table.add_row("completion tokens", f"{report.completion_tokens:.1f}", "")
     for status, count in sorted(report.num_by_status.items()):
         table.add_row(status, f"{count / len(report.rollouts):.3f}", "")

@@ -48,10 +48,7 @@ class ServeSettings:
     out: Path | None
 
     def __post_init__(self) -> None:
-        if self.api_key is None and self.host not in LOOPBACK:
-            raise ValueError(
-                f"--host {self.host} is reached from other machines: give a key that clients must send, by --api-key."
-            )
+        check_key(self.host, self.api_key)
         if self.out is not None and holds_run(self.out):
             raise FileExistsError(f"{self.out} holds a run already; name another folder.")
 
@@ -138,14 +135,27 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
             console.print(f"kept: [bold]llmrl view {settings.out}[/bold]", highlight=False, soft_wrap=True)
 
 
+def check_key(host: str, api_key: str | None) -> None:
+    """Raise ValueError if other machines can reach the address and there is no key."""
+    if api_key is None and host not in LOOPBACK:
+        raise ValueError(
+            f"--host {host} is reached from other machines: give a key that clients must send, by --api-key."
+        )
+
+
+def stop_signal() -> asyncio.Event:
+    """Return an event of the running loop that Ctrl-C or SIGTERM sets."""
+    until = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, until.set)
+    return until
+
+
 def run(settings: ServeSettings, policy: LLMWrapperBase, console: Console) -> None:
     """Serve until Ctrl-C or SIGTERM."""
 
     async def main() -> None:
-        until = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, until.set)
-        await serve(settings, policy, console, until=until)
+        await serve(settings, policy, console, until=stop_signal())
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)

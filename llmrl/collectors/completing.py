@@ -14,7 +14,7 @@ from llmrl._utils.failure import contained
 from llmrl._utils.spans import span
 from llmrl.engines import Completion, EngineError, SamplingConfig, completion_budget
 from llmrl.engines.stop_strings import StopStringWatch
-from llmrl.engines.token_stream import StreamsTokens, TokenStream
+from llmrl.engines.token_stream import TokenStream, is_streaming
 from llmrl.policies import LLMWrapperBase
 
 
@@ -90,7 +90,7 @@ class Completer:
     ) -> Completion:
         renderer = self.policy.renderer
         engine = self.policy.engine
-        if stream is not None and not (isinstance(engine, StreamsTokens) and engine.streams_tokens):
+        if stream is not None and not is_streaming(engine):
             stream = None
         stop_strings = StopStringWatch(sampling.stop, None if renderer is None else renderer.decode)
         budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)

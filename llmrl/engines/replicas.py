@@ -27,7 +27,7 @@ from llmrl.engines.launch import start_engines
 from llmrl.engines.pending import PendingRequest, Waiters
 from llmrl.engines.router import NoReplicaError, Router
 from llmrl.engines.scores import ScoresTokens, TokenScores
-from llmrl.engines.token_stream import StreamsTokens, TokenStream
+from llmrl.engines.token_stream import TokenStream, is_streaming
 from llmrl.engines.vllm.arguments import EngineOptions
 from llmrl.engines.vllm.engine import AsyncVLLM
 
@@ -132,7 +132,7 @@ class EngineReplicas(Sequence[EngineT]):
     @property
     def streams_tokens(self) -> bool:
         """Whether all engines report the tokens of a request while they sample them."""
-        return all(isinstance(one, StreamsTokens) and one.streams_tokens for one in self._engines)
+        return all(map(is_streaming, self._engines))
 
     @classmethod
     def from_pretrained(

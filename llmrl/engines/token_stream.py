@@ -53,3 +53,8 @@ class StreamsTokens(Protocol):
 
     streams_tokens: bool
     """Whether it does; of several engines, whether all do."""
+
+
+def is_streaming(engine: object) -> bool:
+    """Return whether an engine reports tokens while it samples them."""
+    return isinstance(engine, StreamsTokens) and engine.streams_tokens

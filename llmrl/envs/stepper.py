@@ -15,7 +15,7 @@ from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl._utils.threads import WorkerThread, run_in_thread
 from llmrl.data.tensordicts import tensordict_of
 from llmrl.envs.chat import WRITTEN_BY_POLICIES, ChatEnv, unlock_batch_size
-from llmrl.envs.sampler import Drawn
+from llmrl.envs.sampler import Drawn, PromptSampler
 from llmrl.transforms import environment_parts, is_ours, reads_turns
 
 logger = logging.getLogger("llmrl")
@@ -89,6 +89,16 @@ class EnvStepper:
     def is_opened_alone(self) -> bool:
         """Whether conversations are opened one by one from their drawn rows, since that may take long."""
         return self._before_reset is not None
+
+    async def draw(self, prompts: PromptSampler, position: int | None = None) -> Opening:
+        """Draw the next problem of the environment's dataset, or the one at a position, and begin its conversation."""
+
+        def draw() -> Opening:
+            if position is not None:
+                prompts.draw_next([position])
+            return prompts.draw() if self.is_opened_alone else self.env.reset()
+
+        return await self.call(draw)
 
     async def open(self, opening: Opening) -> TensorDictBase:
         """Open a conversation; raise TimeoutError if it takes too long, or the environment's error."""

@@ -8,11 +8,11 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Protocol, TypeVar, Unpack
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.imports import require
@@ -37,6 +37,13 @@ MAX_PAGES = 100
 """Pages of a list of resources."""
 _FOLDER = "{folder}"
 _URI = {"type": "object", "properties": {"uri": {"type": "string", "description": "its URI"}}, "required": ["uri"]}
+
+
+Page = TypeVar("Page", bound="mcp_types.PaginatedResult", covariant=True)
+
+
+class _ListPage(Protocol[Page]):
+    async def __call__(self, *, cursor: str | None) -> Page: ...
 
 
 class MCPToolTransform(ToolTransform):
@@ -267,19 +274,21 @@ def _list_resources(connections: _Connections) -> Tool:
 async def _resource_lines(client: Client) -> list[str]:
     """Return a line for each resource and each form of resources, at most of `MAX_PAGES` pages each."""
     lines = []
+    async for page in _pages(client.list_resources):
+        lines += [_line(resource.uri, resource.name, resource.description) for resource in page.resources]
+    async for forms in _pages(client.list_resource_templates):
+        lines += [_line(form.uri_template, form.name, form.description) for form in forms.resource_templates]
+    return lines
+
+
+async def _pages(list_page: _ListPage[Page]) -> AsyncIterator[Page]:
+    """Yield the pages of a list, at most `MAX_PAGES`."""
     cursor = None
     for _ in range(MAX_PAGES):
-        page = await client.list_resources(cursor=cursor)
-        lines += [_line(resource.uri, resource.name, resource.description) for resource in page.resources]
+        page = await list_page(cursor=cursor)
+        yield page
         if not (cursor := page.next_cursor):
             break
-    cursor = None
-    for _ in range(MAX_PAGES):
-        forms = await client.list_resource_templates(cursor=cursor)
-        lines += [_line(form.uri_template, form.name, form.description) for form in forms.resource_templates]
-        if not (cursor := forms.next_cursor):
-            break
-    return lines
 
 
 def _line(uri: str, name: str, description: str | None) -> str:

@@ -21,7 +21,7 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.load import EngineLoad, take_load
 from llmrl.engines.scores import ScoresTokens, TokenScores
-from llmrl.engines.token_stream import StreamsTokens, TokenStream
+from llmrl.engines.token_stream import TokenStream, is_streaming
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class EngineFacts:
         """Describe an engine of this process."""
         scores_tokens = isinstance(engine, ScoresTokens)
         takes_grammars = isinstance(engine, TakesGrammars) and engine.takes_grammars
-        streams_tokens = isinstance(engine, StreamsTokens) and engine.streams_tokens
+        streams_tokens = is_streaming(engine)
         host = socket.gethostname()
         here = cls(engine.max_model_len, engine.vocab_size, host, scores_tokens, takes_grammars, streams_tokens)
         if not isinstance(engine, UpdatableEngine):
@@ -78,7 +78,7 @@ class EngineActor:
     async def stream(
         self, prompt_ids: list[int], sampling: SamplingConfig, request_id: str
     ) -> AsyncIterator[list[int] | Completion]:
-        """Yield the new token ids while `StreamsTokens.generate` samples them, and then the completion."""
+        """Yield the new token ids while `Engine.generate` samples them, and then the completion."""
         news = asyncio.Event()
         stream = TokenStream(news.set)
         with self._told_if_dead():

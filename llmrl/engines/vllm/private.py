@@ -315,12 +315,7 @@ def compute_int8_by_one_dnn() -> None:
     if not _find("current_platform").is_cpu():
         return
     module: Any = importlib.import_module(_MODULES["CPUInt8ScaledMMLinearKernel"])
-    is_taken = module.check_cpu_sgl_kernel
-
-    def is_taken_for_others(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> bool:
-        return str(dtype) != "torch.int8" and bool(is_taken(num_outputs, num_inputs, dtype))
-
-    module.check_cpu_sgl_kernel = is_taken_for_others
+    module.check_cpu_sgl_kernel = lambda num_outputs, num_inputs, dtype: False  # only int8 layers ask it there
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from llmrl.envs.game import GameEnv
 from llmrl.envs.primer import dataset_env_of
 from llmrl.envs.sampler import PromptSampler
 from llmrl.envs.sources import StreamedRows
-from llmrl.envs.stepper import EnvStepper, Opening
+from llmrl.envs.stepper import EnvStepper
 from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubric
 from llmrl.transforms.parts import writes_reward
 
@@ -92,7 +92,6 @@ class _Refused(Exception):
 class _Conversation:
     element: TensorDictBase
     episode_id: str
-    num_messages: int
     num_steps: int = 0
     is_done: bool = False
 
@@ -252,23 +251,21 @@ class OpenEnvServer:
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
             raise _Refused("VALIDATION_ERROR", f"seed must be the number of a problem, from 0, got {seed!r:.80}.")
         await self._release(session)
-        element = await self._stepper.open(await self._stepper.call(self._drawn, seed))
+        if seed is not None:
+            await self._stepper.call(self._read_up_to, seed)
+        element = await self._stepper.open(await self._stepper.draw(self._prompts, seed))
         messages = element.get(("history", "prompt")).chats
         episode = str(data.get("episode_id") or plain(element.get(("rollout", "group_id"))))
-        session.conversation = _Conversation(element, episode, len(messages))
+        session.conversation = _Conversation(element, episode)
         observation: dict[str, JSON] = {"messages": as_json(messages)}
         if tools := plain(element.get("tools", None)):
             observation["tools"] = as_json(tools)
         return {"observation": observation, "reward": None, "done": False}
 
-    def _drawn(self, position: int | None) -> Opening:
-        """Draw a problem, in the thread of the environment."""
-        prompts = self._prompts
-        if position is not None:
-            if isinstance(prompts.items, StreamedRows):
-                prompts.items.read(position // prompts.num_samples + 1)
-            prompts.draw_next([position])
-        return prompts.draw() if self._stepper.is_opened_alone else self.env.reset()
+    def _read_up_to(self, position: int) -> None:
+        """Read the rows of a stream that come before a problem, in the thread of the environment."""
+        if isinstance(self._prompts.items, StreamedRows):
+            self._prompts.items.read(position // self._prompts.num_samples + 1)
 
     async def _step(self, session: _Session, data: dict[str, JSON]) -> dict[str, JSON]:
         conversation = session.conversation

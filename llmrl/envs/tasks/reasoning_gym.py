@@ -19,8 +19,6 @@ from llmrl.transforms import RubricReward
 
 _NUM_KEPT = 1024
 """Maximum number of cached problems; a group keeps its problem when the level rises."""
-
-
 _MAX_DRAWS = 16
 """Maximum number of problems to draw until a question belongs to the split; half of them do."""
 
