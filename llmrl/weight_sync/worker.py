@@ -27,7 +27,6 @@ from llmrl.engines.vllm.private import (
     get_layerwise_info,
     initialize_layerwise_reload,
     is_deferred_attention_layer,
-    keep_scales_of_int8_layers,
     set_current_vllm_config,
 )
 from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, read_tag
@@ -225,7 +224,6 @@ class WorkerEngine(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
         if self.device.type == "cpu":
             forget_packing_of_experts(self.model)
-            keep_scales_of_int8_layers()
         try:
             self.model.load_weights(layout.views(buffer))
             self._require_complete()

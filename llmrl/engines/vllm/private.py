@@ -71,7 +71,7 @@ _NAMES = {
     "engine.arg_utils": ("AsyncEngineArgs",),
     "exceptions": ("VLLMClientError",),
     "lora.request": ("LoRARequest",),
-    "model_executor.kernels.linear.scaled_mm.cpu": ("CPUInt8ScaledMMLinearKernel", "check_cpu_sgl_kernel"),
+    "model_executor.kernels.linear.scaled_mm.cpu": ("CPUInt8ScaledMMLinearKernel",),
     "model_executor.layers.attention": ("is_deferred_attention_layer",),
     "model_executor.layers.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
     "model_executor.layers.linear": ("LinearBase", "UnquantizedLinearMethod"),
@@ -309,26 +309,20 @@ def forget_packing_of_experts(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-@functools.cache
 def compute_int8_by_one_dnn() -> None:
-    """Let int8 layers on a CPU with AMX use oneDNN, as on others: vLLM's kernel for AMX ends the engine in float32."""
+    """Let int8 layers on any CPU use oneDNN, and hold the scales that oneDNN has only the address of.
+
+    vLLM's own kernel for AMX ends an engine in float32, and a reload of weights frees the scales.
+    """
     if not _find("current_platform").is_cpu():
         return
-    module: Any = importlib.import_module(_MODULES["CPUInt8ScaledMMLinearKernel"])
-    module.check_cpu_sgl_kernel = lambda num_outputs, num_inputs, dtype: False  # only int8 layers ask it there
-
-
-@functools.cache
-def keep_scales_of_int8_layers() -> None:
-    """Keep the scales of int8 layers on CPU alive: oneDNN has only their address, and a reload frees them."""
-    kernel = _find("CPUInt8ScaledMMLinearKernel")
-    process = kernel.process_weights_for_onednn
 
     def process_and_hold(self: Any, layer: torch.nn.Module) -> None:
-        process(self, layer)
+        self.linear_method = self._apply_weights_onednn
+        self.process_weights_for_onednn(layer)
         self.held_scales = getattr(layer, self.layer_param_names[1])
 
-    kernel.process_weights_for_onednn = process_and_hold
+    _find("CPUInt8ScaledMMLinearKernel").process_weights_after_loading = process_and_hold
 
 
 def forget_loaded(model: torch.nn.Module) -> None:
