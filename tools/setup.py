@@ -32,8 +32,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = (
-    "cpu", "ray", "server", "data", "envs", "tools", "renderers", "judge", "lora", "tracking", "spans", "textarena",
-    "scripts", "notebooks", "dev",
+    "cpu", "ray", "server", "data", "envs", "tools", "renderers", "judge", "lora", "optim", "tracking", "spans",
+    "textarena", "scripts", "notebooks", "dev",
 )  # fmt: skip
 # What an engine's process, a trainer and the tests import, as one process each.
 IMPORTED = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from llmrl._utils.arguments import nearest
 from llmrl._utils.failure import NothingLearned
-from llmrl._utils.imports import require
+from llmrl._utils.imports import MissingExtraError, require
 from llmrl._utils.other_libraries import EXPLAINED, SYNONYMS
 from llmrl.config.dry_run import as_dry_run, plan_of
 from llmrl.config.entries import choices_of, entries_by_name, types_of
@@ -59,8 +59,9 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
         nonlocal is_composed
         try:
             config = prepared(cfg, config_type)
+            _require_packages(config)
             check_fit(config)
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, FileNotFoundError, MissingExtraError) as error:
             raise SystemExit(str(error)) from None
         is_composed = True
         start_ranks(config)
@@ -81,6 +82,15 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
             for hint in hints(sys.argv[1:], config_type):
                 print(hint, file=sys.stderr)
         raise
+
+
+def _require_packages(config: ScriptConfig) -> None:
+    if config.model.lora.rank is not None:
+        require("peft", extra="lora")
+    if config.train.moments == "8bit":
+        require("bitsandbytes", extra="optim")
+    if config.train.head_kernel == "liger":
+        require("liger_kernel", extra="gpu")
 
 
 def _entries_of(word: str) -> list[str]:

@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "sequence_sum"]
     Divergence = Literal["tv", "kl"]
     HeadKernel = Literal["torch", "liger"]
+    MomentsName = Literal["float32", "8bit"]
     InFlight = int | Literal["auto"] | None
     LossName = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo", "dppo"]
     Schedule = Literal["constant", "linear", "cosine"]
 else:  # OmegaConf supports neither Literal nor unions: it checks for strings, and `one_of` checks their values
-    Aggregation = Divergence = HeadKernel = LossName = Schedule = str
+    Aggregation = Divergence = HeadKernel = LossName = MomentsName = Schedule = str
     InFlight = Any
 
 
@@ -166,6 +167,8 @@ class TrainerConfig(Section):
     """Whether to recompute activations in the backward pass, which saves memory and costs a third of the speed."""
     offload_activations: bool = False
     """Whether to store checkpointed activations in host memory, for long rows of deep models; slower."""
+    moments: MomentsName = field(default="float32", metadata=one_of("float32", "8bit"))
+    """AdamW's two moments: `8bit` needs 2 bytes for each parameter in place of 8, on one rank, by bitsandbytes."""
     compile_layers: bool = False
     """Whether to compile the model's layers: steps are faster, but the first takes a minute."""
 
@@ -173,6 +176,11 @@ class TrainerConfig(Section):
         Section.__post_init__(self)
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("train.offload_activations=true needs train.gradient_checkpointing=true.")
+        if self.moments == "8bit" and self.num_ranks > 1:
+            raise ValueError(
+                f"train.moments=8bit is for one rank, and train.num_ranks={self.num_ranks} shards the moments: use "
+                "train.moments=float32."
+            )
         if self.num_ranks > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(f"train.device={self.device!r} is one GPU, and train.num_ranks={self.num_ranks} need all.")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.trainer.head.log_probs import default_chunk_size
+from llmrl.trainer.optimizer import MomentsName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,7 @@ class TrainingShape:
     is_half: bool = True
     """Whether to compute in bfloat16 or float16 over float32 weights."""
     lora_rank: int | None = None
+    moments: MomentsName = "float32"
     has_reference: bool = False
     """Whether the loss has a KL to the initial model, which with adapters needs no second copy."""
     is_gpu: bool = True
@@ -135,8 +137,9 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
         trained = model.adapter_parameters(training.lora_rank)
         weights = parameters + trained
     ranks = training.num_ranks
-    # float32: 4 bytes per weight, 4 per gradient and 8 for Adam's two moments, sharded over ranks.
-    lasting = {"weights": 4 * weights // ranks, "gradients": 4 * trained // ranks, "optimizer": 8 * trained // ranks}
+    # float32: 4 bytes per weight and 4 per gradient, sharded over ranks; the two moments have 4 bytes or 1 each.
+    moments = trained * (2 if training.moments == "8bit" else 8)
+    lasting = {"weights": 4 * weights // ranks, "gradients": 4 * trained // ranks, "optimizer": moments // ranks}
     loading = lasting["weights"]
     if training.has_reference and training.lora_rank is None:  # with adapters, the reference is the model without them
         lasting["reference"] = 4 * parameters // ranks

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from llmrl._utils.arguments import check_choice
+from llmrl._utils.imports import require
+from llmrl._utils.types import StateDict
 
+MomentsName = Literal["float32", "8bit"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 
 
@@ -21,6 +25,7 @@ def make_optimizer(
     schedule: ScheduleName = "constant",
     warmup_steps: int = 0,
     num_steps: int | None = None,
+    moments: MomentsName = "float32",
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Return AdamW (arXiv:1711.05101) over the trained parameters, and its learning-rate schedule.
 
@@ -34,8 +39,12 @@ def make_optimizer(
         schedule: after the warm-up, `constant`, or `linear` or `cosine` decay to 0 at `num_steps`.
         warmup_steps: batches over which the learning rate rises from `learning_rate / (warmup_steps + 1)`.
         num_steps: batches of the whole training, including the warm-up; required for a decay.
+        moments: `8bit` needs 2 bytes for each parameter in place of 8 (arXiv:2110.02861, by bitsandbytes): a code for
+            each value and a scale for 256. Tensors of fewer than 4,096 values keep float32.
 
-    Raises ValueError if the schedule is unknown, a number is invalid, or the model has no trained parameter.
+    Raises ValueError if a name is unknown, a number is invalid, the model has no trained parameter, or moments of 8
+    bits are asked of sharded weights; MissingExtraError if bitsandbytes is not installed. An optimizer raises
+    ValueError when it loads moments of the other form.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -55,6 +64,7 @@ def make_optimizer(
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
     check_choice(get_args(ScheduleName), schedule=schedule)
+    check_choice(get_args(MomentsName), moments=moments)
     if schedule != "constant" and num_steps is None:
         raise ValueError(f"schedule={schedule!r} decays to 0 at the end of training: give num_steps.")
     if num_steps is not None and schedule != "constant" and warmup_steps >= num_steps:
@@ -64,14 +74,43 @@ def make_optimizer(
         raise ValueError(f"no parameter of {type(model).__name__} needs a gradient; there is nothing to train.")
     matrices = [p for p in trained if p.ndim > 1]
     vectors = [p for p in trained if p.ndim <= 1]
-    groups = [
-        {"params": parameters, "weight_decay": decay}
+    groups: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": decay, "moments": moments}
         for parameters, decay in ((matrices, weight_decay), (vectors, 0.0))
         if parameters
     ]
-    # On GPU, the fused kernel makes no copies of the weights.
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, fused=all(p.is_cuda for p in trained) or None)
+    optimizer: torch.optim.Optimizer
+    if moments == "8bit":
+        optimizer = _eight_bit_adamw(groups, learning_rate)
+    else:
+        # On GPU, the fused kernel makes no copies of the weights.
+        optimizer = torch.optim.AdamW(groups, lr=learning_rate, fused=all(p.is_cuda for p in trained) or None)
+    optimizer.register_load_state_dict_pre_hook(_check_moments)
     return optimizer, WarmupSchedule(optimizer, schedule, warmup_steps=warmup_steps, num_steps=num_steps)
+
+
+def _eight_bit_adamw(groups: list[dict[str, Any]], learning_rate: float) -> torch.optim.Optimizer:
+    if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
+        raise ValueError("moments='8bit' needs whole weights, and these are sharded: use moments='float32'.")
+
+    class HookedAdamW(require("bitsandbytes", extra="optim").optim.AdamW8bit):  # type: ignore[misc]
+        def load_state_dict(self, state_dict: StateDict, move_to_device: bool = True) -> None:
+            """Call the hooks too, which bitsandbytes leaves out."""
+            for check in self._optimizer_load_state_dict_pre_hooks.values():
+                check(self, state_dict)
+            super().load_state_dict(state_dict, move_to_device)
+            for hook in self._optimizer_load_state_dict_post_hooks.values():
+                hook(self)
+
+    optimizer: torch.optim.Optimizer = HookedAdamW(groups, lr=learning_rate)
+    return optimizer
+
+
+def _check_moments(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> None:
+    saved = state_dict["param_groups"][0].get("moments", "float32")
+    own = optimizer.param_groups[0]["moments"]
+    if saved != own:
+        raise ValueError(f"the state has moments={saved!r}, and the optimizer moments={own!r}: use those of the state.")
 
 
 class WarmupSchedule(LRScheduler):

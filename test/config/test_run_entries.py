@@ -64,6 +64,7 @@ ODD = {
     "train.token_budget": COUNT,
     "train.bin_length": COUNT,
     "train.head_kernel": ("lger",),
+    "train.moments": ("4bit", 8),
     "train.clip_epsilon": (0.0, -0.1, 1.5, math.nan),
     "train.clip_epsilon_high": RATE,
     "train.importance_cap": RATE,
@@ -211,7 +212,7 @@ def test_in_python_types_are_checked_and_numpys_numbers_become_pythons_own():
 def test_what_a_section_builds_is_given_its_entries_and_no_others():
     cfg = typed(small(GRPOConfig), GRPOConfig)
     for section, function, names in (
-        ("train", make_optimizer, "learning_rate weight_decay schedule warmup_steps num_steps"),
+        ("train", make_optimizer, "learning_rate weight_decay schedule warmup_steps num_steps moments"),
         (
             "train",
             TransformersWrapper.__init__,
