@@ -306,6 +306,7 @@ _SAME: tuple[tuple[str, str], ...] = (
     ("torch_compile use_torch_compile", "compile_layers"),
     ("use_liger_kernel use_liger_loss", "head_kernel"),
     ("n_gpus_per_node nproc_per_node", "num_ranks"),
+    ("ulysses_sequence_parallel_size context_parallel_size sp_size cp_size", "context_ranks"),
 )
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     name: tuple(ours.split()) for theirs, ours in _SAME for name in theirs.split()
@@ -368,7 +369,6 @@ _OTHER: tuple[tuple[str, str], ...] = (
     ("optim optimizer adam_beta1 adam_beta2 adam_epsilon", "the optimizer is AdamW; another one in a loop of your own"),
     ("warmup_ratio lr_warmup_steps_ratio", "warmup_steps is a number of steps"),
     ("deepspeed fsdp ddp strategy param_offload optimizer_offload", "train.num_ranks shards the trainer over GPUs"),
-    ("ulysses_sequence_parallel_size context_parallel_size", "there is no context parallelism"),
     ("nnodes", "hardware=ray-cluster spreads a run over machines"),
     ("val_before_train eval_on_start", "eval_envs are evaluated before and after training, too"),
     ("critic_warmup critic", "there is no critic: advantages are those of a group"),

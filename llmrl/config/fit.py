@@ -40,6 +40,7 @@ def training_shape(model: ModelConfig, train: TrainerConfig, *, budget: int = 0)
     longest = model.max_model_len or train.token_budget
     return TrainingShape(
         num_ranks=train.num_ranks,
+        context_ranks=train.context_ranks,
         token_budget=train.token_budget,
         bin_length=min(train.bin_length or longest, train.token_budget),
         longest_row=model.max_model_len or budget,
@@ -65,10 +66,16 @@ def shape_of(cfg: ScriptConfig) -> ModelShape | None:
 def check_fit(cfg: ScriptConfig) -> None:
     """Raise ValueError if the trainer needs more GPU memory than there is; the message says what would fit.
 
-    A CPU run is not checked, nor one of a model on a hub, of another architecture, or without a GPU here.
+    So does a number of `train.context_ranks` that does not divide the model's heads. Memory is not checked of a CPU
+    run, nor of a model on a hub, of another architecture, or without a GPU here.
     """
     model = shape_of(cfg)
     training = training_shape(cfg.model, cfg.train, budget=cfg.collect.budget)
+    if model is not None and model.num_heads % training.context_ranks:
+        raise ValueError(
+            f"train.context_ranks={training.context_ranks} does not divide the {model.num_heads} heads of the model's "
+            "attention, of which each rank computes a part."
+        )
     num_bytes = _gpu_memory() if training.is_gpu else None  # a CPU may swap, and its small batches fill no budget
     if model is None or num_bytes is None:
         return

@@ -154,6 +154,8 @@ class TrainerConfig(Section):
     """Device of the trainer: `cpu`, `cuda`, `cuda:1`."""
     num_ranks: int = field(default=1, metadata=at_least(1))
     """Number of processes that the trainer is sharded over, one per GPU; `torchrun` sets it to its own number."""
+    context_ranks: int = field(default=1, metadata=at_least(1))
+    """Number of ranks that compute each row together, so that rows may be that many times as long; of `num_ranks`."""
     cpu_threads: int | None = field(default=None, metadata=at_least(1))
     """Threads per trainer process; null is all cores, which ranks on a CPU divide."""
     token_budget: int = field(default=8192, metadata=at_least(1))
@@ -176,6 +178,8 @@ class TrainerConfig(Section):
         Section.__post_init__(self)
         if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError("train.offload_activations=true needs train.gradient_checkpointing=true.")
+        if self.num_ranks % self.context_ranks:
+            raise ValueError(f"train.context_ranks={self.context_ranks} must divide train.num_ranks={self.num_ranks}.")
         if self.moments == "8bit" and self.num_ranks > 1:
             raise ValueError(
                 f"train.moments=8bit is for one rank, and train.num_ranks={self.num_ranks} shards the moments: use "
@@ -348,6 +352,7 @@ class ScriptConfig(Section):
             device=device,
             mesh=mesh,
             compute_dtype=self.model.autocast_dtype,
+            context_ranks=self.train.context_ranks,
             gradient_checkpointing=self.train.gradient_checkpointing,
             lora=self.model.lora.build(),
         )

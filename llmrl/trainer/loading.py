@@ -55,6 +55,7 @@ def load_model(
     device: str | torch.device = "cpu",
     mesh: DeviceMesh | None = None,
     compute_dtype: torch.dtype | None = None,
+    context_ranks: int = 1,
     gradient_checkpointing: bool = False,
     lora: LoRAConfig | None = None,
 ) -> PreTrainedModel:
@@ -64,7 +65,7 @@ def load_model(
         path: folder or hub name.
         mesh: ranks to shard the model over (`shard_model`); each reads its own part of the files. They must have the
             same random state.
-        compute_dtype: see `shard_model`; only with `mesh`.
+        compute_dtype, context_ranks: see `shard_model`; only with `mesh`.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         lora: adapters, which are then the only trained parameters.
 
@@ -91,7 +92,7 @@ def load_model(
         random_state = torch.get_rng_state()
         prepared.append(_prepare(model, gradient_checkpointing=gradient_checkpointing, lora=lora))
         torch.set_rng_state(random_state)  # the adapters are drawn when there is memory for them
-        shard_model(prepared[0], mesh, compute_dtype=compute_dtype)
+        shard_model(prepared[0], mesh, compute_dtype=compute_dtype, context_ranks=context_ranks)
         # The files name the layers as they are without adapters, which stand aside while the files are read.
         adapted.extend(_adapted_layers(model))
         for parent, name, layer in adapted:
@@ -181,5 +182,11 @@ def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: To
 
 def _scorer(policy: TransformersWrapper, path: str | Path) -> TransformersWrapper:
     trained = trained_model(policy.model)
-    frozen = load_model(path, device=policy.device, mesh=trained.mesh, compute_dtype=trained.sharded_dtype)
+    frozen = load_model(
+        path,
+        device=policy.device,
+        mesh=trained.mesh,
+        compute_dtype=trained.sharded_dtype,
+        context_ranks=trained.num_context_ranks,
+    )
     return policy.get_new_version(model=frozen.requires_grad_(False))

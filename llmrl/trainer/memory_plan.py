@@ -20,6 +20,8 @@ class ModelShape:
     intermediate_size: int
     num_layers: int
     vocab_size: int
+    num_heads: int = 1
+    """Number of query heads."""
     query_size: int
     """Total size of all query heads."""
     key_size: int
@@ -47,6 +49,7 @@ class ModelShape:
             intermediate_size=config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
             vocab_size=config["vocab_size"],
+            num_heads=heads,
             query_size=heads * head,
             key_size=(config.get("num_key_value_heads") or heads) * head,
             is_tied=bool(config.get("tie_word_embeddings", False)),
@@ -82,6 +85,8 @@ class TrainingShape:
 
     num_ranks: int = 1
     """Number of devices over which the model is sharded."""
+    context_ranks: int = 1
+    """Number of devices that compute a row together."""
     token_budget: int = 8192
     """Tokens of a micro-batch."""
     bin_length: int = 2048
@@ -159,7 +164,7 @@ def _num_tokens(training: TrainingShape) -> int:
 
 
 def _activations(model: ModelShape, training: TrainingShape) -> int:
-    tokens = _num_tokens(training)
+    tokens = -(-_num_tokens(training) // training.context_ranks)
     hidden = model.hidden_size
     queries = model.query_size
     keys = model.key_size
@@ -167,7 +172,7 @@ def _activations(model: ModelShape, training: TrainingShape) -> int:
     layer = tokens * 4 * (8 * hidden + 5.5 * queries + 4.5 * keys + 5 * wide)
     if training.is_half:
         layer = tokens * (30 * hidden + 11 * queries + 9 * keys + 10 * wide)
-    ends = 16 * tokens * hidden  # embedding, last norm, input of the head
+    ends = 16 * _num_tokens(training) * hidden  # embedding, last norm, input of the head, which each device has whole
     if not training.gradient_checkpointing:
         return int(layer * model.num_layers + ends)
     # Each layer's input, and one recomputed layer.

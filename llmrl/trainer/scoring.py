@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
 from llmrl._utils.arguments import check_least
-from llmrl._utils.ranks import rank_and_size, share_of
+from llmrl._utils.ranks import share_of
 from llmrl.data import Message, text_of
 from llmrl.data.ragged import flat_batch, ragged_column, write_column
 from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, read_sampling_masks
@@ -115,10 +115,11 @@ def _top_k_of(
     starts = torch.tensor([0, *lengths], device=teacher.device).cumsum(0)
     ids = torch.zeros(sum(lengths), top_k, dtype=torch.int64, device=teacher.device)
     log_probs = torch.zeros(sum(lengths), top_k, device=teacher.device)
-    group = trained_model(teacher.model).process_group
-    for packed, is_repeated in share_of(teacher.pack(token_ids, masks), *rank_and_size(group)):
+    record = trained_model(teacher.model)
+    group = record.process_group
+    for packed, is_repeated in share_of(teacher.pack(token_ids, masks), *record.place):
         head, positions = teacher.packed_head(packed)
-        if not is_repeated:
+        if record.is_reporting and not is_repeated:
             found = chunked_top_k(head, top_k, chunk_size=teacher.chunk_size)
             flat = starts[packed.row_index] + packed.token_index
             ids[flat] = found.token_ids[positions]

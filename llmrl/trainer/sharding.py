@@ -9,7 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from llmrl._utils.model_parts import decoder_of
+from llmrl._utils.model_parts import decoder_of, text_config
+from llmrl.trainer.context import ContextRanks
+from llmrl.trainer.packing.attention import CONTEXT_RANKS
 from llmrl.trainer.trained_model import trained_model
 
 if TYPE_CHECKING:
@@ -17,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def shard_model(
-    model: PreTrainedModel, mesh: DeviceMesh | None = None, *, compute_dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    mesh: DeviceMesh | None = None,
+    *,
+    compute_dtype: torch.dtype | None = None,
+    context_ranks: int = 1,
 ) -> PreTrainedModel:
     """Shard a transformers model in place with PyTorch's `fully_shard`, layer by layer, and return it.
 
@@ -30,14 +36,21 @@ def shard_model(
             the first and shards over the second.
         compute_dtype: dtype in which parameters are gathered and computed, for example `torch.bfloat16`; replaces the
             wrapper's autocast, which would gather them in float32. Gradients are summed in float32.
+        context_ranks: number of neighbouring ranks that compute the same rows together, each a part of their tokens
+            (`llmrl.trainer.context`): rows may be that many times as long. Micro-batches are shared by groups of ranks.
 
-    Raises TypeError if the model's decoder has no list of layers.
+    Raises TypeError if the model's decoder has no list of layers, and ValueError if `context_ranks` does not divide the
+    ranks or the heads of attention.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = decoder_of(base)
     layers = getattr(decoder, "layers", None)
     if layers is None:
         raise TypeError(f"{type(decoder).__name__} has no `layers` to shard one by one.")
+    if text_config(base).num_attention_heads % context_ranks:
+        raise ValueError(
+            f"context_ranks={context_ranks} does not divide the model's {text_config(base).num_attention_heads} heads."
+        )
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
     )
@@ -54,6 +67,10 @@ def shard_model(
         fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     record = trained_model(model)
     record.mesh = mesh or cast(DTensor, next(model.parameters())).device_mesh
+    if context_ranks > 1:
+        record.context = ContextRanks.of(record.mesh.device_type, record.mesh.size(), context_ranks)
+        for module in base.modules():
+            setattr(module, CONTEXT_RANKS, record.context)
     if compute_dtype is not None:
         record.compute_in(compute_dtype, torch.device(record.mesh.device_type))
         record.sharded_dtype = compute_dtype

@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 
-from llmrl._utils.ranks import rank_and_size
 from llmrl.objectives.losses.base import LLMLoss, MicroLoss
 from llmrl.objectives.losses.inputs import LossInputs, NonFiniteColumnError
 from llmrl.trainer.on_policy import check_difference
@@ -84,7 +83,7 @@ def train_step(
             f"max_grad_norm must be a positive number, or None to leave gradients as they are, got {max_grad_norm}."
         )
     record = trained_model(getattr(loss_module.actor_network, "model", loss_module.actor_network))
-    rank, num_ranks = rank_and_size(record.process_group)
+    rank, num_ranks = record.place
     started = time.perf_counter()
     report = TrainStepReport(num_rows=batch.batch_size.numel())
     try:
@@ -104,9 +103,9 @@ def train_step(
     record.routing = None  # discard counts of earlier forward passes
     done: list[MicroLoss] = []
     for micro in loss_module.micro_losses(inputs, batch, token_budget=token_budget, rank=rank, num_ranks=num_ranks):
-        total = micro.total()
+        total = micro.total() / record.num_context_ranks
         (total if record.scaler is None else record.scaler.scale(total)).backward()
-        if not micro.is_repeated:
+        if record.is_reporting and not micro.is_repeated:
             done.append(micro.detached())
     if record.process_group is not None:
         done = _gathered(done, record.process_group)

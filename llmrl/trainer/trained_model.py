@@ -9,9 +9,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from llmrl._utils.ranks import rank_and_size
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from llmrl.trainer.context import ContextRanks
     from llmrl.trainer.model.routing import RoutingCounts
 
 
@@ -28,6 +31,8 @@ class TrainedModel:
     """dtype to which sharding casts gathered parameters; None does not cast."""
     mesh: DeviceMesh | None = None
     """Ranks over which the model is sharded."""
+    context: ContextRanks | None = None
+    """Ranks that compute the same rows together; None if each computes rows of its own."""
     engine_dtype: torch.dtype | None = None
     """dtype of the engines that receive the weights."""
     engine_length: int | None = None
@@ -63,6 +68,22 @@ class TrainedModel:
         if self.mesh is None:
             return None
         return self.mesh.get_group() if self.mesh.ndim == 1 else torch.distributed.group.WORLD
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Index of this rank's micro-batches, and number of ranks, or groups that split rows, with micro-batches."""
+        rank, num_ranks = rank_and_size(self.process_group)
+        return rank // self.num_context_ranks, num_ranks // self.num_context_ranks
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether this rank reports its micro-batches: of ranks that split rows the first one does."""
+        return self.context is None or self.context.rank == 0
+
+    @property
+    def num_context_ranks(self) -> int:
+        """Number of ranks that compute a row together."""
+        return 1 if self.context is None else self.context.size
 
     @property
     def coarsest_dtype(self) -> torch.dtype | None:

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchrl.modules import LLMMaskedCategorical
 
 from llmrl._utils.model_parts import load_language_model
-from llmrl._utils.ranks import rank_and_size, share_of
+from llmrl._utils.ranks import share_of
 from llmrl.data import LogProbs
 from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, ragged_column
 from llmrl.data.routed_experts import Replay
@@ -244,9 +244,11 @@ class TransformersWrapper(ScoresRows):
         row_starts = torch.tensor([0, *(ids.shape[0] for ids in token_ids)], device=self.device).cumsum(0)
         log_probs = torch.zeros(int(row_starts[-1]), device=self.device)
         micro_batches = self.pack(token_ids, masks, **replay)
-        for packed, is_repeated in share_of(micro_batches, *rank_and_size(process_group)):
+        record = trained_model(self.model)
+        place = (0, 1) if process_group is None else record.place
+        for packed, is_repeated in share_of(micro_batches, *place):
             values, _ = self.packed_log_probs(packed)
-            if not is_repeated:
+            if not is_repeated and (process_group is None or record.is_reporting):
                 log_probs = log_probs.index_put((row_starts[packed.row_index] + packed.token_index,), values.float())
         if process_group is not None:
             log_probs = log_probs.detach()

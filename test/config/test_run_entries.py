@@ -60,6 +60,7 @@ ODD = {
     "train.target_reward": (math.nan, math.inf),
     "train.device": ("gpu", "", "cuda:x"),
     "train.num_ranks": COUNT,
+    "train.context_ranks": (*COUNT, 2),
     "train.cpu_threads": COUNT,
     "train.token_budget": COUNT,
     "train.bin_length": COUNT,

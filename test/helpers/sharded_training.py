@@ -18,7 +18,11 @@ from llmrl.trainer import EngineTeacher, TransformersWrapper, shard_model, train
 
 
 def make_policy(kind: str):
-    """`tied`, `untied`, `lora`, or packed layers with a state: `hybrid`, `hybrid lora`."""
+    """`tied`, `untied`, `lora`, packed layers with a state (`hybrid`), or rows that are split (`context`)."""
+    if kind.startswith("context"):
+        model = tiny_type(kind.split()[1])
+        model = with_lora(model, ["q_proj", "down_proj"]) if "lora" in kind else model
+        return TransformersWrapper(model, generate=False, token_budget=30, bin_length=30)
     if kind.startswith("hybrid"):
         model = tiny_type("qwen3_5_text")
         model = with_lora(model, ["in_proj_qkv", "out_proj", "q_proj", "down_proj"]) if "lora" in kind else model
@@ -160,7 +164,7 @@ def main() -> None:
     results["by an engine"] = scored_by_an_engine(OLD_LOG_PROBS)
     for one in kinds.split(","):
         policy = make_policy(one)
-        shard_model(policy.model)
+        shard_model(policy.model, context_ranks=2 if one.startswith("context") else 1)
         num_held = sum(p.to_local().numel() for p in policy.model.parameters())
         reports, parameters = step(policy, one)
         results[one] = {

@@ -15,7 +15,7 @@ from loss_batches import plain_gradients, plain_log_probs, tiny_model
 from sharded_training import NUM_MICRO_BATCHES, PRECISIONS, gradient_batch, make_policy, step, step_batch
 from warm_processes import WarmPopen
 
-KINDS = ["tied", "untied", "lora", "hybrid", "hybrid lora"]
+KINDS = ["tied", "untied", "lora", "hybrid", "hybrid lora", "context llama", "context gemma2", "context qwen3 lora"]
 
 
 @pytest.fixture(scope="module")

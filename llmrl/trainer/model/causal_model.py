@@ -16,7 +16,7 @@ from llmrl.engines.transformers.expert_routers import Routers
 from llmrl.trainer.head.log_probs import Head, LogitTransform, compute_dtype_of
 from llmrl.trainer.head.output_head import OutputHead
 from llmrl.trainer.model.checkpointing import set_scoring_mode
-from llmrl.trainer.model.decoder import decoder_hidden_states, num_attention_layers
+from llmrl.trainer.model.decoder import can_be_split, context_ranks_of, decoder_hidden_states, num_attention_layers
 from llmrl.trainer.model.exactness import ExactnessProbe
 from llmrl.trainer.model.long_rope import use_long_frequencies
 from llmrl.trainer.model.routing import RoutingCounts
@@ -66,6 +66,7 @@ class CausalModel:
         self.routers = Routers(self.model)
         """Expert routers; empty if the model is not a mixture of experts."""
         self._choose_computation(probe)
+        self._check_context()
         self.attention_length = self._attention_length()
         """Bin length, in tokens, at which attention costs as much as the rest of the model."""
 
@@ -114,6 +115,7 @@ class CausalModel:
         if packed.routed_experts is not None and self._is_compiled:
             raise ValueError("compile_layers=True cannot replay the experts of rows: leave one of the two.")
         set_scoring_mode(self.model)
+        self._check_context()
         limit = self._position_limit()
         if limit is not None and int(packed.position_ids.max()) >= limit:
             raise ValueError(
@@ -134,11 +136,29 @@ class CausalModel:
         elif len(choices) != self.routers.num_layers:
             return hidden
         record = trained_model(self.model)
-        counts = RoutingCounts.of(
-            choices, self.routers.num_experts, packed.token_positions.unique(), packed.routed_experts
-        )
+        counts = RoutingCounts.of(choices, self.routers.num_experts, *self._counted(packed))
         record.routing = counts if record.routing is None else record.routing + counts
         return hidden
+
+    def _counted(self, packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the positions whose experts this rank counts, and the engine's experts of all its positions."""
+        positions = packed.token_positions.unique()
+        experts = packed.routed_experts
+        ranks = context_ranks_of(self.model, packed.input_ids.shape[1])
+        if ranks is not None:
+            if experts is not None:
+                experts = ranks.part_of(experts.unflatten(0, packed.input_ids.shape), fill=-1).flatten(0, 1)
+            return ranks.positions_of(positions, packed.input_ids.shape[1]), experts
+        return positions if trained_model(self.model).is_reporting else positions[:0], experts
+
+    def _check_context(self) -> None:
+        if trained_model(self.model).context is None:
+            return
+        if not (self.is_packed and can_be_split(self.model)):
+            raise TypeError(
+                f"{type(self.model).__name__} cannot have its rows split over ranks, which is for models whose tokens "
+                "meet in packed attention alone: use context_ranks=1."
+            )
 
     def _position_limit(self) -> int | None:
         """Return the length beyond which frequencies change, after taking over the choice of an engine."""

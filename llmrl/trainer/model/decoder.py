@@ -9,9 +9,11 @@ import torch
 
 from llmrl._utils.model_parts import decoder_of, text_config
 from llmrl.engines.transformers.expert_routers import ROUTED_EXPERTS
+from llmrl.trainer.context import ContextRanks
 from llmrl.trainer.packing.branches import BRANCHES, SHORTEST_SEGMENT, Branches
 from llmrl.trainer.packing.masks import IMPLEMENTATION, Mask, packed_mask
 from llmrl.trainer.packing.packed_rows import PackedRows
+from llmrl.trainer.trained_model import trained_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -28,6 +30,20 @@ def num_attention_layers(config: PreTrainedConfig) -> int:
     """Return the number of a decoder's layers with attention; layers of unknown types count."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     return sum(one not in _WITH_STATE | _TOKENWISE for one in types)
+
+
+def can_be_split(model: PreTrainedModel) -> bool:
+    """Return whether ranks may each compute a part of a row's tokens: only attention may look at other tokens."""
+    config = text_config(model)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    return config._attn_implementation == IMPLEMENTATION and not _WITH_STATE & layer_types
+
+
+def context_ranks_of(model: PreTrainedModel, length: int) -> ContextRanks | None:
+    """Return the ranks that split bins of this length; None if each rank computes them whole, as it does short ones."""
+    ranks = trained_model(model).context
+    # A part must be shorter than the whole, by which attention tells one from the other.
+    return ranks if ranks is not None and length >= 2 * ranks.size and can_be_split(model) else None
 
 
 def decoder_hidden_states(
@@ -64,10 +80,15 @@ def decoder_hidden_states(
     else:
         # Without `layer_types` a window, if there is one, holds for every layer (Mistral).
         attention_mask = mask(window=None if layer_types else window)
-    return decoder_of(model)(
-        input_ids=packed.input_ids,
-        attention_mask=attention_mask,
-        position_ids=packed.position_ids,
-        use_cache=False,
-        **replayed,
+    length = packed.input_ids.shape[1]
+    ranks = context_ranks_of(model, length)
+    input_ids, position_ids = packed.input_ids, packed.position_ids
+    if ranks is not None:
+        input_ids, position_ids = ranks.part_of(input_ids), ranks.part_of(position_ids)
+        if packed.routed_experts is not None:
+            experts = packed.routed_experts.unflatten(0, packed.input_ids.shape)
+            replayed = {ROUTED_EXPERTS: ranks.part_of(experts, fill=-1).flatten(0, 1)}
+    hidden = decoder_of(model)(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **replayed
     ).last_hidden_state
+    return hidden if ranks is None else ranks.whole(hidden, length)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+from llmrl.trainer.context import ContextRanks
 from llmrl.trainer.packing.masks import IMPLEMENTATION, Mask, PackedMask
+
+CONTEXT_RANKS = "context_ranks"
+"""Attribute of the modules of a model whose rows are split over ranks."""
 
 _NUM_COMPILED = 64
 """Maximum number of compiled kernels per process: by dtype, head size, window, cap and gradient, not by length."""
@@ -41,8 +46,23 @@ def packed_attention(
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
         s_aux: `[num_heads]` attention sinks (gpt-oss, arXiv:2508.10925); only with a `PackedMask`.
 
+    If the rows are split over ranks (`ContextRanks`), tensors have this rank's part of each row, and the mask has all.
+
     Raises TypeError if sinks, biases or dropout are not supported in this combination.
     """
+    ranks: ContextRanks | None = getattr(module, CONTEXT_RANKS, None)
+    if ranks is not None and attention_mask is not None:
+        length = _bin_length(query, attention_mask)
+        if length > query.shape[2]:
+            if position_bias is not None:
+                raise TypeError("position biases cannot be split over ranks: use context_ranks=1.")
+            query, key, value = (ranks.by_heads(tensor, length) for tensor in (query, key, value))
+            sinks = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.rank]
+            own: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+            output, _ = packed_attention(
+                own, query, key, value, attention_mask, scaling, dropout, softcap, sinks, None, **arguments
+            )
+            return ranks.by_tokens(output), None
     if isinstance(attention_mask, PackedMask):
         if dropout or position_bias is not None:
             raise TypeError("dropout and position biases are computed by attn_implementation='eager'")
@@ -82,6 +102,12 @@ def packed_attention(
     weights = scores.softmax(-1).view(num_bins, num_key_heads, num_shared * length, length)
     output = (weights @ value).reshape(num_bins, num_heads, length, value.shape[-1])
     return output.transpose(1, 2).contiguous(), None
+
+
+def _bin_length(query: torch.Tensor, mask: Mask) -> int:
+    if isinstance(mask, PackedMask):
+        return mask.seq_lengths[0] // query.shape[0]
+    return mask.shape[-1]
 
 
 # Excluded from compiled layers: its kernels are compiled separately, and compilation cannot trace mask objects.
