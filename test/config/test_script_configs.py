@@ -48,7 +48,7 @@ DRY_RUNS = (
     ("grpo", "reasoning-gym", "cpu", "loss=dppo", "train.max_divergence=0.1"),
     ("expert-iteration", "guess", "cpu"),
     ("grpo-async", "search", "gpu1"),
-    ("grpo", "code", "cpu"),
+    ("grpo", "code", "ray-cpu"),
     ("sft", "reasoned-addition", "gpu1"),
     ("distillation", "addition", "cpu"),
 )
