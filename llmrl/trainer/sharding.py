@@ -47,10 +47,9 @@ def shard_model(
     layers = getattr(decoder, "layers", None)
     if layers is None:
         raise TypeError(f"{type(decoder).__name__} has no `layers` to shard one by one.")
-    if text_config(base).num_attention_heads % context_ranks:
-        raise ValueError(
-            f"context_ranks={context_ranks} does not divide the model's {text_config(base).num_attention_heads} heads."
-        )
+    num_heads = getattr(text_config(base), "num_attention_heads", 0)
+    if context_ranks > 1 and (not num_heads or num_heads % context_ranks):
+        raise ValueError(f"context_ranks={context_ranks} does not divide the model's {num_heads} heads of attention.")
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
     )
@@ -66,7 +65,7 @@ def shard_model(
     else:
         fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     record = trained_model(model)
-    record.mesh = mesh or cast(DTensor, next(model.parameters())).device_mesh
+    record.mesh = mesh or cast(DTensor, next(decoder.parameters())).device_mesh
     if context_ranks > 1:
         record.context = ContextRanks.of(record.mesh.device_type, record.mesh.size(), context_ranks)
         for module in base.modules():
