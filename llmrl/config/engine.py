@@ -11,10 +11,11 @@ from llmrl.engines.vllm.passed_through import check_passed_through
 if TYPE_CHECKING:
     PauseMode = Literal["keep", "wait", "abort"]
     Quantization = Literal["int8"]
+    Speculative = Literal["ngram"]
     SentLoRA = Literal["merged", "adapter"]
     Transport = Literal["direct", "ipc", "files"]
 else:  # OmegaConf does not support Literal: it checks for strings, and `one_of` checks their values
-    PauseMode = Quantization = SentLoRA = Transport = str
+    PauseMode = Quantization = Speculative = SentLoRA = Transport = str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +37,9 @@ class EngineConfig(Section):
     """Number of threads of an engine on CPU; null is all cores."""
     quantization: Quantization | None = field(default=None, metadata=one_of("int8"))
     """`int8` quantises the linear layers of an engine on CPU; `train.importance_cap` corrects for it."""
+    speculative: Speculative | None = field(default=None, metadata=one_of("ngram"))
+    """`ngram` drafts tokens from what followed the same tokens earlier in the request, and keeps what the model
+    confirms: faster where answers repeat their prompt, and the same distribution."""
     sleep_while_training: bool | None = None
     """Whether the engine frees a shared GPU for the trainer (`sync.transport=ipc`); null: if they alternate."""
     engine_args: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Load of engines: key-value memory, queue, preemptions and prefix cache."""
+"""Load of engines: key-value memory, queue, preemptions, prefix cache and drafts."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ class EngineLoad:
     """Number of prompt tokens that were looked up in the prefix cache."""
     num_cached_tokens: int = 0
     """Number of prompt tokens that were found in the prefix cache."""
+    num_drafted_tokens: int = 0
+    """Number of tokens that speculation drafted."""
+    num_accepted_tokens: int = 0
+    """Number of drafted tokens that were sampled."""
 
     def joined(self, other: EngineLoad) -> EngineLoad:
         """Return the combined load of two periods or two engines.
@@ -41,6 +45,8 @@ class EngineLoad:
             self.num_preemptions + other.num_preemptions,
             self.num_prompt_tokens + other.num_prompt_tokens,
             self.num_cached_tokens + other.num_cached_tokens,
+            self.num_drafted_tokens + other.num_drafted_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
         )
 
     def to_metrics(self) -> dict[str, float]:
@@ -57,6 +63,8 @@ class EngineLoad:
         }
         if self.num_prompt_tokens:
             metrics["engine_cached_share"] = self.num_cached_tokens / self.num_prompt_tokens
+        if self.num_drafted_tokens:
+            metrics["engine_accepted_share"] = self.num_accepted_tokens / self.num_drafted_tokens
         return metrics
 
 
@@ -98,12 +106,15 @@ class LoadMeter:
         if scheduler_stats is None:
             return
         cache = scheduler_stats.prefix_cache_stats
+        drafts = scheduler_stats.spec_decoding_stats
         step = EngineLoad(
             scheduler_stats.kv_cache_usage,
             scheduler_stats.num_waiting_reqs,
             0 if iteration_stats is None else iteration_stats.num_preempted_reqs,
             cache.queries,
             cache.hits,
+            0 if drafts is None else drafts.num_draft_tokens,
+            0 if drafts is None else drafts.num_accepted_tokens,
         )
         for reader, load in self._loads.items():
             self._loads[reader] = load.joined(step)

@@ -98,6 +98,7 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
         "cpu_threads": cfg.engine.cpu_threads,
         "seed": cfg.seed,
         "quantization": cfg.engine.quantization,
+        "speculative": cfg.engine.speculative,
         "weight_transfer": _WEIGHT_TRANSFER[cfg.sync.transport],
         "enable_sleep": cfg.engine_sleeps,
         "engine_args": {**cfg.engine.engine_args, "tensor_parallel_size": cfg.engine.tensor_parallel_size},

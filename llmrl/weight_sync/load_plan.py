@@ -166,7 +166,7 @@ def make_load_plan(
     wanted = []
     names = {id(module): name for name, module in model.named_modules()}
     for plan, _ in parameters:
-        if id(plan.layer) in tied or is_deferred_attention_layer(plan.layer):
+        if id(plan.layer) in tied or is_deferred_attention_layer(plan.layer) or plan.name in _STAYS:
             continue
         if plan.num_loaded < plan.shape.numel():
             missing.append(f"{names[id(plan.layer)]}.{plan.name}")
@@ -212,6 +212,9 @@ def _is_plain(plan: ParameterPlan) -> bool:
     return own.numel() == 0 and plan.name == "weight" and method is not None
 
 
+# vLLM shares it between router and experts, and reloads it in place. Where the trainer has it as a buffer, which is not
+# trained, none is sent, and the engine has the checkpoint's.
+_STAYS = ("e_score_correction_bias",)
 _PLAIN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 

@@ -7,7 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from causal_types import tiny_config
+from engine_halves import enlarged
+from transformers import LlamaForCausalLM
 from weight_sync_tools import change_every_parameter, differences_of, make_sender, sharp_llama
 
 from llmrl.config.engine import EngineConfig
@@ -42,6 +45,46 @@ def test_a_small_cache_and_chunks_change_no_log_prob(real_vllm, imports_vllm, tm
         sender.update_weights()
         sender.shutdown()
         assert differences_of(model, prompts, asyncio.run(generate())).abs().mean() < 0.1
+
+
+def test_drafted_tokens_are_sampled_and_reported_as_the_trainer_computes_them(real_vllm, imports_vllm, tmp_path):
+    config = enlarged("llama", LlamaForCausalLM)
+    config.initializer_range, config.tie_word_embeddings = 0.03, True
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2.7)  # tokens are repeated, one in two: some drafts are right
+    model.save_pretrained(tmp_path)
+    options = {"max_model_len": 128, "kv_cache_memory": 1 << 26, "cpu_threads": 1, "dtype": "float32"}
+    prompts = [[9, 5, 7, 11] * 6] * 64
+    with AsyncVLLM.from_pretrained(
+        tmp_path, speculative="ngram", engine_args={"skip_tokenizer_init": True}, **options
+    ) as engine:
+        change_every_parameter(model, seed=3, size=0.2)
+        sender = make_sender(VLLMWeightSyncScheme(), model, engine)
+        sender.update_weights()
+        sender.shutdown()
+        for temperature, top_k in ((1.0, 0), (1.5, 8)):
+            engine.take_load()
+            sampling = SamplingConfig(max_new_tokens=24, ignore_eos=True, temperature=temperature, top_k=top_k)
+            completions = engine.generate_batch(prompts, sampling)
+            load = engine.take_load()
+            assert 100 < load.num_accepted_tokens < load.num_drafted_tokens
+            token_ids = torch.tensor([[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)])
+            with torch.no_grad():
+                logits = model(token_ids).logits[:, len(prompts[0]) - 1 : -1] / temperature
+            if top_k:
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+            of_all = logits.log_softmax(-1)
+            of_sampled = of_all.gather(2, token_ids[:, len(prompts[0]) :, None])[:, :, 0]
+            reported = torch.tensor([one.log_probs for one in completions])
+            assert (reported - of_sampled).abs().max() < 1e-3
+            # Log-probs of what is sampled have mean and variance of the distribution, given the tokens before.
+            shares = of_all.exp()
+            surprise = torch.where(shares > 0, of_all, 0)
+            mean = (shares * surprise).sum(-1)
+            variance = (shares * surprise**2).sum(-1) - mean**2
+            assert abs((of_sampled - mean).sum() / variance.sum().sqrt()) < 4
 
 
 def test_each_argument_of_the_lists_is_vllms(imports_vllm):
@@ -93,7 +136,7 @@ def test_the_page_lists_the_arguments_and_the_tests_that_use_them():
             (file,) = re.findall(r"test_\w+\.py", files)
             (path,) = Path(__file__).parents[1].rglob(file)
             found |= dict.fromkeys(re.findall(r"`(\w+)", arguments), path.read_text())
-    options = {"enable_prefix_caching", "max_num_seqs"}  # of `from_pretrained`
+    options = {"enable_prefix_caching", "max_num_seqs", "engine"}  # of `from_pretrained`
     assert found.keys() - options == TESTED
     assert all(re.search(rf"\b{name}\b", source) for name, source in found.items())
     assert set(re.findall(r"`(\w+)`", others)) >= REFUSED.keys()

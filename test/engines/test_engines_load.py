@@ -9,15 +9,18 @@ from hypothesis import strategies as st
 
 from llmrl.engines.load import EngineLoad, LoadMeter, take_load
 
-STEPS = st.lists(
-    st.tuples(st.floats(0, 1), st.integers(0, 9), st.integers(0, 3), st.integers(0, 50), st.integers(0, 50)), max_size=6
-)
+COUNTS = st.integers(0, 50)
+STEPS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 9), st.integers(0, 3), *[COUNTS] * 4), max_size=6)
 
 
 def record(meter, steps):
-    for used, waiting, preempted, queries, hits in steps:
-        cache = SimpleNamespace(queries=queries, hits=hits)
-        scheduler = SimpleNamespace(kv_cache_usage=used, num_waiting_reqs=waiting, prefix_cache_stats=cache)
+    for used, waiting, preempted, queries, hits, drafted, accepted in steps:
+        scheduler = SimpleNamespace(
+            kv_cache_usage=used,
+            num_waiting_reqs=waiting,
+            prefix_cache_stats=SimpleNamespace(queries=queries, hits=hits),
+            spec_decoding_stats=SimpleNamespace(num_draft_tokens=drafted, num_accepted_tokens=accepted),
+        )
         meter.record(scheduler, SimpleNamespace(num_preempted_reqs=preempted), mm_cache_stats=None, engine_idx=0)
         meter.record(None, None)  # of what is no step of the scheduler's
 
@@ -38,8 +41,8 @@ def test_loads_of_steps_and_of_engines_are_maxima_and_sums(first, second):
     dead = SimpleNamespace(is_alive=False)
     load = take_load([Engine(first), dead, Engine(second), SimpleNamespace(is_alive=True)])
     steps = first + second
-    used, waiting, preempted, queries, hits = zip(*steps, strict=True) if steps else ((),) * 5
-    assert load == EngineLoad(max(used, default=0), max(waiting, default=0), sum(preempted), sum(queries), sum(hits))
+    used, waiting, *counts = zip(*steps, strict=True) if steps else ((),) * 7
+    assert load == EngineLoad(max(used, default=0), max(waiting, default=0), *map(sum, counts))
 
 
 @given(STEPS)

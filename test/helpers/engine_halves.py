@@ -10,10 +10,13 @@ writes a table of `docs/models.md`; with names of types it writes their rows.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
 import os
+import re
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from causal_types import PAGE, SPECIAL, causal_types, tiny_config
 from causal_types import SIZES as TINY_SIZES
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from warm_processes import fork_what_is_spawned
+from warm_processes import WarmServer, forking
 from weight_sync_tools import change_every_parameter, differences_of, make_sender
 
 from llmrl._utils.model_parts import text_config
@@ -35,14 +38,15 @@ END = "\n<!-- end -->"
 # vLLM's kernels and blocks want multiples of 32.
 SIZES = {8: 32, 16: 64, 32: 128, 48: 128, 61: 64}
 # What sizes of tiny configurations do not fit, and what official configurations have in another way.
-# Parameters of vLLM's classes that it does not use, and checkpoints do not have.
-UNUSED = {"axk1": {"model.layers.0.post_mlp_layernorm.weight"}}
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # all that vLLM's kernels on a CPU have
 _FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
 _CHANGES: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 3}},
+    "falcon": {"ffn_hidden_size": 512},  # vLLM has four times the hidden size, as checkpoints do
     "falcon_h1": {"mamba_d_ssm": 256},
+    # As official ones have them; transformers leaves caps out of its class with images.
+    "gemma3_text": {"final_logit_softcapping": None, "attn_logit_softcapping": None},
     "gemma4_text": {"num_experts": None, "enable_moe_block": False},
     "granite4_vision": {
         "text_config": lambda: tiny_config("granite"),
@@ -51,10 +55,13 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2",
     },
     "lfm2_moe": {"num_dense_layers": 1},
+    # A block of vLLM's cache, and one expert a token as in checkpoints.
+    "llama4_text": {"attention_chunk_size": 32, "num_experts_per_tok": 1},
     "mamba2": {"head_dim": 64},
     "mistral3": {"text_config": lambda: tiny_config("ministral3")},
     "qwen2": _FULL,
     "qwen2_5_vl_text": _FULL,
+    "qwen2_moe": _FULL,
     "qwen2_vl_text": _FULL,
     "qwen3": _FULL,
     # Not square, since transformers finds by its shape whether an expert's weight is transposed.
@@ -69,6 +76,7 @@ _OFFICIAL_CLASSES = {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalG
 # Entries of official configurations that vLLM reads and transformers' classes do not name.
 _OFFICIAL: dict[str, dict[str, Any]] = {
     "afmoe": {"n_group": 1, "route_norm": True, "route_scale": 1.0, "score_func": "sigmoid", "topk_group": 1},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe": {"head_dim": 32},
     "glm4v_moe_text": {"head_dim": 32, "use_qk_norm": False},
     "glm4v_text": {"attention_bias": True},
@@ -122,33 +130,62 @@ def page_rows() -> dict[str, dict[str, str]]:
 def examine_type(model_type: str, class_name: str) -> EngineHalf:
     """Make a random checkpoint of a type and take it through trainer, engine and saving."""
     with tempfile.TemporaryDirectory() as name:
-        half = examine_in_child(model_type, class_name, Path(name))
-        if not half.engine.startswith("refused"):
-            half = dataclasses.replace(half, nats=outcome(nats_after_update, Path(name) / "whole"))
-    return half
+        half = in_child(examine, model_type, class_name, Path(name), log=Path(name, "log"))
+        if isinstance(half, str):
+            return EngineHalf(engine=half)
+        if half.engine.startswith("refused"):
+            return half
+        return dataclasses.replace(half, nats=in_child(run_engine, Path(name) / "whole", log=Path(name, "log")))
 
 
-def examine_in_child(model_type: str, class_name: str, folder: Path) -> EngineHalf:
-    """Examine all but a running engine in a forked process, which may crash."""
+def in_child(function, *arguments, log: Path, limit_s: float = 300):
+    """Return what a function returns in a forked process, which may crash, or the reason why it returned nothing.
+
+    What the process starts is forked, too, and its output is appended to `log`.
+    """
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(writer, model_type, class_name, folder))
+    process = context.Process(target=_send, args=(writer, log, function, *arguments))
     process.start()
     writer.close()
     try:
-        return reader.recv() if reader.poll(300) else EngineHalf(engine="it took more than 300 s")
+        found = reader.recv() if reader.poll(limit_s) else f"it took more than {limit_s:.0f} s"
     except EOFError:
-        return EngineHalf(engine="the process died")
-    finally:
-        process.kill()
-        process.join()
+        found = "the process died"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
+    return found
 
 
-def _send(writer, *arguments):
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    writer.send(examine(*arguments))
+def _send(writer, log, function, *arguments):
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    # From this process, which has one thread so far.
+    with mock.patch.object(multiprocessing.util, "spawnv_passfds", forking(WarmServer.fork())):
+        found = function(*arguments)
+        if isinstance(found, str) and found.startswith(("EngineError", "WeightSyncError")):
+            found = first_error(log.read_text(errors="replace")) or found
+        writer.send(found)
+
+
+def first_error(text: str) -> str | None:
+    """The first error that a process of vLLM has raised, from its log."""
+    raised = re.search(r"^(?:.*?\] )?((?:\w+\.)*\w*(?:Error|Exception|Failure)(?:: .*)?)$", text, re.MULTILINE)
+    return raised and " ".join(raised[1].replace("|", "/").split())[:160]
+
+
+def run_engine(folder: Path) -> str:
+    """Compare an engine's log-probs after an update, or say why there are none; refusals of ours are passed over."""
+    with mock.patch("llmrl.engines.vllm.model_types.problem_of", return_value=None), classes_read_here():
+        return outcome(nats_after_update, folder)
+
+
+def classes_read_here():
+    """Let vLLM import a class to see its abilities in this process, not in a new interpreter."""
+    return mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda function: function())
 
 
 def examine(model_type: str, class_name: str, folder: Path) -> EngineHalf:
@@ -180,7 +217,12 @@ def write_checkpoint(model_type, class_name, folder):
 
     kind = getattr(transformers, class_name)
     torch.manual_seed(0)
-    kind(enlarged(model_type, kind)).save_pretrained(folder)
+    model = kind(enlarged(model_type, kind))
+    with torch.no_grad():
+        for one in model.state_dict().values():  # biases, norms, sinks, and corrections of routers
+            if one.ndim < 2 and one.is_floating_point():
+                one += 0.1 * torch.randn(one.shape)
+    model.save_pretrained(folder)
     official = _OFFICIAL_CLASSES.get(class_name, class_name)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [official]}))
@@ -203,6 +245,7 @@ def outcome(question, *arguments) -> str:
 def enlarged(model_type, kind):
     """The tiny configuration of a type, in sizes that vLLM's layers take."""
     sizes = {name: SIZES.get(size, size) if type(size) is int else size for name, size in TINY_SIZES.items()}
+    sizes |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # all that vLLM's latent attention on a CPU has
     sizes["use_sliding_window"] = False  # off in checkpoints, and vLLM has it for all layers or none
     special = {name: SPECIAL.get(name, {}) | changes for name, changes in _CHANGES.items()}
     with mock.patch.dict(TINY_SIZES, sizes), mock.patch.dict(SPECIAL, special):
@@ -317,7 +360,7 @@ def takes_weights(model, folder, class_name):
         model=str(folder), dtype="float32", max_model_len=64, enforce_eager=True, skip_tokenizer_init=True,
         language_model_only=True, block_size=32,
     )  # fmt: skip
-    with mock.patch("vllm.model_executor.models.registry._run_in_subprocess", lambda function: function()):
+    with classes_read_here():
         config = arguments.create_engine_config()
     source = ModelWeights(model, torch.float32)
     sent = dict(source)
@@ -343,7 +386,6 @@ def takes_weights(model, folder, class_name):
     # Parameters for images are on the device `meta`, as are encoders.
     loaded = {name: one for name, one in engine.named_parameters() if one.is_floating_point() and not one.is_meta}
     missing = [name for name, one in loaded.items() if one.isnan().any()]
-    missing = [name for name in missing if name not in UNUSED.get(model.config.model_type, ())]
     if missing:
         left = [name for name in stored if name not in sent]
         return f"lacks {len(missing)} weights: {missing[:2]}; not sent: {left[:3]}"
@@ -356,13 +398,21 @@ def takes_weights(model, folder, class_name):
     return f"leaves {len(unread)} weights: {unread[:2]}" if unread else None
 
 
-def nats_after_update(folder, device="cpu", dtype=None):
-    """The mean difference of an engine's log-probs from the model's, after every parameter was changed and sent."""
-    from llmrl.engines import AsyncVLLM
+def eager_model(folder):
+    """The trainer's model with the attention that leaves nothing out."""
     from llmrl.trainer import load_model
-    from llmrl.weight_sync import VLLMWeightSyncScheme
 
     model = load_model(folder).eval()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def nats_after_update(folder, device="cpu", dtype=None):
+    """The largest difference of an engine's log-probs from the model's, after every parameter was changed and sent."""
+    from llmrl.engines import AsyncVLLM
+    from llmrl.weight_sync import VLLMWeightSyncScheme
+
+    model = eager_model(folder)
     has_delta_rule = hasattr(text_config(model), "linear_num_value_heads")
     # bfloat16 is all that vLLM has of delta rules on a CPU.
     dtype = dtype or ("bfloat16" if has_delta_rule or device == "cuda" else "float32")
@@ -380,8 +430,7 @@ def nats_after_update(folder, device="cpu", dtype=None):
         sender.shutdown()
         completions = engine.generate_batch(prompts, sampling)
     new, old = (
-        float(differences_of(one.cpu(), prompts, completions).abs().mean())
-        for one in (model, load_model(folder).eval())
+        float(differences_of(one.cpu(), prompts, completions).abs().max()) for one in (model, eager_model(folder))
     )
     return f"{new:.0e}" if new < 0.05 and old > 5 * new else f"{new:.2g}, and {old:.2g} from the weights before"
 
@@ -432,8 +481,7 @@ def main() -> None:
     rows = page_rows() if sys.argv[1:] else {}
     for model_type in sys.argv[1:] or kinds:
         if _OFFICIAL_CLASSES.get(kinds[model_type], kinds[model_type]) in served:
-            with fork_what_is_spawned():
-                half = examine_type(model_type, kinds[model_type])
+            half = examine_type(model_type, kinds[model_type])
             rows[model_type] = {"type": model_type, "class": kinds[model_type], **dataclasses.asdict(half)}
             print(json.dumps(rows[model_type]), flush=True)
             write_table([rows[name] for name in sorted(rows)])

@@ -146,7 +146,10 @@ def test_every_metric_that_a_run_logs_is_in_the_table():
         for group in "ab" for reward in (0.0, 1.0)
     ]  # fmt: skip
     logged = {*CollectionReport.of(rollouts, seconds=1.0).to_metrics(), *rollout_metrics(rollouts)}
-    logged |= {*StepMeter({}).metrics({"num_trained_tokens": 1.0}), *EngineLoad(num_prompt_tokens=1).to_metrics()}
+    logged |= {
+        *StepMeter({}).metrics({"num_trained_tokens": 1.0}),
+        *EngineLoad(num_prompt_tokens=1, num_drafted_tokens=1).to_metrics(),
+    }
     logged |= {*TrainStepReport(loss=0.0, grad_norm=0.0).to_metrics()}
     of_evaluation = metrics_of_evaluation({"NAME": EvaluationReport.of(rollouts[::2])})
     logged |= {name for name in of_evaluation if name.removeprefix("eval/NAME/") not in documented}

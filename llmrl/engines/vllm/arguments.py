@@ -36,6 +36,8 @@ ADAPTER_BACKEND = "adapters"
 PLUGIN_NAME = "llmrl_weight_transfer"
 """Name of the entry point with which vLLM's processes find llmrl's backends."""
 
+_DRAFTS = {"ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}}
+"""vLLM's settings of speculation by its name here."""
 _GIB = 1 << 30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM supports."""
@@ -125,6 +127,9 @@ class EngineOptions(TypedDict, total=False):
     adapters instead, with `max_lora_rank` (16) and `max_loras` (4 versions at a time) from `engine_args`."""
     quantization: Literal["int8"] | None
     """`int8` quantises the linear layers of the model and of each update; only on a CPU."""
+    speculative: Literal["ngram"] | None
+    """`ngram` drafts tokens from what followed the same tokens earlier in the request, and samples those that the model
+    confirms: fewer steps for answers that repeat their prompt, the same distribution."""
     enable_sleep: bool
     """Whether to allow `sleep`, on a GPU shared with a trainer."""
     cpu_threads: int | None
@@ -225,6 +230,8 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
         kv_cache_memory = default_kv_cache_memory()
     if kv_cache_memory is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_memory
+    if options.get("speculative") is not None:
+        arguments["speculative_config"] = dict(_DRAFTS[options["speculative"]])
     if is_cpu:  # vLLM's 128 would not share the short prefixes of small tasks; its CPU kernels need multiples of 32
         arguments["block_size"] = 32
     num_workers = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)

@@ -13,9 +13,7 @@ TESTED: frozenset[str] = frozenset(
     }
 )  # fmt: skip
 
-_SPECULATION = (
-    "vLLM 0.32 on a CPU drops the temperatures of drafted tokens, so that it samples and reports them at others"
-)
+_SPECULATION = "llmrl compares drafts by n-grams alone with the trainer, which speculative='ngram' sets"
 _DISTRIBUTION = "it changes the distribution that tokens are sampled from, and the trainer does not compute that one"
 _TEXT = "llmrl trains and serves text alone"
 _SAMPLING = "sampling is what SamplingConfig says; defaults of vLLM would replace it unseen"
@@ -45,7 +43,7 @@ def check_passed_through(engine_args: Mapping[str, object]) -> None:
         >>> check_passed_through({"max_num_batched_tokens": 2048})
         >>> check_passed_through({"speculative_config": {"method": "ngram"}})
         Traceback (most recent call last):
-        ValueError: engine_args may not hold 'speculative_config': vLLM 0.32 on a CPU drops the temperatures ...
+        ValueError: engine_args may not hold 'speculative_config': llmrl compares drafts by n-grams alone ...
     """
     for name, value in engine_args.items():
         if name in REFUSED and value not in (None, "auto"):

@@ -76,6 +76,7 @@ _NAMES = {
     "model_executor.layers.fused_moe.fused_moe_method_base": ("FusedMoEMethodBase",),
     "model_executor.layers.linear": ("LinearBase", "UnquantizedLinearMethod"),
     "model_executor.layers.quantization.base_config": ("QuantizeMethodBase",),
+    "model_executor.layers.rotary_embedding": ("RotaryEmbedding",),
     "model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
     "model_executor.layers.vocab_parallel_embedding": (
         "ParallelLMHead",
@@ -93,6 +94,7 @@ _NAMES = {
     "v1.engine.async_llm": ("AsyncLLM",),
     "v1.engine.output_processor": ("RequestState",),
     "v1.engine.exceptions": ("EngineDeadError", "EngineGenerateError"),
+    "v1.sample.rejection_sampler": ("apply_sampling_constraints", "expand_batch_to_tokens"),
     "v1.structured_output.backend_types": ("StructuredOutputOptions",),
     "v1.structured_output.backend_xgrammar": ("XgrammarBackend", "has_xgrammar_unsupported_json_features"),
     "v1.executor.multiproc_executor": ("MultiprocExecutor",),
@@ -323,6 +325,36 @@ def compute_int8_by_one_dnn() -> None:
         self.held_scales = getattr(layer, self.layer_param_names[1])
 
     _find("CPUInt8ScaledMMLinearKernel").process_weights_after_loading = process_and_hold
+
+
+@functools.cache
+def mend_cpu_kernels() -> None:
+    """Replace what vLLM's CPU build computes wrongly, without a word: cuts of drafted tokens, and rotations of heads.
+
+    Its kernel writes temperature, top-k and top-p of drafted tokens into a copy in 64-bit integers, which it drops, so
+    that they are sampled and reported at what was in memory; with top-k it ends the engine in a step without drafts.
+    Its rotary embedding takes the heads of [num_tokens, num_heads, head_dim] for tokens.
+    """
+    if not _find("current_platform").is_cpu():
+        return
+    sampler: Any = importlib.import_module("vllm.v1.sample.rejection_sampler")
+    constrain = sampler.apply_sampling_constraints
+    rotary = _find("RotaryEmbedding")
+    rotate_rows = rotary.forward_cpu
+
+    def expand(
+        values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+    ) -> torch.Tensor:
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+    def rotate(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> object:
+        has_heads = query.ndim > positions.ndim + 1
+        return self.forward_native(positions, query, key) if has_heads else rotate_rows(self, positions, query, key)
+
+    sampler.expand_batch_to_tokens = expand
+    sampler.apply_sampling_constraints = lambda logits, *rest: constrain(logits, *rest) if len(logits) else logits
+    rotary.forward_cpu = rotate
 
 
 def forget_loaded(model: torch.nn.Module) -> None:
