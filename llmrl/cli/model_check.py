@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +75,7 @@ def _training(model: PreTrainedModel) -> Iterator[Check]:
 
 
 def _engine(model: PreTrainedModel, name: str, config: PreTrainedConfig) -> Iterator[Check]:
-    from llmrl.engines.vllm.model_types import problem_of
+    from llmrl.engines.vllm.model_types import exact_length_of, problem_of
     from llmrl.weight_sync.source import ModelWeights
 
     num_weights = len(ModelWeights(model).metadata())
@@ -92,6 +93,9 @@ def _engine(model: PreTrainedModel, name: str, config: PreTrainedConfig) -> Iter
         yield Check("engine", "wrong", str(problems["bfloat16"]), elsewhere)
         return
     yield Check("engine", "good", f"vLLM has its class; {num_weights} weights are sent, and compared at the start")
+    exact, reason = exact_length_of(config.to_dict())
+    if exact < math.inf:
+        yield Check("length", "note", f"up to {exact} tokens: {reason}", f"model.max_model_len={exact}")
     if refused := [dtype for dtype in DTYPES if problems[dtype]]:
         yield Check("dtype", "note", str(problems[refused[0]]))
 

@@ -22,6 +22,9 @@ from llmrl.engines.vllm.private import (
 from llmrl.weight_sync.buffers import PackedLayout
 from llmrl.weight_sync.partial import NeededPages
 
+STAYING = ("e_score_correction_bias", "expert_bias")
+"""Parameters of vLLM's routers that are buffers of trainers: they are not sent, and the engine has the checkpoint's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -164,9 +167,11 @@ def make_load_plan(
         )
     missing = []
     wanted = []
+    trained = trained_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
     for plan, _ in parameters:
-        if id(plan.layer) in tied or is_deferred_attention_layer(plan.layer) or plan.name in _STAYS:
+        is_other = id(plan.layer) in tied or id(plan.layer) not in trained
+        if is_other or is_deferred_attention_layer(plan.layer) or plan.name in STAYING:
             continue
         if plan.num_loaded < plan.shape.numel():
             missing.append(f"{names[id(plan.layer)]}.{plan.name}")
@@ -175,6 +180,12 @@ def make_load_plan(
         raise ValueError(f"the update lacks weights for {len(missing)} parameters, among them {missing[:3]}.")
     load_plan = LoadPlan(wanted, heads) if all(map(_is_plain, wanted)) else None
     return load_plan, _pages_of(layout, [plan for plan, _ in parameters])
+
+
+def trained_layers(model: torch.nn.Module) -> set[int]:
+    """Return the ids of the layers that updates fill: those of the language model, where vLLM's class has encoders."""
+    language_model = getattr(model, "get_language_model", lambda: model)()
+    return {id(layer) for layer in language_model.modules()}
 
 
 def _pages_of(layout: PackedLayout, plans: list[ParameterPlan]) -> NeededPages | None:
@@ -212,9 +223,6 @@ def _is_plain(plan: ParameterPlan) -> bool:
     return own.numel() == 0 and plan.name == "weight" and method is not None
 
 
-# vLLM shares it between router and experts, and reloads it in place. Where the trainer has it as a buffer, which is not
-# trained, none is sent, and the engine has the checkpoint's.
-_STAYS = ("e_score_correction_bias",)
 _PLAIN_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 

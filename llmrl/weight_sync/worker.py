@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from llmrl.engines.vllm.private import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
+    _layerwise_process,
     dispatch_cpu_unquantized_gemm,
     finalize_layerwise_reload,
     forget_loaded,
@@ -27,13 +30,14 @@ from llmrl.engines.vllm.private import (
     get_layerwise_info,
     initialize_layerwise_reload,
     is_deferred_attention_layer,
+    materialize_layer,
     set_current_vllm_config,
 )
 from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, read_tag
 from llmrl.weight_sync.deadline import TRANSFER_SECONDS, TimedCommunicator
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer, FileWeights
 from llmrl.weight_sync.gloo import Receiver, open_group
-from llmrl.weight_sync.load_plan import LoadPlan, make_load_plan
+from llmrl.weight_sync.load_plan import STAYING, LoadPlan, make_load_plan, trained_layers
 from llmrl.weight_sync.partial import NeededPages
 
 
@@ -93,11 +97,17 @@ class WorkerEngine(WeightTransferEngine):
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        for parameter in model.parameters():
+            loader = getattr(parameter, "weight_loader", None)
+            if isinstance(loader, partial):  # vLLM's reload asks loaders for their names
+                loader.__name__ = "partial"  # type: ignore[attr-defined]
         self._tied_heads = find_tied_heads(model)
         self._taken: tuple[PackedLayout, torch.Tensor, WorkerUpdateInfo] | None = None
         self._layout: PackedLayout | None = None
         self._plan: LoadPlan | None = None
         self._pages: NeededPages | None = None
+        self._direct: list[torch.nn.Module] | None = None
+        """Layers that vLLM's class fills itself, past the loaders that a reload wraps; None until there are any."""
 
     def init_transfer_engine(self, init_info: WorkerInitInfo) -> None:
         """Check that the weights fit and that the trainer's memory or folder is accessible; ValueError otherwise."""
@@ -221,28 +231,59 @@ class WorkerEngine(WeightTransferEngine):
 
     def _reload(self, layout: PackedLayout, buffer: torch.Tensor) -> None:
         """Load with vLLM's layerwise reload, which supports any device and model."""
-        initialize_layerwise_reload(self.model)
-        if self.device.type == "cpu":
-            forget_packing_of_experts(self.model)
+        self._begin_reload()
         try:
+            self._materialize(self._direct or ())
             self.model.load_weights(layout.views(buffer))
+            if self._direct is None and self._untouched():
+                self._direct = list(self._untouched().values())
+                self._abandon()
+                self._begin_reload()
+                self._materialize(self._direct)
+                self.model.load_weights(layout.views(buffer))
+            for layer in self._direct or ():
+                if not any(one.isnan().any() for one in layer.parameters(recurse=False)):
+                    _layerwise_process(layer, get_layerwise_info(layer))
             self._require_complete()
         except BaseException:
             self._abandon()
             raise
         finalize_layerwise_reload(self.model, self.model_config)
 
-    def _require_complete(self) -> None:
+    def _begin_reload(self) -> None:
+        initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            forget_packing_of_experts(self.model)
+
+    def _materialize(self, layers: Iterable[torch.nn.Module]) -> None:
+        """Give layers parameters of NaN, for vLLM's class to fill."""
+        for layer in layers:
+            materialize_layer(layer, get_layerwise_info(layer))
+            for one in layer.parameters(recurse=False):
+                one.data.fill_(torch.nan)
+
+    def _untouched(self) -> dict[str, torch.nn.Module]:
+        """Return layers of which a reload's loaders got no weight, by name."""
         heads = {id(head) for head, _ in self._tied_heads}
-        missing = []
+        trained = trained_layers(self.model)
+        found = {}
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             if not info.can_load() or is_deferred_attention_layer(layer) or id(layer) in heads:
                 continue
-            is_untouched = info.load_numel == 0 and bool(info.load_numel_total)
+            if id(layer) not in trained:
+                continue
+            own = [one for one, _ in layer.named_parameters(recurse=False) if one not in STAYING]
+            if own and info.load_numel == 0 and info.load_numel_total:
+                found[name] = layer
+        return found
+
+    def _require_complete(self) -> None:
+        missing = list(self._untouched())
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
             # Only vocabularies are padded; a linear layer with missing elements lacks one of its fused weights.
-            is_partial = isinstance(layer, LinearBase) and 0 < info.load_numel < (info.load_numel_total or 0)
-            if (is_untouched or is_partial) and any(True for _ in layer.parameters(recurse=False)):
+            if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
                 missing.append(name)
         if missing:
             raise ValueError(f"the update lacks weights for {len(missing)} layers, among them {missing[:3]}.")

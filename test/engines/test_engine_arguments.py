@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from causal_types import tiny_config
-from engine_halves import enlarged
+from engine_checkpoints import enlarged
 from transformers import LlamaForCausalLM
 from weight_sync_tools import change_every_parameter, differences_of, make_sender, sharp_llama
 

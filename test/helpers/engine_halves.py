@@ -5,13 +5,15 @@ weights that are missing or left over. Then an engine is started and given chang
 log-probs of its tokens are compared with the trainer's; where its kernels need a GPU, this is left to `tools/gpu`.
 
 `python test/helpers/engine_halves.py` examines every causal type that vLLM serves, and every type with images, and
-writes a table of `docs/models.md`; with names of types it writes their rows.
+writes a table of `docs/models.md`; with names of types it writes their rows. `--engines` starts engines alone, in
+some 10 s each.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import multiprocessing
 import os
@@ -19,15 +21,14 @@ import re
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
-from causal_types import PAGE, SPECIAL, causal_types, tiny_config
-from causal_types import SIZES as TINY_SIZES
+from causal_types import PAGE, causal_types
+from engine_checkpoints import OFFICIAL_CLASSES, write_checkpoint
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from warm_processes import WarmServer, forking
+from warm_processes import ENGINE_MODULES, WarmServer, forking
 from weight_sync_tools import change_every_parameter, differences_of, make_sender
 
 from llmrl._utils.model_parts import text_config
@@ -35,69 +36,7 @@ from llmrl.engines import SamplingConfig
 
 BEGIN = "<!-- what engines take -->\n\n"
 END = "\n<!-- end -->"
-# vLLM's kernels and blocks want multiples of 32.
-SIZES = {8: 32, 16: 64, 32: 128, 48: 128, 61: 64}
-# What sizes of tiny configurations do not fit, and what official configurations have in another way.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # all that vLLM's kernels on a CPU have
-_FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
-_CHANGES: dict[str, dict[str, Any]] = {
-    "emu3": {"vocabulary_map": {"<image>": 3}},
-    "falcon": {"ffn_hidden_size": 512},  # vLLM has four times the hidden size, as checkpoints do
-    "falcon_h1": {"mamba_d_ssm": 256},
-    # As official ones have them; transformers leaves caps out of its class with images.
-    "gemma3_text": {"final_logit_softcapping": None, "attn_logit_softcapping": None},
-    "gemma4_text": {"num_experts": None, "enable_moe_block": False},
-    "granite4_vision": {
-        "text_config": lambda: tiny_config("granite"),
-        "deepstack_layer_map": [[0, 0]],
-        "spatial_target_layers": [0, 1, 0, 1],
-        "downsample_rate": "1/2",
-    },
-    "lfm2_moe": {"num_dense_layers": 1},
-    # A block of vLLM's cache, and one expert a token as in checkpoints.
-    "llama4_text": {"attention_chunk_size": 32, "num_experts_per_tok": 1},
-    "mamba2": {"head_dim": 64},
-    "mistral3": {"text_config": lambda: tiny_config("ministral3")},
-    "qwen2": _FULL,
-    "qwen2_5_vl_text": _FULL,
-    "qwen2_moe": _FULL,
-    "qwen2_vl_text": _FULL,
-    "qwen3": _FULL,
-    # Not square, since transformers finds by its shape whether an expert's weight is transposed.
-    "qwen3_vl_moe_text": {"moe_intermediate_size": 32},
-    "qwen3_5_moe_text": _DELTA,
-    "qwen3_5_text": _DELTA,
-    "qwen3_next": _DELTA,
-    "qwen4_exp_text": {"indexer_head_dim": 32},
-}
-# Classes that official checkpoints name, and vLLM, where transformers has another name.
-_OFFICIAL_CLASSES = {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}
-# Entries of official configurations that vLLM reads and transformers' classes do not name.
-_OFFICIAL: dict[str, dict[str, Any]] = {
-    "afmoe": {"n_group": 1, "route_norm": True, "route_scale": 1.0, "score_func": "sigmoid", "topk_group": 1},
-    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "glm4_moe": {"head_dim": 32},
-    "glm4v_moe_text": {"head_dim": 32, "use_qk_norm": False},
-    "glm4v_text": {"attention_bias": True},
-    "glm4_moe_lite": {"first_k_dense_replace": 1},
-    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 64, "qk_norm": True, "route_norm": True},
-    "lfm2": {"conv_dim": 128, "block_dim": 128},
-    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
-    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "qwen3_vl_moe_text": {"norm_topk_prob": True},
-    "mimo_v2_flash": {
-        "hybrid_layer_pattern": [0, 1],
-        "moe_layer_freq": [0, 1],
-        "layernorm_epsilon": 1e-5,
-        "add_swa_attention_sink_bias": True,
-        "sliding_window_size": 18,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 32,
-        "swa_v_head_dim": 32,
-    },
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +56,11 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(EngineHalf))
 def is_shown(cell: str) -> bool:
     """Whether a cell says yes, perhaps under a condition that is enforced."""
     return cell in ("yes", "merged", "attention alone", "attention alone, merged") or cell[1:3] == "e-"
+
+
+def is_started(cell: str) -> bool:
+    """Whether an engine's log-probs were compared, and agree or not."""
+    return is_shown(cell) or "from the weights before" in cell
 
 
 def page_rows() -> dict[str, dict[str, str]]:
@@ -211,24 +155,6 @@ def examine(model_type: str, class_name: str, folder: Path) -> EngineHalf:
     )
 
 
-def write_checkpoint(model_type, class_name, folder):
-    """Write a random checkpoint, and return the class that official ones name."""
-    import transformers
-
-    kind = getattr(transformers, class_name)
-    torch.manual_seed(0)
-    model = kind(enlarged(model_type, kind))
-    with torch.no_grad():
-        for one in model.state_dict().values():  # biases, norms, sinks, and corrections of routers
-            if one.ndim < 2 and one.is_floating_point():
-                one += 0.1 * torch.randn(one.shape)
-    model.save_pretrained(folder)
-    official = _OFFICIAL_CLASSES.get(class_name, class_name)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [official]}))
-    return official
-
-
 def said(error: BaseException) -> str:
     """The beginning of an error."""
     return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:160]
@@ -240,23 +166,6 @@ def outcome(question, *arguments) -> str:
         return question(*arguments) or "yes"
     except Exception as error:
         return said(error)
-
-
-def enlarged(model_type, kind):
-    """The tiny configuration of a type, in sizes that vLLM's layers take."""
-    sizes = {name: SIZES.get(size, size) if type(size) is int else size for name, size in TINY_SIZES.items()}
-    sizes |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # all that vLLM's latent attention on a CPU has
-    sizes["use_sliding_window"] = False  # off in checkpoints, and vLLM has it for all layers or none
-    special = {name: SPECIAL.get(name, {}) | changes for name, changes in _CHANGES.items()}
-    with mock.patch.dict(TINY_SIZES, sizes), mock.patch.dict(SPECIAL, special):
-        config = tiny_config(model_type)
-    text = config.get_text_config()
-    for name, value in _OFFICIAL.get(text.model_type, {}).items():
-        if not hasattr(text, name):
-            setattr(text, name, value)
-    if not isinstance(config, kind.config_class):
-        config = next(part for part in vars(config).values() if isinstance(part, kind.config_class))
-    return config
 
 
 def shards(folder):
@@ -408,7 +317,7 @@ def eager_model(folder):
 
 
 def nats_after_update(folder, device="cpu", dtype=None):
-    """The largest difference of an engine's log-probs from the model's, after every parameter was changed and sent."""
+    """The largest difference of an engine's log-probs from the model's, after two updates of every parameter."""
     from llmrl.engines import AsyncVLLM
     from llmrl.weight_sync import VLLMWeightSyncScheme
 
@@ -424,15 +333,21 @@ def nats_after_update(folder, device="cpu", dtype=None):
     prompts = [[(7 * place + 11 * index) % 50 + 5 for place in range(24)] for index in range(4)]
     sampling = SamplingConfig(max_new_tokens=16, ignore_eos=True)
     with AsyncVLLM.from_pretrained(folder, **options) as engine:
-        change_every_parameter(model, seed=1, size=0.3)
         sender = make_sender(VLLMWeightSyncScheme(), model.to(device), engine)
-        sender.update_weights()
+        for seed in (1, 2):
+            change_every_parameter(model, seed=seed, size=0.2)
+            sender.update_weights()
         sender.shutdown()
         completions = engine.generate_batch(prompts, sampling)
     new, old = (
         float(differences_of(one.cpu(), prompts, completions).abs().max()) for one in (model, eager_model(folder))
     )
-    return f"{new:.0e}" if new < 0.05 and old > 5 * new else f"{new:.2g}, and {old:.2g} from the weights before"
+    limit, rounded = 1e-2, ""
+    if dtype != "float32":  # what the trainer's own rounding makes of it
+        own = differences_of(model.cpu().to(getattr(torch, dtype)), prompts, completions).abs().max()
+        limit, rounded = 3 * float(own), f" in {dtype}"
+    is_same = new < limit and old > 5 * new
+    return f"{new:.0e}{rounded}" if is_same else f"{new:.2g}, and {old:.2g} from the weights before{rounded}"
 
 
 def wrapper_types() -> dict[str, str]:
@@ -448,11 +363,12 @@ def write_table(rows: list[dict[str, str]]) -> None:
     import vllm
 
     counts = {name: sum(is_shown(row[name]) for row in rows) for name in COLUMNS}
+    differ = sum(is_started(row["nats"]) for row in rows) - counts["nats"]
     lines = [
         f"vLLM {vllm.__version__}, transformers {transformers.__version__}, {len(rows)} types of both: "
-        f"**{counts['shards']} shard**, **{counts['engine']} engines take every weight** ({counts['nats']} of them ran "
-        f"beside the trainer), **{counts['saved']} load again after saving**, "
-        f"**{counts['lora']} are bases of adapters**.",
+        f"**{counts['shards']} shard**, **{counts['engine']} engines take every weight**, **{counts['nats']} engines "
+        f"agree with the trainer after updates** ({differ} differ, {len(rows) - counts['nats'] - differ} do not run on "
+        f"this CPU), **{counts['saved']} load again after saving**, **{counts['lora']} are bases of adapters**.",
         "",
         "| type | class | shards | engine takes its weights | nats after an update | saved | adapters |",
         "|---|---|---|---|---|---|---|",
@@ -463,8 +379,19 @@ def write_table(rows: list[dict[str, str]]) -> None:
     PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after)
 
 
+def examine_engine(model_type: str, class_name: str) -> str:
+    """Make a random checkpoint of a type, and compare its engine."""
+    with tempfile.TemporaryDirectory() as name:
+        whole, log = Path(name, "whole"), Path(name, "log")
+        found = in_child(outcome, write_checkpoint, model_type, class_name, whole, log=log)
+        return in_child(run_engine, whole, log=log) if whole.exists() else f"refused: {found}"
+
+
 def main() -> None:
-    """Examine the types that are given, or all, and write their rows into the page."""
+    """Examine the types that are given, or all, and write their rows into the page; a row of JSON is printed of each.
+
+    With `--engines` engines alone are started and compared, and the other columns stay as they are.
+    """
     import sys
 
     import vllm.engine.arg_utils
@@ -475,16 +402,24 @@ def main() -> None:
     import llmrl.runs.exports
     import llmrl.trainer  # noqa: F401
 
+    for module in ENGINE_MODULES:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     kinds = {**causal_types(), **wrapper_types()}
     served = set(ModelRegistry.get_supported_archs())
-    rows = page_rows() if sys.argv[1:] else {}
-    for model_type in sys.argv[1:] or kinds:
-        if _OFFICIAL_CLASSES.get(kinds[model_type], kinds[model_type]) in served:
-            half = examine_type(model_type, kinds[model_type])
-            rows[model_type] = {"type": model_type, "class": kinds[model_type], **dataclasses.asdict(half)}
-            print(json.dumps(rows[model_type]), flush=True)
-            write_table([rows[name] for name in sorted(rows)])
+    given = [name for name in sys.argv[1:] if name != "--engines"]
+    rows = page_rows() if len(sys.argv) > 1 else {}
+    for model_type in given or kinds:
+        class_name = kinds[model_type]
+        if OFFICIAL_CLASSES.get(class_name, class_name) not in served:
+            continue
+        if "--engines" in sys.argv and model_type in rows:
+            rows[model_type]["nats"] = examine_engine(model_type, class_name)
+        else:
+            half = examine_type(model_type, class_name)
+            rows[model_type] = {"type": model_type, "class": class_name, **dataclasses.asdict(half)}
+        print(json.dumps(rows[model_type]), flush=True)
+        write_table([rows[name] for name in sorted(rows)])
 
 
 if __name__ == "__main__":

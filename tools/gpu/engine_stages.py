@@ -46,7 +46,8 @@ def stream(sizes: Sizes, device: str) -> Result:
 def types(sizes: Sizes, device: str) -> Result:
     """Nats between vLLM and trainer after an update, of random tiny checkpoints, by type of model and dtype."""
     from causal_types import causal_types
-    from engine_halves import nats_after_update, wrapper_types, write_checkpoint
+    from engine_checkpoints import write_checkpoint
+    from engine_halves import nats_after_update, wrapper_types
     from stages import attempted
 
     def of_type(model_type: str, dtype: str) -> Result:

@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HELPERS = ("causal_types", "engine_halves", "warm_processes", "weight_sync_tools")
+HELPERS = ("causal_types", "engine_checkpoints", "engine_halves", "warm_processes", "weight_sync_tools")
 COPIED = ("llmrl", "tools/gpu", *(f"test/helpers/{name}.py" for name in HELPERS), "pyproject.toml", "LICENSE")
 WHEELS = ("tensordict", "torchrl", "pyvers", "orjson", "importlib_metadata", "zipp", "cloudpickle", "packaging")
 """At the versions that are installed here; their dependencies are in the list or come with torch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 from llmrl.engines.base import EngineError
@@ -11,9 +12,13 @@ from llmrl.engines.base import EngineError
 _NOT_ON_CPU = {
     "DeepseekV32ForCausalLM": "sparse attention",
     "DeepseekV4ForCausalLM": "sparse attention",
+    "FalconMambaForCausalLM": "scan of Mamba-1",
     "GlmMoeDsaForCausalLM": "sparse attention",
     "HYV4ForCausalLM": "sparse attention",
+    "JambaForCausalLM": "scan of Mamba-1",
     "KimiLinearForCausalLM": "latent attention beside layers with a state",
+    "MambaForCausalLM": "scan of Mamba-1",
+    "MiniMaxM2ForCausalLM": "experts that a sigmoid selects",
     "NemotronHForCausalLM": "experts without a gate",
     "OlmoHybridForCausalLM": "delta rules of this family",
     "Qwen4ExpForCausalLM": "attention with an index",
@@ -22,16 +27,23 @@ _NOT_ON_CPU = {
 # Classes of vLLM that did not take the weights of a random checkpoint; `docs/models.md` has each reason.
 _NOT_TAKEN = frozenset(
     {
-        "DbrxForCausalLM", "Emu3ForConditionalGeneration", "FalconForCausalLM", "InklingForCausalLM",
+        "AXK1ForCausalLM", "DbrxForCausalLM", "Emu3ForConditionalGeneration", "InklingForCausalLM",
         "KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration", "LagunaForCausalLM",
-        "LongcatFlashForCausalLM", "Zamba2ForCausalLM",
+        "LongcatFlashForCausalLM", "Step3p7ForConditionalGeneration",
     }
 )  # fmt: skip
+# Classes that vLLM computes otherwise than transformers, with the reason.
+_OTHERWISE = {
+    "HrmTextForCausalLM": "lets the tokens of a prompt see what follows them",
+    "Gemma3nForCausalLM": "has log-probs that were off by 1 nat in tiny random form",
+    "Gemma3nForConditionalGeneration": "has log-probs that were off by 1 nat in tiny random form",
+}
 
 
-def check_model(folder: str, *, dtype: str, is_cpu: bool, is_updated: bool) -> None:
+def check_model(folder: str, max_model_len: int | None, *, dtype: str, is_cpu: bool, is_updated: bool) -> None:
     """Raise EngineError if an engine of the model in `folder` does not start, or takes no updates and `is_updated`.
 
+    One with updates is refused, too, where vLLM computes other log-probs than transformers.
     A model without a readable configuration passes; vLLM says what is wrong with it.
     """
     from transformers import PreTrainedConfig
@@ -40,6 +52,35 @@ def check_model(folder: str, *, dtype: str, is_cpu: bool, is_updated: bool) -> N
         config, _ = PreTrainedConfig.get_config_dict(folder)
         if problem := problem_of(config, dtype=dtype, is_cpu=is_cpu, is_updated=is_updated):
             raise EngineError(f"the model in {folder}: {problem}")
+        exact, reason = exact_length_of(config)
+        text = config.get("text_config") or config
+        longest = max_model_len or text.get("max_position_embeddings") or exact
+        # Beyond 32,768 vLLM scales Llama 4's attention as transformers does.
+        if is_updated and exact < longest and not ("llama4" in text.get("model_type", "") and longest > 1 << 15):
+            raise EngineError(
+                f"the model in {folder}: {reason}, and log-probs of longer rows differ: set max_model_len={exact} "
+                f"or less, got {longest}."
+            )
+
+
+def exact_length_of(config: dict[str, Any]) -> tuple[float, str]:
+    """Return up to how many tokens of a row vLLM computes what transformers does, and why not beyond.
+
+    Example:
+        >>> exact_length_of({"model_type": "cohere2", "sliding_window": 4096})[0]
+        4096
+        >>> exact_length_of({"model_type": "llama"})
+        (inf, '')
+    """
+    text = config.get("text_config") or config
+    kind = text.get("model_type")
+    if kind in ("cohere2", "cohere2_moe") and text.get("sliding_window"):
+        return text["sliding_window"], "vLLM's windows are one token longer than transformers'"
+    if kind == "llama4_text" and text.get("attn_temperature_tuning"):
+        return text.get(
+            "floor_scale", 8192
+        ), "vLLM does not scale attention by place unless max_model_len is above 32768"
+    return math.inf, ""
 
 
 def problem_of(config: dict[str, Any], *, dtype: str, is_cpu: bool, is_updated: bool = True) -> str | None:
@@ -55,6 +96,8 @@ def problem_of(config: dict[str, Any], *, dtype: str, is_cpu: bool, is_updated: 
     names = config.get("architectures") or [""]
     if is_updated and names[0] in _NOT_TAKEN:
         return f"vLLM's class {names[0]} does not take the trainer's weights: train with TransformersEngine."
+    if is_updated and names[0] in _OTHERWISE:
+        return f"vLLM's class {names[0]} {_OTHERWISE[names[0]]}, the trainer does not: train with TransformersEngine."
     missing = _NOT_ON_CPU.get(names[0])
     if names[0] == "NemotronHForCausalLM" and "moe" not in (text.get("layers_block_type") or ()):
         missing = None  # it is dense

@@ -53,7 +53,9 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
             with starting_environment(variables):
                 arguments = build_engine_args(folder, options, is_cpu=is_cpu)
                 is_updated = weight_transfer is not False
-                check_model(folder, dtype=str(arguments.dtype), is_cpu=is_cpu, is_updated=is_updated)
+                check_model(
+                    folder, arguments.max_model_len, dtype=str(arguments.dtype), is_cpu=is_cpu, is_updated=is_updated
+                )
                 return background.run(start_llm(arguments, load)), background, load
         except (TypeError, EngineError):
             background.close()
