@@ -95,10 +95,11 @@ def check_difference(
         record.warned_difference = 0.0
         return measured
     if record.untested_arguments and not record.has_agreed:
+        names = ", ".join(record.untested_arguments)
         raise ValueError(
-            f"engine_args holds {', '.join(record.untested_arguments)}, which llmrl's tests do not cover, and the "
-            f"log-probs of the first batch differ from the trainer's by {mean:.3g} nats on average; rounding explains "
-            f"{bound:g}. Start the engine without it."
+            f"the engine was started with {names}, which llmrl's tests do not cover, and log-probs of the first batch "
+            f"differ from the trainer's by {mean:.3g} nats on average; rounding explains {bound:g}. Start the engine "
+            "without it."
         )
     if mean < 2 * record.warned_difference:
         return measured

@@ -17,11 +17,14 @@ _DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # all that 
 _FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
 _CHANGES: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 3}},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [64, 64]},
     "falcon": {"ffn_hidden_size": 512},  # vLLM has four times the hidden size, as checkpoints do
     "falcon_h1": {"mamba_d_ssm": 256},
-    # As official ones have them; transformers leaves caps out of its class with images.
-    "gemma3_text": {"final_logit_softcapping": None, "attn_logit_softcapping": None},
+    # Without caps, as official ones, since transformers leaves them out of its class with images; and not too sure then.
+    "gemma3_text": {"final_logit_softcapping": None, "attn_logit_softcapping": None, "initializer_range": 0.04},
+    "gemma3n_text": {"hidden_size_per_layer_input": 32},
     "gemma4_text": {"num_experts": None, "enable_moe_block": False},
+    "glm_ocr_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
     "granite4_vision": {
         "text_config": lambda: tiny_config("granite"),
         "deepstack_layer_map": [[0, 0]],
@@ -65,6 +68,9 @@ _OFFICIAL: dict[str, dict[str, Any]] = {
         "hybrid_layer_pattern": [0, 1],
         "moe_layer_freq": [0, 1],
         "layernorm_epsilon": 1e-5,
+        "partial_rotary_factor": 0.334,
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
         "add_swa_attention_sink_bias": True,
         "sliding_window_size": 18,
         "swa_num_attention_heads": 4,

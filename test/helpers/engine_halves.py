@@ -123,7 +123,7 @@ def first_error(text: str) -> str | None:
 
 def run_engine(folder: Path) -> str:
     """Compare an engine's log-probs after an update, or say why there are none; refusals of ours are passed over."""
-    with mock.patch("llmrl.engines.vllm.model_types.problem_of", return_value=None), classes_read_here():
+    with mock.patch("llmrl.engines.vllm.start.check_model"), classes_read_here():
         return outcome(nats_after_update, folder)
 
 
@@ -417,6 +417,9 @@ def main() -> None:
             rows[model_type]["nats"] = examine_engine(model_type, class_name)
         else:
             half = examine_type(model_type, class_name)
+            if not half.shards:  # no tiny form of it was made
+                print(model_type, half.engine, flush=True)
+                continue
             rows[model_type] = {"type": model_type, "class": class_name, **dataclasses.asdict(half)}
         print(json.dumps(rows[model_type]), flush=True)
         write_table([rows[name] for name in sorted(rows)])

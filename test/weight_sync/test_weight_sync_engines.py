@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_checkpoints import write_checkpoint
+from engine_halves import is_shown, nats_after_update
 from weight_sync_tools import (
     assert_each_weight_arrives,
     change_every_parameter,
@@ -89,6 +91,12 @@ class TestExpertsAndAFloat32Head:
             sender.update_weights(weights)
         assert log_prob_difference(model, engine) < TOLERANCE
         sender.shutdown()
+
+
+def test_weights_that_vllms_class_fills_itself_arrive_at_each_update(real_vllm, tmp_path):
+    """Sinks and experts of gpt-oss pass by the loaders that vLLM's reload wraps."""
+    write_checkpoint("gpt_oss", "GptOssForCausalLM", tmp_path)
+    assert is_shown(nats_after_update(tmp_path))
 
 
 @pytest.fixture(scope="module")

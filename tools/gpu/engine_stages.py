@@ -66,10 +66,12 @@ def engine(sizes: Sizes, device: str) -> Result:
     """vLLM beside the trainer: seconds of an update, whether it arrived, and what sleep gives back.
 
     On a GPU by CUDA IPC, on the trainer's own; by NCCL, too, where there is a second one. On a CPU by shared memory.
+    By the first of these with drafts of n-grams, too.
     """
     ways = {"ipc": {"weight_transfer": "ipc", "enable_sleep": True}} if device == "cuda" else {"llmrl": {}}
     if torch.cuda.device_count() > 1:
         ways["nccl"] = {"weight_transfer": "nccl"}
+    ways["drafts"] = next(iter(ways.values())) | {"speculative": "ngram"}
     return {way: _updated(sizes, device, way, options) for way, options in ways.items()}
 
 
@@ -110,7 +112,7 @@ def _updated(sizes: Sizes, device: str, way: str, options: dict[str, Any]) -> Re
                     parameter.mul_(1.1)
             with measured(device) as result:
                 sender.update_weights()
-            prompt = list(range(1, 33))
+            prompt = [*range(1, 9)] * 4
             (answer,) = engine.generate_batch([prompt], SamplingConfig(max_new_tokens=16, ignore_eos=True))
             tokens = torch.tensor([[*prompt, *answer.token_ids]], device=model.device)
             with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=device == "cuda"):
@@ -118,4 +120,5 @@ def _updated(sizes: Sizes, device: str, way: str, options: dict[str, Any]) -> Re
             own = log_probs.gather(1, tokens[0, len(prompt) :, None])[:, 0].cpu()
             difference = float((own - torch.tensor(answer.log_probs)).abs().mean())
             results[turn] = {**result, **sender.last_timings, "log_prob_difference": difference}
+            results[turn] |= engine.take_load().to_metrics()
         return results

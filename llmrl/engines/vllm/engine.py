@@ -88,7 +88,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self.quantization: str | None = quantization_of(llm.vllm_config)
         """Quantisation of the engine's weights, or None."""
         self.untested_arguments: tuple[str, ...] = ()
-        """Names in `engine_args` that llmrl has not compared with a trainer; the first batch is held to agree."""
+        """Arguments that llmrl has not compared with a trainer; the first batch is held to agree."""
         self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
         self.host = socket.gethostname()
         """Name of the engine's machine."""
@@ -143,6 +143,8 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             llm, background, load, weight_transfer=backend, start_s=start_s, hang_timeout_seconds=hang_timeout_seconds
         )
         engine.untested_arguments = untested(options.get("engine_args") or {})
+        if options.get("speculative") and llm.vllm_config.device_config.device_type != "cpu":
+            engine.untested_arguments += ("speculative",)
         return engine
 
     # -- requests ------------------------------------------------------------------------------------------------
