@@ -170,8 +170,9 @@ def make_load_plan(
     trained = trained_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
     for plan, _ in parameters:
-        is_other = id(plan.layer) in tied or id(plan.layer) not in trained
-        if is_other or is_deferred_attention_layer(plan.layer) or plan.name in STAYING:
+        if id(plan.layer) in tied or is_deferred_attention_layer(plan.layer):
+            continue
+        if not plan.copies and (plan.name in STAYING or id(plan.layer) not in trained):
             continue
         if plan.num_loaded < plan.shape.numel():
             missing.append(f"{names[id(plan.layer)]}.{plan.name}")
@@ -183,7 +184,10 @@ def make_load_plan(
 
 
 def trained_layers(model: torch.nn.Module) -> set[int]:
-    """Return the ids of the layers that updates fill: those of the language model, where vLLM's class has encoders."""
+    """Return the ids of the layers that an update has to fill: those of the language model, and not of encoders.
+
+    A head may be outside the language model, and is filled by what is sent, too.
+    """
     language_model = getattr(model, "get_language_model", lambda: model)()
     return {id(layer) for layer in language_model.modules()}
 

@@ -9,22 +9,29 @@ from unittest import mock
 import torch
 from causal_types import SIZES as TINY_SIZES
 from causal_types import SPECIAL, tiny_config
+from safetensors.torch import load_file, save_file
 
 # vLLM's kernels and blocks want multiples of 32.
 SIZES = {8: 32, 16: 64, 32: 128, 48: 128, 61: 64}
 # What sizes of tiny configurations do not fit, and what official configurations have in another way.
 _DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # all that vLLM's kernels on a CPU have
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}}
+_HALF_ROPE = {
+    "rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}
+}
 _FULL = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
 _CHANGES: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 3}},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [64, 64]},
     "falcon": {"ffn_hidden_size": 512},  # vLLM has four times the hidden size, as checkpoints do
     "falcon_h1": {"mamba_d_ssm": 256},
-    # Without caps, as official ones, since transformers leaves them out of its class with images; and not too sure then.
+    # Without caps, as official ones: transformers leaves them out of its class with images. Not too sure without them.
     "gemma3_text": {"final_logit_softcapping": None, "attn_logit_softcapping": None, "initializer_range": 0.04},
     "gemma3n_text": {"hidden_size_per_layer_input": 32},
     "gemma4_text": {"num_experts": None, "enable_moe_block": False},
-    "glm_ocr_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
+    "glm4v_text": _HALF_ROPE,
+    "glm4v_moe_text": _HALF_ROPE,
+    "glm_ocr_text": _HALF_ROPE,
     "granite4_vision": {
         "text_config": lambda: tiny_config("granite"),
         "deepstack_layer_map": [[0, 0]],
@@ -37,9 +44,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 64},
     "mistral3": {"text_config": lambda: tiny_config("ministral3")},
     "qwen2": _FULL,
-    "qwen2_5_vl_text": _FULL,
+    "paddleocr_vl_text": _MROPE,
+    "qwen2_5_vl_text": _FULL | _MROPE,
     "qwen2_moe": _FULL,
-    "qwen2_vl_text": _FULL,
+    "qwen2_vl_text": _FULL | _MROPE,
     "qwen3": _FULL,
     # Not square, since transformers finds by its shape whether an expert's weight is transposed.
     "qwen3_vl_moe_text": {"moe_intermediate_size": 32},
@@ -93,6 +101,13 @@ def write_checkpoint(model_type, class_name, folder):
             if one.ndim < 2 and one.is_floating_point():
                 one += 0.1 * torch.randn(one.shape)
     model.save_pretrained(folder)
+    if model_type == "qwen3_vl_moe":  # transformers reads experts in either form, and does not write the official one
+        (file,) = folder.glob("*.safetensors")
+        stored = load_file(file)
+        for name in stored:
+            if ".experts." in name:
+                stored[name] = stored[name].transpose(1, 2).contiguous()
+        save_file(stored, file, metadata={"format": "pt"})
     official = OFFICIAL_CLASSES.get(class_name, class_name)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [official]}))

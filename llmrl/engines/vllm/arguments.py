@@ -230,8 +230,10 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
         kv_cache_memory = default_kv_cache_memory()
     if kv_cache_memory is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_memory
-    if options.get("speculative") is not None:
-        arguments["speculative_config"] = dict(_DRAFTS[options["speculative"]])
+    if (speculative := options.get("speculative")) is not None:
+        if speculative not in _DRAFTS:
+            raise ValueError(f"speculative must be 'ngram' or None, got {speculative!r}.")
+        arguments["speculative_config"] = _DRAFTS[speculative]
     if is_cpu:  # vLLM's 128 would not share the short prefixes of small tasks; its CPU kernels need multiples of 32
         arguments["block_size"] = 32
     num_workers = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)

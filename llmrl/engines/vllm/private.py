@@ -332,7 +332,7 @@ def compute_int8_by_one_dnn() -> None:
 
 
 @functools.cache
-def mend_cpu_kernels() -> None:
+def replace_cpu_kernels() -> None:
     """Replace what vLLM's CPU build computes wrongly, without a word: cuts of drafted tokens, and rotations of heads.
 
     Its kernel writes temperature, top-k and top-p of drafted tokens into a copy in 64-bit integers, which it drops, so
@@ -341,7 +341,7 @@ def mend_cpu_kernels() -> None:
     """
     if not _find("current_platform").is_cpu():
         return
-    sampler: Any = importlib.import_module("vllm.v1.sample.rejection_sampler")
+    sampler = importlib.import_module("vllm.v1.sample.rejection_sampler")
     constrain = sampler.apply_sampling_constraints
     rotary = _find("RotaryEmbedding")
     rotate_rows = rotary.forward_cpu
@@ -356,8 +356,10 @@ def mend_cpu_kernels() -> None:
         has_heads = query.ndim > positions.ndim + 1
         return self.forward_native(positions, query, key) if has_heads else rotate_rows(self, positions, query, key)
 
-    sampler.expand_batch_to_tokens = expand
-    sampler.apply_sampling_constraints = lambda logits, *rest: constrain(logits, *rest) if len(logits) else logits
+    vars(sampler)["expand_batch_to_tokens"] = expand
+    vars(sampler)["apply_sampling_constraints"] = lambda logits, *rest: (
+        constrain(logits, *rest) if len(logits) else logits
+    )
     rotary.forward_cpu = rotate
 
 
