@@ -61,7 +61,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(EngineHalf))
 
 def is_shown(cell: str) -> bool:
     """Whether a cell says yes, perhaps under a condition that is enforced."""
-    return cell in ("yes", "merged", "attention alone", "attention alone, merged") or cell[1:3] == "e-"
+    return cell in ("yes", "merged", "attention alone", "attention alone, merged") or bool(re.match(r"\de[+-]", cell))
 
 
 def is_started(cell: str) -> bool:
