@@ -35,3 +35,20 @@ def test_a_row_beyond_a_models_exact_length_is_refused_before_an_engine_starts(t
     for max_model_len in (8192, None):
         with pytest.raises(EngineError, match=r"windows are one token longer .* max_model_len=4096 or less, got 8192"):
             check_model(str(tmp_path), max_model_len, is_updated=True, **options)
+
+
+def test_drafts_for_layers_with_a_state_are_refused_on_a_cpu(tmp_path):
+    options = {"dtype": "bfloat16", "is_updated": True}
+    for config in (
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+        {"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention", "full_attention"]}},
+        {"model_type": "bamba", "mamba_d_conv": 4},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(EngineError, match="cannot draft: leave speculative out"):
+            check_model(str(tmp_path), 64, is_cpu=True, is_drafting=True, **options)
+        check_model(str(tmp_path), 64, is_cpu=True, **options)
+        check_model(str(tmp_path), 64, is_cpu=False, is_drafting=True, **options)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    check_model(str(tmp_path), 64, is_cpu=True, is_drafting=True, **options)

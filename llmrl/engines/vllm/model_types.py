@@ -44,10 +44,12 @@ _OTHERWISE = {
 }
 
 
-def check_model(folder: str, max_model_len: int | None, *, dtype: str, is_cpu: bool, is_updated: bool) -> None:
+def check_model(
+    folder: str, max_model_len: int | None, *, dtype: str, is_cpu: bool, is_updated: bool, is_drafting: bool = False
+) -> None:
     """Raise EngineError if an engine of the model in `folder` does not start, or takes no updates and `is_updated`.
 
-    One with updates is refused, too, where vLLM computes other log-probs than transformers.
+    So is one that drafts (`speculative`) for layers with a state on a CPU. One with updates is refused, too, where vLLM computes other log-probs than transformers.
     A model without a readable configuration passes; vLLM says what is wrong with it.
     """
     from transformers import PreTrainedConfig
@@ -58,6 +60,11 @@ def check_model(folder: str, max_model_len: int | None, *, dtype: str, is_cpu: b
             raise EngineError(f"the model in {folder}: {problem}")
         exact, reason = exact_length_of(config)
         text = config.get("text_config") or config
+        if is_drafting and is_cpu and _has_state(text):
+            raise EngineError(
+                f"the model in {folder} has layers with a state, for which vLLM's CPU build cannot draft: leave "
+                "speculative out."
+            )
         longest = max_model_len or text.get("max_position_embeddings") or exact
         # Beyond 32,768 vLLM scales Llama 4's attention as transformers does.
         if is_updated and exact < longest and not ("llama4" in text.get("model_type", "") and longest > 1 << 15):
@@ -65,6 +72,11 @@ def check_model(folder: str, max_model_len: int | None, *, dtype: str, is_cpu: b
                 f"the model in {folder}: {reason}, and log-probs of longer rows differ: set max_model_len={exact} "
                 f"or less, got {longest}."
             )
+
+
+def _has_state(text: Config) -> bool:
+    layer_types = text.get("layer_types") or ()
+    return not {"linear_attention", "conv", "mamba"}.isdisjoint(layer_types) or any("mamba" in name for name in text)
 
 
 def exact_length_of(config: Config) -> tuple[float, str]:

@@ -54,7 +54,12 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
                 arguments = build_engine_args(folder, options, is_cpu=is_cpu)
                 is_updated = weight_transfer is not False
                 check_model(
-                    folder, arguments.max_model_len, dtype=str(arguments.dtype), is_cpu=is_cpu, is_updated=is_updated
+                    folder,
+                    arguments.max_model_len,
+                    dtype=str(arguments.dtype),
+                    is_cpu=is_cpu,
+                    is_updated=is_updated,
+                    is_drafting=arguments.speculative_config is not None,
                 )
                 return background.run(start_llm(arguments, load)), background, load
         except (TypeError, EngineError):
