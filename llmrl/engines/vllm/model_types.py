@@ -49,8 +49,8 @@ def check_model(
 ) -> None:
     """Raise EngineError if an engine of the model in `folder` does not start, or takes no updates and `is_updated`.
 
-    So is one that drafts (`speculative`) for layers with a state on a CPU. One with updates is refused, too, where vLLM computes other log-probs than transformers.
-    A model without a readable configuration passes; vLLM says what is wrong with it.
+    So is one with updates where vLLM computes other log-probs than transformers, and one that drafts (`is_drafting`)
+    for layers with a state on a CPU. A model without a readable configuration passes; vLLM says what is wrong with it.
     """
     from transformers import PreTrainedConfig
 
