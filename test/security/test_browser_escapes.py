@@ -8,7 +8,7 @@ import pytest
 from tool_conversations import Chat
 from waiting import wait_until
 
-from llmrl.tools.browser import find_chromium
+from llmrl.tools.browser_pages import find_chromium
 from llmrl.transforms import BrowserTransform
 
 pytest.importorskip("playwright")
@@ -30,10 +30,10 @@ def test_another_domain_is_refused_however_it_is_reached(chat, sites):
 
 def test_what_a_page_loads_from_another_domain_is_refused(chat, sites, browser):
     allowed, other = sites
-    before = browser.gateway.num_refused
+    before = browser.browser.gateway.num_refused
     answer = chat.call("navigate", url=f"http://{allowed.address}/loading")
     assert "Loads" in answer and "got" not in answer.replace("got Refused", "")
-    assert browser.gateway.num_refused >= before + 3
+    assert browser.browser.gateway.num_refused >= before + 3
     assert other.requested == []
 
 
@@ -70,7 +70,7 @@ def test_a_page_that_never_ends_costs_its_call_and_not_the_next(sites):
 
 def test_pop_ups_open_in_the_one_page(chat, sites, browser):
     chat.call("navigate", url=f"http://{sites[0].address}/pop-ups")
-    [page] = [task.result() for task in browser.pages.values() if task.done()][-1:]
+    [page] = [task.result() for task in browser.browser.pages.values() if task.done()][-1:]
     assert "More of it" in chat.call("click", selector="#new")
     chat.call("navigate", url=f"http://{sites[0].address}/pop-ups")
     chat.call("click", selector="#many")

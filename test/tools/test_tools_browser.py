@@ -7,7 +7,7 @@ import threading
 import pytest
 from tool_conversations import Chat
 
-from llmrl.tools.browser import find_chromium
+from llmrl.tools.browser_pages import find_chromium
 from llmrl.transforms import BrowserTransform
 
 pytest.importorskip("playwright")
@@ -62,8 +62,8 @@ def test_a_browser_that_crashed_is_started_again(sites):
     try:
         chat = Chat(transform)
         chat.call("navigate", url=url)
-        browser = transform._opening.result()
-        transform.loop.run(browser.close())
+        [page] = [task.result() for task in transform.browser.pages.values()]
+        transform.browser.loop.run(page.context.browser.close())
         assert "More of it" in chat.call("navigate", url=url)
     finally:
         transform.close()
