@@ -10,6 +10,7 @@ from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.game import Game, GameEnv
 from llmrl.envs.hubs.gymnasium import GymnasiumTextEnv
 from llmrl.envs.hubs.harbor import HarborEnv
+from llmrl.envs.hubs.miniwob import MiniWoBEnv
 from llmrl.envs.hubs.mlgym import MLGymWrapper, make_mlgym
 from llmrl.envs.hubs.openenv import OpenEnvChatEnv
 from llmrl.envs.hubs.openenv_server import OpenEnvServer
@@ -70,6 +71,7 @@ __all__ = [
     "MessageChatEnv",
     "MessageEnv",
     "MessageStep",
+    "MiniWoBEnv",
     "MixedEnv",
     "OpenEnvChatEnv",
     "OpenEnvServer",

@@ -51,14 +51,17 @@ class PageActions:
         return await self._loaded()
 
     async def type_text(self, selector: str, text: str, submit: bool = False) -> str:
-        """Fill in a field of the page; the answer is the page that follows.
+        """Fill in a field of the page, or choose from a list; the answer is the page that follows.
 
         Args:
             selector: a CSS selector of the field.
-            text: what to write into it.
+            text: what to write into it, or which option of a <select> to choose.
             submit: whether to press Enter afterwards.
         """
-        await self._page.fill(selector, text)
+        if await self._page.locator(selector).first.evaluate("field => field.tagName") == "SELECT":
+            await self._page.select_option(selector, text)
+        else:
+            await self._page.fill(selector, text)
         if submit:
             await self._page.press(selector, "Enter")
         return await self._loaded()

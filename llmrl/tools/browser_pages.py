@@ -55,9 +55,18 @@ async def _close_pop_up(page: Page) -> None:
     await page.close()
 
 
+def _is_gone(page: Page) -> bool:
+    browser = page.context.browser
+    return page.is_closed() or browser is None or not browser.is_connected()
+
+
 def find_chromium() -> str | None:
     """Return the path of the system's Chromium or Chrome, or None."""
     return next((path for name in _PROGRAMS if (path := shutil.which(name)) is not None), None)
+
+
+class PageLost(ToolError):
+    """The page of a conversation was closed, and what was in it is gone; the next action opens a new one."""
 
 
 class BrowserPages:
@@ -72,7 +81,7 @@ class BrowserPages:
         timeout: seconds per action.
         max_pages: number of open pages; further conversations wait for one.
         executable_path: path of the browser; the system's by default.
-        folders: host names whose pages are the files of a folder, without a server.
+        folders: folders of files that are the pages of a host, by its name; no server is asked for them.
 
     Raises:
         MissingExtraError: if the `tools` extra is not installed.
@@ -112,9 +121,9 @@ class BrowserPages:
     async def act(self, conversation_id: str, action: Callable[[Page], Awaitable[Result]]) -> Result:
         """Run an action on a conversation's page, which is opened if there is none.
 
-        A page that does not respond, or whose action is cancelled, is closed.
+        A page is closed if it does not respond, or if its action is cancelled.
 
-        Raises ToolError if the action fails, or the browser does not start.
+        Raises ToolError if the action fails, or the browser does not start; PageLost if the page is gone.
         """
         return await self.loop.wait(self._act(conversation_id, action))
 
@@ -127,12 +136,14 @@ class BrowserPages:
             try:
                 return await action(page)
             except Error as error:
-                if not isinstance(error, PageTimeout) or await self._responds(page):
+                if _is_gone(page):
+                    reason = "the page was lost with the browser"
+                elif not isinstance(error, PageTimeout) or await self._responds(page):
                     raise ToolError(first_line(error)) from error
+                else:
+                    reason = "the page does not respond and was closed"
                 self._close_page(conversation_id)
-                raise ToolError(
-                    "the page does not respond and was closed; the next action opens a new one."
-                ) from error
+                raise PageLost(f"{reason}; the next action opens a new one.") from error
         except asyncio.CancelledError:  # of the action, or of the check whether the page responds
             self._close_page(conversation_id)
             raise
@@ -181,8 +192,7 @@ class BrowserPages:
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
             opening = self.pages[conversation_id] = asyncio.create_task(self._open_page())
         page = await asyncio.shield(opening)
-        browser = page.context.browser
-        if page.is_closed() or browser is None or not browser.is_connected():
+        if _is_gone(page):
             self._close_page(conversation_id)
             return await self._page(conversation_id)
         return page

@@ -87,8 +87,8 @@ def examples(stack: contextlib.ExitStack) -> dict:
     return found
 
 
-def play(env, answer, num_rollouts=8):
-    """Play rollouts one after the other; return them and the engine."""
+def play(env, answer, num_rollouts=8, *, at_once=4):
+    """Play rollouts; return them and the engine."""
     renderer = family_renderer(str(ensure_embedded_model()), "qwen25")
     engine = LoggingEngine(
         lambda prompt_ids: f"{answer(renderer.decode(prompt_ids))}<|im_end|>",
@@ -98,7 +98,9 @@ def play(env, answer, num_rollouts=8):
     )
     policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": 256})
     limits = RolloutLimits(max_turns=12)
-    with LLMCollector(env, policy=policy, groups_per_batch=1, max_concurrent_rollouts=4, limits=limits) as collector:
+    with LLMCollector(
+        env, policy=policy, groups_per_batch=1, max_concurrent_rollouts=at_once, limits=limits
+    ) as collector:
         return collector.play(num_rollouts), engine
 
 

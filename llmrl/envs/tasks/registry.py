@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 from llmrl._utils.arguments import keywords_of, nearest, parameters_of, refuse_unknown
 from llmrl._utils.failure import describe
 from llmrl.envs.hubs.harbor import HarborEnv
+from llmrl.envs.hubs.miniwob import MiniWoBEnv
 from llmrl.envs.hubs.verifiers import VerifiersEnv
 from llmrl.envs.tasks.reasoning_gym import ReasoningGymEnv
 from llmrl.envs.tasks.task import TASKS, Dataset
@@ -25,6 +26,7 @@ ENTRY_POINTS = "llmrl.environments"
 
 HUBS: Mapping[str, tuple[Callable[..., EnvBase], str]] = {
     "harbor": (HarborEnv, "FOLDER, tasks in the form of Harbor or terminal-bench, judged by their tests in a sandbox"),
+    "miniwob": (MiniWoBEnv, "TASK, a web task of MiniWoB++ in Chromium, judged by its page"),
     "reasoning-gym": (ReasoningGymEnv, "DATASET, generated problems of reasoning-gym, scored by its own scorers"),
     "verifiers": (VerifiersEnv, "TASKSET, an environment of verifiers, in a process of its own"),
 }
