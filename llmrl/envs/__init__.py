@@ -14,6 +14,7 @@ from llmrl.envs.hubs.miniwob import MiniWoBEnv
 from llmrl.envs.hubs.mlgym import MLGymWrapper, make_mlgym
 from llmrl.envs.hubs.openenv import OpenEnvChatEnv
 from llmrl.envs.hubs.openenv_server import OpenEnvServer
+from llmrl.envs.hubs.tau2 import Tau2Env
 from llmrl.envs.hubs.textarena import make_textarena_env
 from llmrl.envs.hubs.verifiers import VerifiersEnv
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
@@ -83,6 +84,7 @@ __all__ = [
     "SumOfDigitsEnv",
     "TaskEnv",
     "TaskOptions",
+    "Tau2Env",
     "ToolEnv",
     "VerifiersEnv",
     "addition_problems",

@@ -87,17 +87,17 @@ def examples(stack: contextlib.ExitStack) -> dict:
     return found
 
 
-def play(env, answer, num_rollouts=8, *, at_once=4):
+def play(env, answer, num_rollouts=8, *, at_once=4, max_model_len=4096, max_turns=12):
     """Play rollouts; return them and the engine."""
     renderer = family_renderer(str(ensure_embedded_model()), "qwen25")
     engine = LoggingEngine(
         lambda prompt_ids: f"{answer(renderer.decode(prompt_ids))}<|im_end|>",
         encode=renderer.encode,
         decode=renderer.decode,
-        max_model_len=4096,
+        max_model_len=max_model_len,
     )
     policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs={"max_new_tokens": 256})
-    limits = RolloutLimits(max_turns=12)
+    limits = RolloutLimits(max_turns=max_turns)
     with LLMCollector(
         env, policy=policy, groups_per_batch=1, max_concurrent_rollouts=at_once, limits=limits
     ) as collector:

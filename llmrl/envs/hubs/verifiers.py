@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -17,14 +16,13 @@ from llmrl.data import StopReason
 from llmrl.endpoint.agent import AgentModel, AgentTimeout
 from llmrl.envs.agent import AgentEnv
 from llmrl.envs.hubs.virtual_env import python_with
-from llmrl.envs.hubs.worker_process import Answer, WorkerDied, WorkerError, WorkerProcess
+from llmrl.envs.hubs.worker_process import Answer, WorkerDied, WorkerError, Workers
 from llmrl.envs.sampler import DrawOptions
 from llmrl.envs.sources import StreamedRows
 from llmrl.rewards import Score
 
 _VERIFIERS = "verifiers>=0.4,<0.5"
 _ROWS_PER_REQUEST = 256
-_WORKER = Path(__file__).with_name("verifiers_worker.py")
 
 
 class VerifiersEnv(AgentEnv):
@@ -92,7 +90,8 @@ class VerifiersEnv(AgentEnv):
             "select": dict(select or {}),
             "split": split,
         }
-        self._workers = _Workers((_VERIFIERS, "uv", *requirements), opening, open_seconds)
+        python = functools.partial(python_with, (_VERIFIERS, "uv", *requirements))
+        self._workers = Workers(python, "verifiers_worker.py", opening, open_seconds)
         draws.setdefault("name", split or "train")
         self.timeout_seconds = timeout_seconds
         """Time limit of an episode."""
@@ -144,15 +143,8 @@ class VerifiersEnv(AgentEnv):
         return {role: self._scored(episode, seat, models[seat]) for seat, role in seats}
 
     async def _episode(self, row: Row, model: AgentModel, names: Mapping[str, str]) -> Answer:
-        worker = await asyncio.to_thread(self._workers.current)
         url = f"{model.base_url.removesuffix('/v1')}/s/{model.api_key}/v1"
-        arguments = {"row": row, "url": url, "model": model.name, "names": names}
-        request = await asyncio.to_thread(worker.ask, "play", arguments)
-        try:
-            return await asyncio.wrap_future(request)
-        except asyncio.CancelledError:
-            worker.cancel(request)
-            raise
+        return await self._workers.ask("play", {"row": row, "url": url, "model": model.name, "names": names})
 
     def _scored(self, episode: Answer, seat: str, model: AgentModel) -> Score:
         traces = [trace for trace in episode["traces"] if trace["seat"] == seat]
@@ -188,37 +180,10 @@ class VerifiersEnv(AgentEnv):
         self._workers.close()
 
 
-class _Workers:
-    """The worker of an environment; one that died is replaced when it is asked for."""
-
-    def __init__(self, requirements: Sequence[str], opening: Mapping[str, object], open_seconds: float) -> None:
-        self._requirements = tuple(requirements)
-        self._opening = opening
-        self.open_seconds = open_seconds
-        self._worker: WorkerProcess | None = None
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[type[_Workers], tuple[object, ...]]:
-        return _Workers, (self._requirements, self._opening, self.open_seconds)  # another process has its own
-
-    def current(self) -> WorkerProcess:
-        """Return the worker; waits for it to open."""
-        with self._lock:
-            if self._worker is None or not self._worker.is_alive:
-                python = python_with(self._requirements)
-                self._worker = WorkerProcess(python, [str(_WORKER)], self._opening, open_seconds=self.open_seconds)
-            return self._worker
-
-    def close(self) -> None:
-        with self._lock:
-            if self._worker is not None:
-                self._worker.close()
-
-
 class _Rows:
     """Iterator of the tasks in parts, as rows."""
 
-    def __init__(self, workers: _Workers) -> None:
+    def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._place = 0
         self._has_ended = False

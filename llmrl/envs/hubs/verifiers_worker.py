@@ -1,21 +1,15 @@
-"""Plays episodes of a verifiers environment; runs in a process and a virtual environment of its own.
+"""Plays episodes of a verifiers environment, as a player of `worker_program.py`.
 
-`VerifiersEnv` starts this file with the Python of that environment, in which llmrl is not installed: it imports the
-standard library, verifiers and what verifiers depends on. Requests and answers are JSON frames on a socket.
+`VerifiersEnv` starts it in a virtual environment in which llmrl is not installed: it imports the standard library,
+verifiers and what verifiers depends on.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import itertools
 import json
-import logging
-import math
-import os
-import socket
-import struct
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
@@ -42,7 +36,6 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load
 Fields = dict[str, Any]
 """An object of JSON, or of verifiers' configuration."""
 
-_HEADER = struct.Struct("<I")
 _MAX_ROWS_BYTES = 4 << 20
 _MAX_INFO_BYTES = 64 << 10
 _CHAT = "llmrl_chat"
@@ -264,83 +257,12 @@ def _short(value: object) -> object:
     return json.loads(text) if len(text) <= _MAX_INFO_BYTES else text[:_MAX_INFO_BYTES] + "…"
 
 
-def _without_nan(value: object) -> object:
-    """Return JSON in which numbers that are not finite are their names, which the other side refuses by."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _without_nan(entry) for key, entry in value.items()}
-    return [_without_nan(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-
-class Connection:
-    """Answers requests on the socket; each is a task, so that episodes are played side by side."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._running: dict[int, asyncio.Task[None]] = {}
-
-    async def read(self) -> Fields | None:
-        """Return the next request, or None at the end."""
-        try:
-            [size] = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-            return json.loads(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-
-    def write(self, answer: Fields) -> None:
-        """Send an answer."""
-        body = json.dumps(_without_nan(answer)).encode()
-        self._writer.write(_HEADER.pack(len(body)) + body)
-
-    async def serve(self, methods: dict[str, Callable[..., Awaitable[object]]]) -> None:
-        """Answer until the other side hangs up."""
-        while (request := await self.read()) is not None:
-            number = request["number"]
-            if request["method"] == "cancel":
-                if (task := self._running.get(number)) is not None:
-                    task.cancel()
-            else:
-                answering = self._answer(number, methods[request["method"]], request["arguments"])
-                self._running[number] = asyncio.create_task(answering)
-
-    async def _answer(self, number: int, method: Callable[..., Awaitable[object]], arguments: Fields) -> None:
-        try:
-            self.write({"number": number, "result": await method(**arguments)})
-        except BaseException as error:
-            self.write({"number": number, **_failure(error)})
-        finally:
-            del self._running[number]
-
-
-def _failure(error: BaseException) -> dict[str, str]:
-    return {"error": f"{type(error).__name__}: {error}"[-4000:], "traceback": traceback.format_exc()[-8000:]}
-
-
-async def main(channel: socket.socket) -> None:
-    """Open the environment that the first request describes, and serve it."""
-    reader, writer = await asyncio.open_connection(sock=channel, limit=1 << 20)
-    connection = Connection(reader, writer)
-    request = await connection.read()
-    if request is None:
-        return
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            player = Player(**request["arguments"])
-            await stack.enter_async_context(player.env.serving())
-            seats = await player.seats()
-        except (Exception, SystemExit) as error:
-            connection.write({"number": request["number"], **_failure(error)})
-            await writer.drain()
-            return
-        opened = {"seats": seats, "is_infinite": not player.tasks.bounded, "version": verifiers_version}
-        connection.write({"number": request["number"], "result": opened})
-        await connection.serve({"rows": player.rows, "play": player.play})
-
-
-if __name__ == "__main__":
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)
-    logging.basicConfig(level=logging.WARNING)
+async def open_player(
+    stack: contextlib.AsyncExitStack, **arguments: Any
+) -> tuple[Fields, dict[str, Callable[..., Awaitable[object]]]]:
+    """Open the environment; called by `worker_program.py`."""
     register_harness()
-    asyncio.run(main(socket.socket(fileno=descriptor)))
+    player = Player(**arguments)
+    await stack.enter_async_context(player.env.serving())
+    opened = {"seats": await player.seats(), "is_infinite": not player.tasks.bounded, "version": verifiers_version}
+    return opened, {"rows": player.rows, "play": player.play}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
 
 _DONE = "installed"
 _MAX_OUTPUT = 2000
@@ -26,7 +29,7 @@ def cache_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "llmrl" / "environments"
 
 
-def python_with(requirements: Sequence[str]) -> Path:
+def python_with(requirements: Sequence[str], *, version: str = "") -> Path:
     """Return the Python of a virtual environment with these packages; the first call makes it.
 
     It is made by uv if that is installed, otherwise by `venv` and pip. Folders among the requirements are copied before
@@ -34,11 +37,12 @@ def python_with(requirements: Sequence[str]) -> Path:
 
     Args:
         requirements: lines as of a `requirements.txt`: packages, folders, wheels, options such as `--index-url URL`.
+        version: versions of Python, such as `>=3.12`; by default this one. uv looks for another on this machine.
 
     Raises:
         InstallError: if the packages cannot be installed, with the end of the installer's output.
     """
-    folder = cache_folder() / _digest(requirements)
+    folder = cache_folder() / _digest(requirements, version)
     python = folder / "bin" / "python"
     if (folder / _DONE).exists():
         return python
@@ -47,18 +51,19 @@ def python_with(requirements: Sequence[str]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file
         if not (folder / _DONE).exists():  # another process may have made it meanwhile
             shutil.rmtree(folder, ignore_errors=True)  # left by one that was ended
-            _make(folder, python, requirements)
+            _make(folder, python, requirements, version)
             (folder / _DONE).touch()
     return python
 
 
-def _make(folder: Path, python: Path, requirements: Sequence[str]) -> None:
+def _make(folder: Path, python: Path, requirements: Sequence[str], version: str) -> None:
     uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
     if uv is None:
         _run([sys.executable, "-m", "venv", str(folder)])
         install = [str(python), "-m", "pip", "install", "--quiet", "--no-input"]
     else:
-        _run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
+        is_this_one = not version or platform.python_version() in SpecifierSet(version)
+        _run([uv, "venv", "--quiet", "--python", sys.executable if is_this_one else version, str(folder)])
         install = [uv, "pip", "install", "--quiet", "--python", str(python)]
     lines = []
     for number, line in enumerate(requirements):
@@ -87,9 +92,9 @@ def _run(words: list[str]) -> None:
         raise InstallError(f"{' '.join(words[:4])} … failed with exit code {done.returncode}:\n{output}")
 
 
-def _digest(requirements: Iterable[str]) -> str:
+def _digest(requirements: Iterable[str], version: str) -> str:
     """Hash what the environment consists of: Python, the lines, and the files of folders and wheels."""
-    content = hashlib.blake2b(f"{sys.version_info[:2]}".encode(), digest_size=10)
+    content = hashlib.blake2b(f"{sys.version_info[:2]}{version}".encode(), digest_size=10)
     for line in requirements:
         content.update(f"\n{line}\n".encode())
         if _is_path(line):

@@ -1,7 +1,8 @@
-"""`WorkerProcess`: a program of another virtual environment that answers requests."""
+"""`WorkerProcess` and `Workers`: programs of another virtual environment that answer requests."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 from llmrl.sandbox.frames import BrokenFrame, FrameBuffer, encode
 from llmrl.sandbox.reaper import reaping
 
+_PROGRAM = Path(__file__).with_name("worker_program.py")
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_OUTPUT_BYTES = 16 << 10
 _TERM_SECONDS = 2.0
@@ -43,6 +45,55 @@ class Request(Future[Answer]):
     """A request that was sent, and its answer to come."""
 
     number: int
+
+
+class Workers:
+    """A player's worker; one that died is replaced when it is asked for.
+
+    Args:
+        python: returns the interpreter of the worker's virtual environment, which it may have to make.
+        player: the file that `worker_program.py` runs.
+        opening: arguments of the request `open`.
+        open_seconds: time limit of `open`.
+    """
+
+    def __init__(
+        self, python: Callable[[], Path], player: str, opening: Mapping[str, object], open_seconds: float
+    ) -> None:
+        self._python = python
+        self._player = player
+        self._opening = opening
+        self.open_seconds = open_seconds
+        self._worker: WorkerProcess | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[Workers], tuple[object, ...]]:
+        # Another process has its own.
+        return Workers, (self._python, self._player, self._opening, self.open_seconds)
+
+    def current(self) -> WorkerProcess:
+        """Return the worker; waits for it to open."""
+        with self._lock:
+            if self._worker is None or not self._worker.is_alive:
+                words = [str(_PROGRAM), str(_PROGRAM.with_name(self._player))]
+                self._worker = WorkerProcess(self._python(), words, self._opening, open_seconds=self.open_seconds)
+            return self._worker
+
+    async def ask(self, method: str, arguments: Mapping[str, object]) -> Answer:
+        """Ask the worker; cancelling this cancels the request. Raises as `WorkerProcess` does."""
+        worker = await asyncio.to_thread(self.current)
+        request = await asyncio.to_thread(worker.ask, method, arguments)
+        try:
+            return await asyncio.wrap_future(request)
+        except asyncio.CancelledError:
+            worker.cancel(request)
+            raise
+
+    def close(self) -> None:
+        """End the worker."""
+        with self._lock:
+            if self._worker is not None:
+                self._worker.close()
 
 
 class WorkerProcess:

@@ -17,6 +17,7 @@ from llmrl._utils.arguments import keywords_of, nearest, parameters_of, refuse_u
 from llmrl._utils.failure import describe
 from llmrl.envs.hubs.harbor import HarborEnv
 from llmrl.envs.hubs.miniwob import MiniWoBEnv
+from llmrl.envs.hubs.tau2 import Tau2Env
 from llmrl.envs.hubs.verifiers import VerifiersEnv
 from llmrl.envs.tasks.reasoning_gym import ReasoningGymEnv
 from llmrl.envs.tasks.task import TASKS, Dataset
@@ -28,6 +29,7 @@ HUBS: Mapping[str, tuple[Callable[..., EnvBase], str]] = {
     "harbor": (HarborEnv, "FOLDER, tasks in the form of Harbor or terminal-bench, judged by their tests in a sandbox"),
     "miniwob": (MiniWoBEnv, "TASK, a web task of MiniWoB++ in Chromium, judged by its page"),
     "reasoning-gym": (ReasoningGymEnv, "DATASET, generated problems of reasoning-gym, scored by its own scorers"),
+    "tau2": (Tau2Env, "DOMAIN, conversations of tau2-bench with a simulated customer, judged by its evaluator"),
     "verifiers": (VerifiersEnv, "TASKSET, an environment of verifiers, in a process of its own"),
 }
 """Maker and description of the names that begin with `KEY:`; the rest of the name is the maker's first argument."""

@@ -1,0 +1,5 @@
+from types import SimpleNamespace
+
+
+class TextRunConfig(SimpleNamespace):
+    """The settings of a conversation."""

@@ -1,0 +1,2 @@
+def load_task_splits(domain):
+    return {"base": [], "test": []}
