@@ -8,7 +8,7 @@ from llmrl.envs.agent_command import CommandResult, command
 from llmrl.envs.chat import ChatEnv
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.game import Game, GameEnv
-from llmrl.envs.hubs.gymnasium import GymnasiumTextEnv
+from llmrl.envs.hubs.gymnasium import GymnasiumEnv, GymnasiumTextEnv
 from llmrl.envs.hubs.harbor import HarborEnv
 from llmrl.envs.hubs.miniwob import MiniWoBEnv
 from llmrl.envs.hubs.mlgym import MLGymWrapper, make_mlgym
@@ -59,6 +59,7 @@ __all__ = [
     "Game",
     "GameEnv",
     "GuessEnv",
+    "GymnasiumEnv",
     "GymnasiumTextEnv",
     "HarborEnv",
     "IFEvalEnv",

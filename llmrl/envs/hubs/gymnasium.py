@@ -1,21 +1,34 @@
-"""`GymnasiumTextEnv`: a text-based `gymnasium.Env` as a conversation."""
+"""`GymnasiumTextEnv` and `GymnasiumEnv`: environments of gymnasium as conversations."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Unpack
 
+from llmrl._utils.arguments import check_least
+from llmrl._utils.failure import describe
+from llmrl._utils.imports import require
+from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
-from llmrl.envs.message_env import MessageEnv, MessageStep
+from llmrl.envs.hubs.gymnasium_spaces import NoAction, about, action_of, action_words, drawn, observation_text
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs.sampler import DrawOptions
+from llmrl.envs.tasks.task import Split, check_split
 
 if TYPE_CHECKING:
     import gymnasium
 
+_FIRST_TEST_SEED = 1_000_000
+
 
 class GymnasiumTextEnv(MessageEnv):
-    """A `gymnasium.Env` with strings as observations and actions, for `MessageChatEnv`; it runs in a thread.
+    """A `gymnasium.Env` as a conversation, for `MessageChatEnv`; it runs in a thread.
 
-    Observations are user messages, and the policy's answers are actions. Environments of GEM (`gem.make`) work, too.
+    Observations are user messages: texts as they are, with the drawing of an environment that was made with
+    `render_mode="ansi"`, and anything else as JSON. The policy's answers are actions (`action_of`); an answer that is
+    none costs a turn and is answered with what would be one. Environments of GEM (`gem.make`), which have no spaces and
+    take texts, work, too.
 
     Example:
         >>> class Echo:
@@ -30,37 +43,111 @@ class GymnasiumTextEnv(MessageEnv):
         ['Say hi.']
     """
 
-    def __init__(
-        self, env: gymnasium.Env[str, str], *, seed: int | None = None, system_prompt: str | None = None
-    ) -> None:
+    def __init__(self, env: gymnasium.Env, *, seed: int | None = None, system_prompt: str | None = None) -> None:
         self.env = env
         self.seed = seed
         self.system_prompt = system_prompt
+        self._actions = getattr(env, "action_space", None)
 
     async def init(self) -> list[Message]:
         """Return the first observation."""
-        observation, _ = await asyncio.to_thread(self.env.reset, seed=self.seed)
         opening: list[Message] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*opening, self._message(observation)]
+        return [*opening, await asyncio.to_thread(self._reset)]
 
     async def step(self, message: Message) -> MessageStep:
         """Take the message's text as the action; the final observation is discarded."""
-        action = text_of(message.get("content"))
-        observation, reward, is_terminated, is_truncated, info = await asyncio.to_thread(self.env.step, action)
-        messages = [] if is_terminated else [self._message(observation)]
-        return MessageStep(
-            messages, float(reward), is_done=bool(is_terminated), is_truncated=bool(is_truncated), info=info or {}
-        )
+        return await asyncio.to_thread(self._step, text_of(message.get("content")))
 
     async def close(self) -> None:
         """Close the environment."""
         if hasattr(self.env, "close"):  # GEM's environments have no `close`
             await asyncio.to_thread(self.env.close)
 
+    def _reset(self) -> Message:
+        observation, _ = self.env.reset(seed=self.seed)
+        return self._message(observation)
+
+    def _step(self, text: str) -> MessageStep:
+        try:
+            action = text if self._actions is None else action_of(self._actions, text)
+        except NoAction as error:
+            return MessageStep([{"role": "user", "content": str(error)}])
+        observation, reward, is_terminated, is_truncated, info = self.env.step(action)
+        messages = [] if is_terminated else [self._message(observation)]
+        return MessageStep(
+            messages, float(reward), is_done=bool(is_terminated), is_truncated=bool(is_truncated), info=info or {}
+        )
+
     def _message(self, observation: object) -> Message:
-        if not isinstance(observation, str):
-            raise TypeError(
-                f"observations must be strings, got {type(observation).__name__}; wrap the environment in a "
-                "gymnasium.ObservationWrapper that describes them."
-            )
-        return {"role": "user", "content": observation}
+        picture = drawn(self.env) if hasattr(self.env, "render_mode") else ""
+        text = observation_text(observation)
+        return {"role": "user", "content": f"{picture}\n\n{text}" if picture else text}
+
+
+class GymnasiumEnv(MessageChatEnv):
+    """A registered environment of gymnasium, played in text; see `GymnasiumTextEnv`.
+
+    The system prompt is what the environment's documentation says of its task, actions, observations and rewards, and
+    what an action looks like. Rewards are the environment's: they add up over the turns. Its own time limit truncates.
+
+    Args:
+        env_id: id as of `gymnasium.make`, such as `FrozenLake-v1`, or `MODULE:ID` with a module to import first.
+        num_problems: number of seeds per epoch.
+        split: `train` or `test`, which use different seeds.
+        system_prompt: in place of the documentation.
+        options: arguments of the environment, as of `gymnasium.make`.
+        **draws: see `DatasetChatEnv`.
+
+    Raises:
+        MissingExtraError: if gymnasium is not installed.
+        ValueError: if gymnasium cannot make the environment.
+        TypeError: if its observations have too many numbers for a text.
+
+    Example:
+        >>> env = GymnasiumEnv("FrozenLake-v1", options={"is_slippery": False})
+        >>> print(env.reset()["history"].prompt.content[1])
+        [S]FFF
+        FHFH
+        FFFH
+        HFFG
+        <BLANKLINE>
+        0
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        *,
+        num_problems: int = 1000,
+        split: Split = "train",
+        system_prompt: str | None = None,
+        options: Mapping[str, object] | None = None,
+        **draws: Unpack[DrawOptions],
+    ) -> None:
+        check_least(1, num_problems=num_problems)
+        first = _FIRST_TEST_SEED if check_split(split) == "test" else 0
+        self._options = dict(options or {})
+        self._env_id = env_id
+        env = self._make()
+        if "render_mode" not in self._options and "ansi" in env.metadata.get("render_modes", ()):
+            self._options["render_mode"] = "ansi"
+        observation_text(env.reset(seed=first)[0])  # its error is raised here
+        if system_prompt is None:
+            system_prompt = f"{about(env)}\n\nYour answer is your action: {action_words(env.action_space)}.".strip()
+        self._system_prompt = system_prompt
+        env.close()
+        rows = [{"seed": first + number} for number in range(num_problems)]
+        draws.setdefault("name", split)
+        super().__init__(self._conversation, rows, **draws)
+
+    def _make(self) -> gymnasium.Env:
+        gymnasium = require("gymnasium", extra="envs")
+        try:
+            return gymnasium.make(self._env_id, **self._options)
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise ValueError(
+                f"gymnasium cannot make {self._env_id!r} with {self._options}: {describe(error)}"
+            ) from error
+
+    def _conversation(self, row: Row) -> GymnasiumTextEnv:
+        return GymnasiumTextEnv(self._make(), seed=row["seed"], system_prompt=self._system_prompt)

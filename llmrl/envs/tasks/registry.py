@@ -15,6 +15,7 @@ from torchrl.envs import EnvBase
 
 from llmrl._utils.arguments import keywords_of, nearest, parameters_of, refuse_unknown
 from llmrl._utils.failure import describe
+from llmrl.envs.hubs.gymnasium import GymnasiumEnv
 from llmrl.envs.hubs.harbor import HarborEnv
 from llmrl.envs.hubs.miniwob import MiniWoBEnv
 from llmrl.envs.hubs.tau2 import Tau2Env
@@ -26,6 +27,7 @@ ENTRY_POINTS = "llmrl.environments"
 """Group of entry points by which an installed package announces environments."""
 
 HUBS: Mapping[str, tuple[Callable[..., EnvBase], str]] = {
+    "gymnasium": (GymnasiumEnv, "ID, a registered environment of gymnasium, played in text"),
     "harbor": (HarborEnv, "FOLDER, tasks in the form of Harbor or terminal-bench, judged by their tests in a sandbox"),
     "miniwob": (MiniWoBEnv, "TASK, a web task of MiniWoB++ in Chromium, judged by its page"),
     "reasoning-gym": (ReasoningGymEnv, "DATASET, generated problems of reasoning-gym, scored by its own scorers"),
