@@ -19,7 +19,6 @@ _PLAIN_IMAGE = re.compile(r"(?:docker\.io/)?(?:library/)?(?:ubuntu|debian|python
 """Images of which a task's scripts need nothing but a shell, the usual programs and Python."""
 _INSTALLS = re.compile(r"^[^#\n]*?\b(apt|apt-get|apk|curl|wget|uvx|uv|pip3? install|npm)\b", re.MULTILINE)
 _IGNORED = ("CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "SHELL", "USER", "MAINTAINER", "STOPSIGNAL")
-_MAX_FOLDERS = 100_000
 DEFAULT_WORKDIR = "/app"
 
 
@@ -89,7 +88,7 @@ def read_tasks(folder: Path) -> list[HarborTask]:
     folders = sorted(path for path in folder.iterdir() if path.is_dir() and _file_of(path) is not None)
     if not folders:
         raise BadTask(f"{str(folder)!r} has no task: neither task.toml nor task.yaml is in it or a subfolder of it.")
-    return [read_task(path) for path in folders[:_MAX_FOLDERS]]
+    return [read_task(path) for path in folders]
 
 
 def _file_of(folder: Path) -> Path | None:
