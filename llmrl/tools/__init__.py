@@ -6,6 +6,8 @@ from llmrl._utils.lazy_names import handed_on
 from llmrl.sandbox.base import Sandbox, SandboxResult
 from llmrl.sandbox.command import ContainerSandbox, SSHSandbox
 from llmrl.sandbox.confined import ConfinedSandbox
+from llmrl.sandbox.daytona import DaytonaSandbox
+from llmrl.sandbox.e2b import E2BSandbox
 from llmrl.sandbox.launch import IsolationError, PythonLimits
 from llmrl.sandbox.service import PythonExecutorService, PythonResult
 from llmrl.tools.browser import BrowserTransform
@@ -36,6 +38,8 @@ __all__ = [
     "ConfinedSandbox",
     "ContainerSandbox",
     "ConversationSandbox",
+    "DaytonaSandbox",
+    "E2BSandbox",
     "ExecuteToolsInOrder",
     "FileReadTool",
     "FileRefPart",

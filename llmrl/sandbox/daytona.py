@@ -1,0 +1,83 @@
+"""`DaytonaSandbox`: a sandbox of Daytona, by its SDK."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING
+
+from llmrl._utils.imports import require
+from llmrl.sandbox.remote import RemoteSandbox
+
+if TYPE_CHECKING:
+    from daytona import AsyncDaytona, AsyncSandbox
+
+_START_SECONDS = 600.0
+
+
+class DaytonaSandbox(RemoteSandbox):
+    """A sandbox of Daytona (https://www.daytona.io), without network unless it is allowed.
+
+    The SDK reads the key from `DAYTONA_API_KEY`, and the address from `DAYTONA_API_URL`.
+
+    Args:
+        image: image of Docker; by default Daytona's own snapshot.
+        folder: working folder, which is created.
+        network: whether it has a network.
+
+    Raises:
+        MissingExtraError: if the extra `daytona` is not installed.
+
+    Example:
+        >>> sandboxes = Sandboxes(lambda: DaytonaSandbox("debian:12-slim"))                 # doctest: +SKIP
+    """
+
+    def __init__(self, image: str | None = None, *, folder: str = "/tmp/work", network: bool = False) -> None:
+        super().__init__(folder)
+        require("daytona", extra="daytona")
+        self._image = image
+        self._has_network = network
+        self._client: AsyncDaytona | None = None
+        self._sandbox: AsyncSandbox | None = None
+
+    async def _create(self) -> None:
+        from daytona import AsyncDaytona, CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams
+
+        self._client = AsyncDaytona()
+        # 0 minutes after it stops: what a run that was killed leaves behind does not stay.
+        if self._image is None:
+            snapshot = CreateSandboxFromSnapshotParams(network_block_all=not self._has_network, auto_delete_interval=0)
+            self._sandbox = await self._client.create(snapshot, timeout=_START_SECONDS)
+        else:
+            made_from = CreateSandboxFromImageParams(
+                image=self._image, network_block_all=not self._has_network, auto_delete_interval=0
+            )
+            self._sandbox = await self._client.create(made_from, timeout=_START_SECONDS)
+
+    @property
+    def _started(self) -> AsyncSandbox:
+        assert self._sandbox is not None, "the sandbox was not started"
+        return self._sandbox
+
+    async def _execute(self, line: str, timeout: float) -> str:
+        return (await self._started.process.exec(line, timeout=math.ceil(timeout))).result
+
+    async def _upload(self, path: str, data: bytes) -> None:
+        await self._started.fs.upload_file(data, path)
+
+    async def _download(self, path: str) -> bytes:
+        return await self._started.fs.download_file(path) or b""
+
+    async def _delete(self) -> None:
+        client, self._client = self._client, None
+        sandbox, self._sandbox = self._sandbox, None
+        if client is None:
+            return
+        from daytona import DaytonaNotFoundError
+
+        try:
+            if sandbox is not None:
+                with contextlib.suppress(DaytonaNotFoundError):  # it may have been removed
+                    await client.delete(sandbox)
+        finally:
+            await client.close()
