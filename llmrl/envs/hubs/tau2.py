@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
-import torch
-
 from llmrl._utils.arguments import check_positive
 from llmrl._utils.failure import describe
 from llmrl._utils.numbers import finite_number
@@ -72,7 +70,6 @@ class Tau2Env(AgentEnv):
         host: str = "127.0.0.1",
         port: int = 0,
         public_url: str | None = None,
-        device: torch.device | None = None,
         **draws: Unpack[DrawOptions],
     ) -> None:
         check_positive(max_steps=max_steps, timeout_seconds=timeout_seconds, open_seconds=open_seconds)
@@ -103,7 +100,7 @@ class Tau2Env(AgentEnv):
             self._workers.close()
             raise ValueError(f"the domain {domain!r} cannot be played: {describe(error)}") from error
         draws.setdefault("name", split or "train")
-        super().__init__(self._play_alone, rows, host=host, port=port, public_url=public_url, device=device, **draws)
+        super().__init__(self._play_alone, rows, host=host, port=port, public_url=public_url, **draws)
 
     async def run_agent(self, row: Row, model: AgentModel) -> dict[str, Score]:
         """Play the conversation, and return tau2's reward."""
