@@ -3,7 +3,7 @@
     python test/helpers/tau2_domains.py CHECKOUT [DOMAIN …]
 
 `CHECKOUT` is one of https://github.com/sierra-research/tau2-bench; nothing in it is changed. The customer is a small
-server with the API of OpenAI, which says its task's number and ends the conversation when it hears the last words. The
+server with the API of OpenAI, which says its task's number and ends the conversation when it reads the last words. The
 judge of statements about the conversation, which tau2 asks at `OPENAI_BASE_URL`, is the same server.
 """
 
