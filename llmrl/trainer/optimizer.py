@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -74,13 +74,15 @@ def make_optimizer(
         raise ValueError(f"no parameter of {type(model).__name__} needs a gradient; there is nothing to train.")
     matrices = [p for p in trained if p.ndim > 1]
     vectors = [p for p in trained if p.ndim <= 1]
-    groups: list[dict[str, Any]] = [
+    groups: list[dict[str, object]] = [
         {"params": parameters, "weight_decay": decay, "moments": moments}
         for parameters, decay in ((matrices, weight_decay), (vectors, 0.0))
         if parameters
     ]
     optimizer: torch.optim.Optimizer
     if moments == "8bit":
+        if any(isinstance(parameter, DTensor) for parameter in trained):
+            raise ValueError("moments='8bit' needs whole weights, and these are sharded: use moments='float32'.")
         optimizer = _eight_bit_adamw(groups, learning_rate)
     else:
         # On GPU, the fused kernel makes no copies of the weights.
@@ -89,10 +91,7 @@ def make_optimizer(
     return optimizer, WarmupSchedule(optimizer, schedule, warmup_steps=warmup_steps, num_steps=num_steps)
 
 
-def _eight_bit_adamw(groups: list[dict[str, Any]], learning_rate: float) -> torch.optim.Optimizer:
-    if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
-        raise ValueError("moments='8bit' needs whole weights, and these are sharded: use moments='float32'.")
-
+def _eight_bit_adamw(groups: list[dict[str, object]], learning_rate: float) -> torch.optim.Optimizer:
     class HookedAdamW(require("bitsandbytes", extra="optim").optim.AdamW8bit):  # type: ignore[misc]
         def load_state_dict(self, state_dict: StateDict, move_to_device: bool = True) -> None:
             """Call the hooks too, which bitsandbytes leaves out."""

@@ -141,7 +141,7 @@ class CausalModel:
         return hidden
 
     def _counted(self, packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the positions whose experts this rank counts, and the engine's experts of all its positions."""
+        """Return the positions at which this rank counts experts, and the engine's experts of all its positions."""
         positions = packed.token_positions.unique()
         experts = packed.routed_experts
         ranks = context_ranks_of(self.model, packed.input_ids.shape[1])
@@ -156,8 +156,8 @@ class CausalModel:
             return
         if not (self.is_packed and can_be_split(self.model)):
             raise TypeError(
-                f"{type(self.model).__name__} cannot have its rows split over ranks, which is for models whose tokens "
-                "meet in packed attention alone: use context_ranks=1."
+                f"{type(self.model).__name__} cannot have its rows split over ranks: layers other than packed attention "
+                "combine tokens, or attention is not packed. Use context_ranks=1."
             )
 
     def _position_limit(self) -> int | None:

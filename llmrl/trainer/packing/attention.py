@@ -14,14 +14,14 @@ from llmrl.trainer.context import ContextRanks
 from llmrl.trainer.packing.masks import IMPLEMENTATION, Mask, PackedMask
 
 CONTEXT_RANKS = "context_ranks"
-"""Attribute of the modules of a model whose rows are split over ranks."""
+"""Attribute of a model's modules if rows are split over ranks."""
 
 _NUM_COMPILED = 64
 """Maximum number of compiled kernels per process: by dtype, head size, window, cap and gradient, not by length."""
 
 
 def packed_attention(
-    module: torch.nn.Module,
+    module: torch.nn.Module | SimpleNamespace,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -58,7 +58,7 @@ def packed_attention(
                 raise TypeError("position biases cannot be split over ranks: use context_ranks=1.")
             query, key, value = (ranks.by_heads(tensor, length) for tensor in (query, key, value))
             sinks = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.rank]
-            own: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+            own = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
             output, _ = packed_attention(
                 own, query, key, value, attention_mask, scaling, dropout, softcap, sinks, None, **arguments
             )
