@@ -156,8 +156,8 @@ class CausalModel:
             return
         if not (self.is_packed and can_be_split(self.model)):
             raise TypeError(
-                f"{type(self.model).__name__} cannot have its rows split over ranks: layers other than packed attention "
-                "combine tokens, or attention is not packed. Use context_ranks=1."
+                f"{type(self.model).__name__} cannot have its rows split over ranks: layers other than packed "
+                "attention combine tokens, or attention is not packed. Use context_ranks=1."
             )
 
     def _position_limit(self) -> int | None:
