@@ -91,6 +91,7 @@ ODD = {
     "export.max_shard_size": ("0GB", "5", "5 GB"),
     "export.push_to_hub": NAME,
     "engine.num_replicas": COUNT,
+    "engine.speculative": ("ngrams", "", "draft_model"),
     "engine.tensor_parallel_size": COUNT,
     "engine.max_num_seqs": COUNT,
     "engine.gpu_memory_utilization": SHARE,
