@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("imports_vllm")
 def test_vllm_has_the_name(name):
     found = getattr(vllm_private, name)
     assert found is getattr(vllm_private, name) is not None
-    assert getattr(found, "__module__", "vllm").startswith("vllm")
+    # A test before this one in the process may have called the plug-in, which replaces some of them.
+    assert getattr(found, "__module__", "vllm").startswith(("vllm", vllm_private.__name__))
 
 
 def test_an_untried_version_with_all_names_is_warned_of(monkeypatch):
