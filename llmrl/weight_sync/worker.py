@@ -235,8 +235,8 @@ class WorkerEngine(WeightTransferEngine):
         try:
             self._materialize(self._direct or ())
             self.model.load_weights(layout.views(buffer))
-            if self._direct is None and self._untouched():
-                self._direct = list(self._untouched().values())
+            if self._direct is None and (untouched := self._untouched()):
+                self._direct = list(untouched.values())
                 self._abandon()
                 self._begin_reload()
                 self._materialize(self._direct)

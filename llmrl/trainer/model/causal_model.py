@@ -16,7 +16,13 @@ from llmrl.engines.transformers.expert_routers import Routers
 from llmrl.trainer.head.log_probs import Head, LogitTransform, compute_dtype_of
 from llmrl.trainer.head.output_head import OutputHead
 from llmrl.trainer.model.checkpointing import set_scoring_mode
-from llmrl.trainer.model.decoder import can_be_split, context_ranks_of, decoder_hidden_states, num_attention_layers
+from llmrl.trainer.model.decoder import (
+    can_be_split,
+    context_ranks_of,
+    decoder_hidden_states,
+    num_attention_layers,
+    own_experts,
+)
 from llmrl.trainer.model.exactness import ExactnessProbe
 from llmrl.trainer.model.long_rope import use_long_frequencies
 from llmrl.trainer.model.routing import RoutingCounts
@@ -136,20 +142,18 @@ class CausalModel:
         elif len(choices) != self.routers.num_layers:
             return hidden
         record = trained_model(self.model)
-        counts = RoutingCounts.of(choices, self.routers.num_experts, *self._counted(packed))
+        experts = own_experts(self.model, packed)
+        counts = RoutingCounts.of(choices, self.routers.num_experts, self._counted(packed), experts)
         record.routing = counts if record.routing is None else record.routing + counts
         return hidden
 
-    def _counted(self, packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the positions at which this rank counts experts, and the engine's experts of all its positions."""
+    def _counted(self, packed: PackedRows) -> torch.Tensor:
+        """Return the positions at which this rank counts experts, among those that it computes."""
         positions = packed.token_positions.unique()
-        experts = packed.routed_experts
         ranks = context_ranks_of(self.model, packed.input_ids.shape[1])
         if ranks is not None:
-            if experts is not None:
-                experts = ranks.part_of(experts.unflatten(0, packed.input_ids.shape), fill=-1).flatten(0, 1)
-            return ranks.positions_of(positions, packed.input_ids.shape[1]), experts
-        return positions if trained_model(self.model).is_reporting else positions[:0], experts
+            return ranks.positions_of(positions, packed.input_ids.shape[1])
+        return positions if trained_model(self.model).is_reporting else positions[:0]
 
     def _check_context(self) -> None:
         if trained_model(self.model).context is None:

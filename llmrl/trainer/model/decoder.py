@@ -46,6 +46,14 @@ def context_ranks_of(model: PreTrainedModel, length: int) -> ContextRanks | None
     return ranks if ranks is not None and length >= 2 * ranks.size and can_be_split(model) else None
 
 
+def own_experts(model: PreTrainedModel, packed: PackedRows) -> torch.Tensor | None:
+    """Return `packed.routed_experts` at the positions that this rank computes."""
+    ranks = context_ranks_of(model, packed.input_ids.shape[1])
+    if ranks is None or packed.routed_experts is None:
+        return packed.routed_experts
+    return ranks.part_of(packed.routed_experts.unflatten(0, packed.input_ids.shape), fill=-1).flatten(0, 1)
+
+
 def decoder_hidden_states(
     model: PreTrainedModel, packed: PackedRows, *, is_packed: bool, shortest_segment: int = SHORTEST_SEGMENT
 ) -> torch.Tensor:
@@ -54,7 +62,8 @@ def decoder_hidden_states(
     If `is_packed` is False, `packed` must have one row per bin, and the model computes its own mask and positions;
     bins are padded on the right, where no token attends to the padding.
     """
-    replayed = {} if packed.routed_experts is None else {ROUTED_EXPERTS: packed.routed_experts}
+    experts = own_experts(model, packed) if is_packed else packed.routed_experts
+    replayed = {} if experts is None else {ROUTED_EXPERTS: experts}
     if not is_packed:
         return decoder_of(model)(input_ids=packed.input_ids, use_cache=False, **replayed).last_hidden_state
     config = text_config(model)
@@ -85,9 +94,6 @@ def decoder_hidden_states(
     input_ids, position_ids = packed.input_ids, packed.position_ids
     if ranks is not None:
         input_ids, position_ids = ranks.part_of(input_ids), ranks.part_of(position_ids)
-        if packed.routed_experts is not None:
-            experts = packed.routed_experts.unflatten(0, packed.input_ids.shape)
-            replayed = {ROUTED_EXPERTS: ranks.part_of(experts, fill=-1).flatten(0, 1)}
     hidden = decoder_of(model)(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **replayed
     ).last_hidden_state
