@@ -33,7 +33,7 @@ def save_as_embedded(home):
     folder.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(folder))
     digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
-    save_model_that_says(folder, {tokenizer.eos_token_id: 0.4, **dict.fromkeys(digits, 0.05)})
+    save_model_that_says(folder, {tokenizer.eos_token_id: 0.1, **dict.fromkeys(digits, 0.08)})
     files = {path.name: {"size": path.stat().st_size} for path in folder.iterdir()}
     (folder / "llmrl-manifest.json").write_text(json.dumps({"format": 1, "files": files}))
     return Path(folder)

@@ -224,7 +224,7 @@ class WebTask:
 
         async def on_the_same(page: Page) -> Result:
             if page is not self._page:  # another was opened, after that one was closed
-                raise PageLost("it was closed.")
+                raise PageLost("the page was closed before this action.")
             return await action(page)
 
         try:
