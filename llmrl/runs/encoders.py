@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmrl._utils.model_parts import has_encoders
+from llmrl._utils.model_parts import has_encoders, leave_out_encoders
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +61,8 @@ def _encoders_of(checkpoint: Path, model: PreTrainedModel) -> dict[str, torch.Te
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     known = whole.state_dict()
-    left_out = known.keys() - model.state_dict().keys()
+    leave_out_encoders(whole)
+    left_out = known.keys() - whole.state_dict().keys()
     weights = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

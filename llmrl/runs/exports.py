@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from llmrl._utils.files import check_entries, write_folder_atomically
-from llmrl._utils.model_parts import has_encoders, leave_out_encoders
 from llmrl.config.ranks import broadcast_from_rank0, this_rank
 from llmrl.config.sections import ScriptConfig
 from llmrl.runs.encoders import copy_encoders
+from llmrl.runs.model_files import ExportedModel
 from llmrl.runs.report import RunResults
 from llmrl.runs.run_card import run_card
 from llmrl.runs.run_folder import BackgroundWrites
-from llmrl.trainer.model.checkpoint_format import conversions_of
-from llmrl.trainer.trained_model import trained_model
-from llmrl.weight_sync.source import named_weights
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -36,7 +30,8 @@ class Exports:
     export waits for the thread, so there is at most one copy. A push is skipped while another one is running. A failed
     push is reported and does not end the run.
 
-    If the model is sharded, all ranks call the same methods, and rank 0 writes.
+    If the model is sharded, all ranks call the same methods, and training waits: the ranks gather one parameter after
+    the other, and rank 0 writes them. It holds those of one file at a time, at most `export.max_shard_size`.
     """
 
     def __init__(self, cfg: ScriptConfig, say: Callable[[str], object]) -> None:
@@ -49,20 +44,24 @@ class Exports:
 
     def start(self, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults) -> None:
         """Begin the export of a step's weights. Raises any exception of the previous export."""
-        self._writes.wait()
-        copied = copy_to_host(model)
-        if copied is not None:
-            path = self._path / "exports" / f"step-{step:06d}"
-            self._writes.start(self._export, copied, path, run_card(self._cfg, step, metrics, summary), step)
+        exported = self._read(model)
+        if exported is None:
+            return
+        path = self._path / "exports" / f"step-{step:06d}"
+        card = run_card(self._cfg, step, metrics, summary)
+        if exported.is_sharded:
+            self._export(exported, path, card, step)
+        else:
+            exported.copy_to_host()
+            self._writes.start(self._export, exported, path, card, step)
 
     def save(
         self, path: Path, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults
     ) -> None:
         """Write a step's weights to a folder, and wait until they are written."""
-        self._writes.wait()
-        copied = copy_to_host(model)
-        if copied is not None:
-            self._write(copied, path, run_card(self._cfg, step, metrics, summary))
+        exported = self._read(model)
+        if exported is not None:
+            self._write(exported, path, run_card(self._cfg, step, metrics, summary))
 
     def finish(self, step: int, model: PreTrainedModel, metrics: Mapping[str, float], summary: RunResults) -> None:
         """Write the last weights to `model`, push them, and wait for the push."""
@@ -77,11 +76,21 @@ class Exports:
         """Wait until nothing is being written."""
         self._writes.wait()
 
-    def _write(self, model: PreTrainedModel, path: Path, card: str) -> None:
+    def _read(self, model: PreTrainedModel) -> ExportedModel | None:
+        """Return what rank 0 is to write; the other ranks gather it with rank 0, and get None."""
+        self._writes.wait()
+        broadcast_from_rank0(None)  # the other ranks wait here while rank 0 writes something else
+        exported = ExportedModel(model)
+        if this_rank() == 0:
+            return exported
+        exported.gather()
+        return None
+
+    def _write(self, model: ExportedModel, path: Path, card: str) -> None:
         limit = self._cfg.export.max_shard_size
         write_model(model, path, self._path / "tokenizer", card, limit, self._cfg.model.folder)
 
-    def _export(self, model: PreTrainedModel, path: Path, card: str, step: int) -> None:
+    def _export(self, model: ExportedModel, path: Path, card: str, step: int) -> None:
         self._write(model, path, card)
         if self._cfg.export.push_to_hub is not None and (self._pushed is None or self._pushed.done()):
             self._await_push()
@@ -161,47 +170,15 @@ def exports_of(run: Path) -> list[Path]:
     return sorted((run / "exports").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def copy_to_host(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a copy of a model on the host, in the dtype of serving and with adapters merged.
-
-    All ranks call this if the model is sharded; only rank 0 gets the copy, the others get None.
-    """
-    broadcast_from_rank0(None)  # the other ranks wait here while rank 0 writes
-    dtype = trained_model(model).compute_dtype or torch.float32
-    base: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
-    weights = {}
-    for name, tensor in named_weights(model):
-        if this_rank() == 0:
-            weights[name] = tensor.to("cpu", dtype, copy=True)
-    if this_rank() > 0:
-        return None
-    kept = base.state_dict().keys() - dict(base.named_parameters(remove_duplicate=False)).keys()
-    buffers = {name: tensor.to("cpu", copy=True) for name, tensor in base.named_buffers() if name in kept}
-    config = copy.deepcopy(base.config)
-    config.dtype = dtype
-    with torch.device("meta"):
-        served = type(base)(config).to(dtype)
-    if has_encoders(served):
-        leave_out_encoders(served)
-    # The names and the layout of the checkpoint that was loaded.
-    served._weight_conversions = conversions_of(base) or None
-    served.load_state_dict(weights | buffers, strict=False, assign=True)
-    served.tie_weights()
-    served.generation_config = copy.deepcopy(base.generation_config)
-    return served
-
-
-def write_model(
-    model: PreTrainedModel, path: Path, tokenizer: Path, card: str, max_shard_size: str, source: str
-) -> None:
+def write_model(model: ExportedModel, path: Path, tokenizer: Path, card: str, max_shard_size: str, source: str) -> None:
     """Write a model, a tokenizer's files and a card to a folder, atomically.
 
     What the model has no part of, the encoders of images, is copied from the checkpoint `source` as it is.
     """
 
     def write(folder: Path) -> None:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
-        copy_encoders(source, folder, model)
+        model.write(folder, max_shard_size)
+        copy_encoders(source, folder, model.base)
         shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
         (folder / "README.md").write_text(card, encoding="utf-8")
 

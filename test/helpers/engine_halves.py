@@ -216,14 +216,16 @@ def is_lora_base(folder, class_name):
 
 def is_saved(model, folder, kind):
     """What is saved loads under the same class, trained weights changed and the others bit by bit."""
-    from llmrl.runs.exports import copy_to_host, write_model
+    from llmrl.runs.exports import write_model
+    from llmrl.runs.model_files import ExportedModel
 
     whole = kind.from_pretrained(folder / "whole", dtype=torch.float32).state_dict()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1
     (folder / "tokenizer").mkdir()
-    write_model(copy_to_host(model), folder / "saved", folder / "tokenizer", "", "1GB", str(folder / "whole"))
+    exported = ExportedModel(model)
+    write_model(exported, folder / "saved", folder / "tokenizer", "", "1GB", str(folder / "whole"))
     again, report = kind.from_pretrained(folder / "saved", dtype=torch.float32, output_loading_info=True)
     missing = report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from causal_types import causal_types
+from engine_checkpoints import write_checkpoint
 from fake_hub import running_hub
 from loss_batches import tiny_model, with_lora
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from llmrl._utils.files import clean_killed_writes, write_folder_atomically
@@ -28,8 +32,10 @@ from llmrl.config.sections import (
 )
 from llmrl.runs import exports as module
 from llmrl.runs.exports import Exports, exports_of
+from llmrl.runs.model_files import ExportedModel
 from llmrl.runs.run import Run
 from llmrl.runs.run_folder import RunFolder
+from llmrl.trainer import load_model
 
 
 @pytest.fixture
@@ -106,6 +112,30 @@ def test_an_export_has_the_weights_of_its_step_though_training_goes_on_while_it_
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, atol=0 if kind != "adapted" else 1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_moe", "glm4_moe", "minimax", "gpt_oss", "deepseek_v3"])
+def test_files_are_those_of_transformers(model_type, tmp_path):
+    """Of a model with tied weights, and of layouts of experts and buffers that checkpoints have otherwise than models."""
+    write_checkpoint(model_type, causal_types()[model_type], tmp_path / "checkpoint")
+    model = load_model(tmp_path / "checkpoint")
+    model.save_pretrained(tmp_path / "expected", max_shard_size="300KB")
+    (tmp_path / "actual").mkdir()
+    ExportedModel(model).write(tmp_path / "actual", "300KB")
+
+    def content(name):
+        folder = tmp_path / name
+        weights = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        texts = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
+        index = texts.pop("model.safetensors.index.json")
+        assert {path.name for path in folder.glob("*.safetensors")} == set(index["weight_map"].values())
+        return weights, texts, index["metadata"], index["weight_map"].keys()
+
+    expected, actual = content("expected"), content("actual")
+    assert actual[1:] == expected[1:]
+    assert actual[0].keys() == expected[0].keys() == actual[3]
+    for name, tensor in expected[0].items():
+        torch.testing.assert_close(actual[0][name], tensor, atol=0, rtol=0, msg=name)
 
 
 def test_the_last_exports_are_kept(make_exports):

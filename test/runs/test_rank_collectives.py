@@ -12,7 +12,7 @@ from warm_processes import run_warm
 
 HELPER = Path(__file__).parents[1] / "helpers/lockstep_runs.py"
 STEP = "c10d::broadcast_ in Run._begin"
-COPY = "c10d::broadcast_ in copy_to_host"
+COPY = "c10d::broadcast_ in Exports._read"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from causal_types import tiny_config
 from safetensors.torch import load_file, save_file
 
 from llmrl._utils.model_parts import class_with_images
-from llmrl.runs.exports import copy_to_host, write_model
+from llmrl.runs.exports import write_model
+from llmrl.runs.model_files import ExportedModel
 from llmrl.trainer import TransformersWrapper, load_model, shard_model
 from llmrl.trainer.loading import LoRAConfig
 from llmrl.weight_sync import get_model_metadata
@@ -83,7 +84,7 @@ def test_the_encoders_are_saved_bit_by_bit_beside_what_was_trained(checkpoint, t
         for parameter in model.parameters():
             parameter += 1
     saved = tmp_path / "saved"
-    write_model(copy_to_host(model), saved, tmp_path / "tokenizer", "", "1GB", str(folder))
+    write_model(ExportedModel(model), saved, tmp_path / "tokenizer", "", "1GB", str(folder))
     assert (saved / "preprocessor_config.json").is_file()
     shapes = {name: tensor.shape for path in saved.glob("*.safetensors") for name, tensor in load_file(path).items()}
     assert shapes == {name: tensor.shape for name, tensor in before.items()}
