@@ -6,12 +6,13 @@ import copy
 import json
 import math
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
+from llmrl._utils.safetensors_file import write_safetensors
 from llmrl.trainer.trained_model import trained_model
 from llmrl.weight_sync.source import ModelWeights, WeightMeta, base_of, checkpoint_name
 
@@ -32,58 +33,57 @@ class ExportedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.base: PreTrainedModel = cast("PreTrainedModel", base_of(model))
         self._dtype = trained_model(model).compute_dtype or torch.float32
-        self._parts = [ModelWeights(model, self._dtype)]
+        self._parameters = ModelWeights(model, self._dtype)
+        self._buffers = ModelWeights(model)  # in their own dtype
         parameters = dict(self.base.named_parameters(remove_duplicate=False))
         saved = self.base.state_dict().keys() - parameters.keys()
-        buffers = {checkpoint_name(name): one for name, one in self.base.named_buffers() if name in saved}
-        if buffers:  # in their own dtype
-            self._parts.append(ModelWeights(model))
-            self._parts[-1].override = buffers
+        self._buffers.override = {
+            checkpoint_name(name): one for name, one in self.base.named_buffers() if name in saved
+        }
         self._copied: list[tuple[str, torch.Tensor]] | None = None
 
     @property
     def is_sharded(self) -> bool:
         """Whether the weights are sharded over processes."""
-        return self._parts[0].is_sharded
+        return self._parameters.is_sharded
 
     def copy_to_host(self) -> None:
         """Copy the weights to host memory, so that training may change them before they are written."""
-        self._copied = list(self._on_host())
+        self._copied = list(self._read())
 
     def gather(self) -> None:
         """Take part in the gathering of the weights that another rank writes."""
-        for part in self._parts:
-            part.gather_the_rest()
+        self._parameters.gather_the_rest()
 
     def write(self, folder: Path, max_shard_size: str) -> None:
         """Write the weights and the configuration, as `save_pretrained` of transformers does.
 
         Args:
             folder: an existing folder.
-            max_shard_size: the most of a file, such as "5GB"; larger models are written to several. The weights of a
-                file are held in host memory.
+            max_shard_size: the most that a file has, such as "5GB"; larger models are written to several. A larger
+                parameter has a file of its own.
         """
-        from huggingface_hub import split_state_dict_into_shards_factory
-        from safetensors.torch import save_file
-
-        metadata = {one.name: one for part in self._parts for one in part.metadata()}
-        split = split_state_dict_into_shards_factory(
-            metadata,
-            get_storage_size=_num_bytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-        held: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in self._copied or self._on_host():
-            file = split.tensor_to_filename[name]
-            held.setdefault(file, {})[name] = tensor
-            if len(held[file]) == len(split.filename_to_tensors[file]):
-                save_file(held.pop(file), folder / file, metadata={"format": "pt"})
-        if split.is_sharded:
-            num_parameters = sum(math.prod(one.shape) for one in self._parts[0].metadata())  # buffers are none
-            sizes = {"total_parameters": num_parameters, **split.metadata}
-            index = {"metadata": sizes, "weight_map": split.tensor_to_filename}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        limit = int(max_shard_size[:-2]) * 1000 ** (1 + "KMGT".index(max_shard_size[-2]))
+        files: list[list[WeightMeta]] = [[]]
+        sizes: list[int] = [0]
+        for weight in self._metadata():
+            size = _num_bytes(weight)
+            if files[-1] and sizes[-1] + size > limit:
+                files.append([])
+                sizes.append(0)
+            files[-1].append(weight)
+            sizes[-1] += size
+        weights = iter(self._copied or self._read())
+        index: dict[str, str] = {}
+        for number, entries in enumerate(files, start=1):
+            name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            write_safetensors(folder / name, entries, islice(weights, len(entries)), metadata={"format": "pt"})
+            index |= {entry.name: name for entry in entries}
+        if len(files) > 1:
+            num_parameters = sum(math.prod(weight.shape) for weight in self._parameters.metadata())
+            totals = {"total_parameters": num_parameters, "total_size": sum(sizes)}
+            text = json.dumps({"metadata": totals, "weight_map": index}, indent=2)
+            (folder / "model.safetensors.index.json").write_text(text)
         self._write_configuration(folder)
 
     def _write_configuration(self, folder: Path) -> None:
@@ -94,11 +94,17 @@ class ExportedModel:
         if self.base.can_generate():
             self.base.generation_config.save_pretrained(folder)
 
-    def _on_host(self) -> Iterator[tuple[str, torch.Tensor]]:
-        kinds = chain.from_iterable(part.metadata() for part in self._parts)
-        tensors = chain.from_iterable(part.uncast() for part in self._parts)
-        for meta, (name, tensor) in zip(kinds, tensors, strict=True):
-            yield name, torch.empty(meta.shape, dtype=meta.dtype).copy_(tensor)
+    def _parts(self) -> list[ModelWeights]:
+        # Buffers first: they may have wider dtypes, which a file begins with.
+        return [self._buffers, self._parameters] if self._buffers.override else [self._parameters]
+
+    def _metadata(self) -> list[WeightMeta]:
+        return [weight for part in self._parts() for weight in part.metadata()]
+
+    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = chain.from_iterable(part.uncast() for part in self._parts())
+        for weight, (name, tensor) in zip(self._metadata(), tensors, strict=True):
+            yield name, torch.empty(weight.shape, dtype=weight.dtype).copy_(tensor)
 
 
 def _num_bytes(weight: WeightMeta) -> int:
