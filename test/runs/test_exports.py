@@ -116,7 +116,7 @@ def test_an_export_has_the_weights_of_its_step_though_training_goes_on_while_it_
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_moe", "glm4_moe", "minimax", "gpt_oss", "deepseek_v3"])
 def test_files_are_those_of_transformers(model_type, tmp_path):
-    """Of a model with tied weights, and of layouts of experts and buffers that checkpoints have otherwise than models."""
+    """Of a model with tied weights, and of experts and buffers that checkpoints lay out otherwise than models."""
     write_checkpoint(model_type, causal_types()[model_type], tmp_path / "checkpoint")
     model = load_model(tmp_path / "checkpoint")
     model.save_pretrained(tmp_path / "expected", max_shard_size="300KB")
