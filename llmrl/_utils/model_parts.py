@@ -33,6 +33,26 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     return model.model if base is model and hasattr(model, "model") else base
 
 
+def is_quantized(weight: torch.Tensor) -> bool:
+    """Return whether a weight is bitsandbytes' of 4 bits."""
+    return getattr(weight, "quant_state", None) is not None
+
+
+def has_quantized_base(model: torch.nn.Module) -> bool:
+    """Return whether a model has frozen weights of 4 bits, under its adapters."""
+    return any(map(is_quantized, model.parameters()))
+
+
+def dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """Return the values that a layer computes with: those of a weight of 4 bits, or the weight itself."""
+    if not is_quantized(weight):
+        return weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    values: torch.Tensor = dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[attr-defined]
+    return values
+
+
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
     """Set the attention of a model's decoder."""
     owner = decoder_of(model) if has_encoders(model) else model
@@ -45,6 +65,7 @@ def load_language_model(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     distribute: Callable[[PreTrainedModel], object] | None = None,
+    quantize: bool = False,
 ) -> PreTrainedModel:
     """Load the language model of a checkpoint under the checkpoint's own class; encoders of images are left out.
 
@@ -54,6 +75,7 @@ def load_language_model(
     Args:
         distribute: called with the model while its parameters have no memory (meta device). Of parameters that it
             turns into `DTensor`s, each rank reads its own part of the files.
+        quantize: hold the weights of linear layers, except the head, in 4 bits (NF4, by bitsandbytes).
 
     Raises:
         ImportError: if the class needs a package that is not installed.
@@ -66,9 +88,15 @@ def load_language_model(
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
     kind = class_with_images(config)
     options: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": False}
+    if quantize:
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+        options["device_map"] = {"": device}
     try:
         if kind is None and distribute is None:
-            return transformers.AutoModelForCausalLM.from_pretrained(path, **options).to(device)
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
+            return _computing_as_in_training(model) if quantize else model.to(device)
         if distribute is not None:
             options["distributed_config"] = transformers.distributed.DistributedConfig()
         kind = kind or transformers.AutoModelForCausalLM._model_mapping[type(config)]
@@ -76,7 +104,19 @@ def load_language_model(
             model = _loaded_as(kind, distribute).from_pretrained(path, **options)
     except (SafetensorError, UnpicklingError) as error:
         raise ValueError(f"{path} has no weights that can be read: {error!s:.200}") from error
+    except RuntimeError as error:
+        if not quantize:
+            raise
+        raise ValueError(f"{path} has layers that bitsandbytes cannot hold in 4 bits: {error!s:.200}") from error
     model.__class__ = kind
+    return _computing_as_in_training(model) if quantize else model
+
+
+def _computing_as_in_training(model: PreTrainedModel) -> PreTrainedModel:
+    """Forbid bitsandbytes' kernel for CPUs, which computes in bfloat16 where no gradient is wanted."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return model
 
 

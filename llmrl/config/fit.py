@@ -48,6 +48,7 @@ def training_shape(model: ModelConfig, train: TrainerConfig, *, budget: int = 0)
         offload_activations=train.offload_activations,
         is_half=model.dtype != "float32",
         lora_rank=model.lora.rank,
+        quantize_base=model.lora.quantize_base,
         moments=train.moments,
         has_reference=getattr(train, "kl_to_ref_coeff", None) is not None,
         is_gpu=train.device != "cpu",

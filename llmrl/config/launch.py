@@ -87,7 +87,7 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
 def _require_packages(config: ScriptConfig) -> None:
     if config.model.lora.rank is not None:
         require("peft", extra="lora")
-    if config.train.moments == "8bit":
+    if config.train.moments == "8bit" or config.model.lora.quantize_base:
         require("bitsandbytes", extra="optim")
     if config.train.head_kernel == "liger":
         require("liger_kernel", extra="gpu")

@@ -35,12 +35,20 @@ class LoRAEntries(Section):
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata=NAMED)
     """Names of the adapted layers; `all-linear` is all but the output head."""
 
+    quantize_base: bool = False
+    """Whether to hold the weights under the adapters in 4 bits, on one rank; needs the extra `optim`."""
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.quantize_base and self.rank is None:
+            raise ValueError("model.lora.quantize_base=true is for adapters: give them a rank, model.lora.rank=16.")
+
     def build(self) -> LoRAConfig | None:
         """Return the adapters; None if all weights are trained."""
         if self.rank is None:
             return None
         targets = "all-linear" if self.target_modules == ["all-linear"] else tuple(self.target_modules)
-        return LoRAConfig(rank=self.rank, alpha=self.alpha, target_modules=targets)
+        return LoRAConfig(rank=self.rank, alpha=self.alpha, target_modules=targets, quantize_base=self.quantize_base)
 
 
 @dataclass(slots=True, kw_only=True)

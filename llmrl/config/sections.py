@@ -328,6 +328,13 @@ class ScriptConfig(Section):
             raise ValueError("sync.transport=ipc is for one engine on the trainer's GPU; with several use direct.")
         if self.sync.lora == "adapter" and self.model.lora.rank is None:
             raise ValueError("sync.lora=adapter sends adapters alone: give them a rank, model.lora.rank=16.")
+        if self.model.lora.quantize_base and self.sync.lora == "adapter":
+            raise ValueError(
+                "model.lora.quantize_base=true needs sync.lora=merged: with adapters alone, engines would add them to "
+                "weights that are not quantized."
+            )
+        if self.model.lora.quantize_base and self.train.num_ranks > 1:
+            raise ValueError("model.lora.quantize_base=true is for one rank, train.num_ranks=1.")
         if engine.sleep_while_training and not self.engine_sleeps:
             needed = "sync.transport=ipc, collect.max_staleness=null and collect.in_background=false"
             raise ValueError(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from llmrl._utils.files import check_entries, write_folder_atomically
 from llmrl.config.ranks import broadcast_from_rank0, this_rank
 from llmrl.config.sections import ScriptConfig
-from llmrl.runs.encoders import copy_encoders
-from llmrl.runs.model_files import ExportedModel
+from llmrl.runs.model_files import ExportedModel, copy_encoders
 from llmrl.runs.report import RunResults
 from llmrl.runs.run_card import run_card
 from llmrl.runs.run_folder import BackgroundWrites

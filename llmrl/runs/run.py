@@ -20,6 +20,7 @@ from rich.console import Console
 from tensordict import TensorDictBase
 
 from llmrl._utils.failure import NothingLearned
+from llmrl._utils.model_parts import has_quantized_base
 from llmrl._utils.spans import trace_spans
 from llmrl._utils.terminal import printable
 from llmrl._utils.types import StateDict, Tokenizer
@@ -142,7 +143,7 @@ class Run:
     def track(self, collector: BatchMaker, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Register what a checkpoint contains. Restore it if the run is resumed.
 
-        A resumed run, or one with a lent engine, then sends the model's weights to the engine.
+        A resumed run, or one with a lent engine or a quantized model, then sends the model's weights to the engine.
 
         Args:
             collector: an `LLMCollector` or `Demonstrations`; its position in the data is saved with every batch.
@@ -163,9 +164,10 @@ class Run:
             self._step = checkpoint["step"]
         if checkpoint is not None and self._recorder is not None:
             restore(collector, checkpoint)
-        if checkpoint is not None or engine is self._lent:
+        model = self._tracked["model"]
+        if checkpoint is not None or engine is self._lent or has_quantized_base(model):
             engine.policy_version = self._step - 1  # the version numbers continue
-            collector.update_policy_weights_(self._tracked["model"])
+            collector.update_policy_weights_(model)
         if self._recorder is not None:  # a failed resumption keeps the old configuration
             save_config(self.cfg, self._recorder.folder.path)
             self._recorder.folder.machines.write(self._step + 1, machine_of(self.cfg.train.device))

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from llmrl._utils.files import open_file
+from llmrl._utils.model_parts import has_quantized_base
 from llmrl._utils.ranks import rank_and_size
 from llmrl._utils.safetensors_file import write_safetensors
 from llmrl._utils.types import StateDict
@@ -86,6 +87,17 @@ class Shards:
         return {"folder": self.folder.name, "names": self.names, "checksums": {name: _crc_in(name) for name in files}}
 
 
+def _state_of(one: Stateful) -> StateDict:
+    """Return the state of an object; of a model with a quantized base, that of its adapters alone.
+
+    The base is made from the model's files again: bitsandbytes writes its weights in a form that it does not load.
+    """
+    state = one.state_dict()
+    if not isinstance(one, torch.nn.Module) or not has_quantized_base(one):
+        return state
+    return {name: state[name] for name, parameter in one.named_parameters() if parameter.requires_grad}
+
+
 def save_split(state: StateDict, shards: Shards | None, save: Callable[[StateDict], object] | None) -> None:
     """Write this rank's shards; rank 0, which has `save`, then saves the state with their record."""
     if shards is not None:
@@ -101,7 +113,7 @@ def split_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> tup
         tracked: objects by name. All ranks call this if one has sharded tensors.
         path: folder of the run, which all ranks can access.
     """
-    states: StateDict = {name: one.state_dict() for name, one in tracked.items()}
+    states: StateDict = {name: _state_of(one) for name, one in tracked.items()}
     tensors = {place: tensor for place, tensor in _tensors(states) if isinstance(tensor, DTensor)}
     if not tensors:
         return {"tracked": states}, None
@@ -118,7 +130,11 @@ def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path
     Raises ValueError if the checkpoint lacks an object, and DamagedFileError if the shards are damaged.
     """
     for name, state in states_of(checkpoint, path, tracked).items():
-        tracked[name].load_state_dict(state)
+        one = tracked[name]
+        if isinstance(one, torch.nn.Module) and has_quantized_base(one):
+            one.load_state_dict(state, strict=False)
+        else:
+            one.load_state_dict(state)
 
 
 def states_of(checkpoint: StateDict, path: Path, tracked: Mapping[str, Stateful]) -> dict[str, StateDict]:

@@ -59,6 +59,7 @@ class TrainOptions(TypedDict, total=False):
     dtype: ComputeDtype
     chat_template: str | Path | None
     lora_rank: int | None
+    quantize_base: bool
     learning_rate: float
     schedule: Schedule
     warmup_steps: int
@@ -90,6 +91,7 @@ _OWN_NAMES = {
     "lora_rank": "model.lora.rank",
     "model": "model.path",
     "path": "run.path",
+    "quantize_base": "model.lora.quantize_base",
 }
 ENTRIES: Mapping[str, str] = entries_by_name(GRPOConfig) | _OWN_NAMES
 """Configuration entry of each keyword of `train`."""

@@ -44,6 +44,8 @@ class LoRAConfig:
     """Scale of the update, which is multiplied by `alpha / rank`; at least 1."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Names of adapted layers, or `all-linear` for all except the output head."""
+    quantize_base: bool = False
+    """Whether to hold the weights under the adapters in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes."""
 
     def __post_init__(self) -> None:
         check_least(1, rank=self.rank, alpha=self.alpha)
@@ -67,11 +69,12 @@ def load_model(
             same random state.
         compute_dtype, context_ranks: see `shard_model`; only with `mesh`.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
-        lora: adapters, which are then the only trained parameters.
+        lora: adapters, which are then the only trained parameters. An engine computes with a quantized base once it
+            has taken the first update, which belongs before the first rollout.
 
     Raises:
-        MissingExtraError: if `lora` is given and peft is not installed.
-        ValueError: if `lora.target_modules` names no layer of the model.
+        MissingExtraError: if `lora` is given and peft, or bitsandbytes for a quantized base, is not installed.
+        ValueError: if `lora.target_modules` names no layer of the model, or a quantized base is to be sharded.
 
     Example:
         >>> import tempfile
@@ -81,9 +84,14 @@ def load_model(
         >>> {name.split(".")[-3] for name, weight in model.named_parameters() if weight.requires_grad}
         {...'lora_A'...}
     """
+    quantize = lora is not None and lora.quantize_base
+    if quantize:
+        require("bitsandbytes", extra="optim")
     if mesh is None:
-        model = load_language_model(path, dtype=torch.float32, device=device)
+        model = load_language_model(path, dtype=torch.float32, device=device, quantize=quantize)
         return _prepare(model, gradient_checkpointing=gradient_checkpointing, lora=lora)
+    if quantize:
+        raise ValueError("quantize_base=True is for one rank: weights of 4 bits cannot be sharded.")
     prepared: list[PreTrainedModel] = []
     adapted: list[_Adapted] = []
 

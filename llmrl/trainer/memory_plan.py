@@ -11,6 +11,9 @@ from typing import Any
 from llmrl.trainer.head.log_probs import default_chunk_size
 from llmrl.trainer.optimizer import MomentsName
 
+_QUANTIZED = 0.5 + 4 / 64
+"""Bytes of a weight of 4 bits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -99,6 +102,8 @@ class TrainingShape:
     is_half: bool = True
     """Whether to compute in bfloat16 or float16 over float32 weights."""
     lora_rank: int | None = None
+    quantize_base: bool = False
+    """Whether the weights of layers have 4 bits, and a scale of 4 bytes for 64."""
     moments: MomentsName = "float32"
     has_reference: bool = False
     """Whether the loss has a KL to the initial model, which with adapters needs no second copy."""
@@ -141,10 +146,13 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
     if training.lora_rank is not None:
         trained = model.adapter_parameters(training.lora_rank)
         weights = parameters + trained
+    base = 4 * weights
+    if training.quantize_base:
+        base -= int(model.num_layers * model.layer_parameters * (4 - _QUANTIZED))
     ranks = training.num_ranks
     # float32: 4 bytes per weight and 4 per gradient, sharded over ranks; the two moments have 4 bytes or 1 each.
     moments = trained * (2 if training.moments == "8bit" else 8)
-    lasting = {"weights": 4 * weights // ranks, "gradients": 4 * trained // ranks, "optimizer": moments // ranks}
+    lasting = {"weights": base // ranks, "gradients": 4 * trained // ranks, "optimizer": moments // ranks}
     loading = lasting["weights"]
     if training.has_reference and training.lora_rank is None:  # with adapters, the reference is the model without them
         lasting["reference"] = 4 * parameters // ranks
@@ -185,6 +193,8 @@ def _activations(model: ModelShape, training: TrainingShape) -> int:
 def _gathered(model: ModelShape, training: TrainingShape) -> int:
     """Return the bytes of additional copies of layer weights: cast, or gathered from other ranks."""
     layer = model.layer_parameters
+    if training.quantize_base:  # one matrix at a time, in float32 and cast
+        return 6 * model.hidden_size * model.intermediate_size
     if training.num_ranks > 1:
         # The current layer, the prefetched next one, and the gradient before it is scattered.
         return layer * (2 * _weight_size(training) + 4)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from llmrl._utils.model_parts import has_encoders, language_parameters
+from llmrl._utils.model_parts import dequantized, has_encoders, is_quantized, language_parameters
 
 if TYPE_CHECKING:
     from llmrl.trainer.model.checkpoint_format import CheckpointWeights
@@ -156,27 +156,37 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class LazyWeight:
-    """A weight that is computed when it is sent, with the dtype and shape of `weight`."""
+    """A weight that is computed when it is sent, with the dtype and shape that `weight` has, unquantized."""
 
     weight: torch.Tensor
 
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the weight."""
-        return self.weight.dtype
+        dtype: torch.dtype = getattr(self.weight, "quant_state", self.weight).dtype
+        return dtype
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the weight."""
-        return self.weight.shape
+        shape: torch.Size = getattr(self.weight, "quant_state", self.weight).shape
+        return shape
 
     def is_floating_point(self) -> bool:
         """Whether the weight has a floating-point dtype, and is therefore cast."""
-        return self.weight.is_floating_point()
+        return self.dtype.is_floating_point
 
     def whole(self) -> torch.Tensor:
         """Return the weight, computed and gathered."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _QuantizedWeight(LazyWeight):
+    """Frozen weight in 4 bits, sent as the values that the model computes with."""
+
+    def whole(self) -> torch.Tensor:
+        return dequantized(self.weight)
 
 
 @dataclass(frozen=True)
@@ -187,7 +197,7 @@ class _AdaptedWeight(LazyWeight):
 
     @torch.no_grad()
     def whole(self) -> torch.Tensor:
-        weight = self.weight
+        weight = dequantized(self.weight)
         for adapter in self.layer.active_adapters:
             if adapter in self.layer.lora_A or adapter in self.layer.lora_embedding_A:
                 update = self.layer.get_delta_weight(adapter)
@@ -268,9 +278,13 @@ def _with_adapters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor |
         prefix, _, kind = name.rpartition(".base_layer.")
         if prefix:
             is_adapted = kind == "weight" and not layers[prefix].merged
-            yield f"{prefix}.{kind}", _AdaptedWeight(tensor, layers[prefix]) if is_adapted else tensor
+            yield f"{prefix}.{kind}", _AdaptedWeight(tensor, layers[prefix]) if is_adapted else _lazy(tensor)
         elif ".lora_" not in name:
-            yield name, tensor
+            yield name, _lazy(tensor)
+
+
+def _lazy(tensor: torch.Tensor) -> torch.Tensor | LazyWeight:
+    return _QuantizedWeight(tensor) if is_quantized(tensor) else tensor
 
 
 def _require_plain_lora(name: str, layer: Any, num_names: Counter[int]) -> None:

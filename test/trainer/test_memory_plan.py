@@ -65,6 +65,15 @@ def test_ranks_divide_what_lasts() -> None:
     assert sum(eight.lasting.values()) == pytest.approx(sum(one.lasting.values()) / 8)
 
 
+def test_a_base_of_4_bits_leaves_the_ends_as_they_are() -> None:
+    hidden, wide, layers, vocab, queries, keys, _ = MODELS["8B"]
+    plan = plan_memory(shape("8B"), replace(TRAINING, lora_rank=16, quantize_base=True))
+    in_layers = layers * hidden * (2 * queries + 2 * keys + 3 * wide)
+    adapters = 16 * layers * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
+    expected = in_layers / 2 + 4 * in_layers / 64 + 4 * 2 * vocab * hidden + 4 * adapters
+    assert plan.lasting["weights"] == pytest.approx(expected, rel=1e-6)
+
+
 def test_what_would_fit_fits_and_comes_least_change_first() -> None:
     training = replace(TRAINING, gradient_checkpointing=False, token_budget=65_536)
     found = what_fits(shape("1.5B"), training, int(70e9))
