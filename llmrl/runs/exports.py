@@ -30,7 +30,7 @@ class Exports:
     push is reported and does not end the run.
 
     If the model is sharded, all ranks call the same methods, and training waits: the ranks gather one parameter after
-    the other, and rank 0 writes them. It holds those of one file at a time, at most `export.max_shard_size`.
+    the other, and rank 0 writes it.
     """
 
     def __init__(self, cfg: ScriptConfig, say: Callable[[str], object]) -> None:
