@@ -135,7 +135,7 @@ def main(task: dict[str, Any], problems: list[dict[str, str]], log: str) -> None
             "seconds": done - started,
             "generate_seconds": generated - started,
             "train_seconds": done - generated,
-            "num_generated": sum(len(ids) for ids in batch["tokens", "response"]),
+            "num_generated": sum(len(row["tokens", "response"]) for row in batch.unbind(0)),
         }
         with path.open("a") as file:
             file.write(json.dumps(measured) + "\n")
