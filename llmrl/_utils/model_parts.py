@@ -96,19 +96,20 @@ def load_language_model(
     try:
         if kind is None and distribute is None:
             model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
-            return _computing_as_in_training(model) if quantize else model.to(device)
-        if distribute is not None:
-            options["distributed_config"] = transformers.distributed.DistributedConfig()
-        kind = kind or transformers.AutoModelForCausalLM._model_mapping[type(config)]
-        with torch.device(device):
-            model = _loaded_as(kind, distribute).from_pretrained(path, **options)
+            model = model if quantize else model.to(device)
+        else:
+            if distribute is not None:
+                options["distributed_config"] = transformers.distributed.DistributedConfig()
+            kind = kind or transformers.AutoModelForCausalLM._model_mapping[type(config)]
+            with torch.device(device):
+                model = _loaded_as(kind, distribute).from_pretrained(path, **options)
+            model.__class__ = kind
     except (SafetensorError, UnpicklingError) as error:
         raise ValueError(f"{path} has no weights that can be read: {error!s:.200}") from error
     except RuntimeError as error:
         if not quantize:
             raise
         raise ValueError(f"{path} has layers that bitsandbytes cannot hold in 4 bits: {error!s:.200}") from error
-    model.__class__ = kind
     return _computing_as_in_training(model) if quantize else model
 
 

@@ -34,7 +34,6 @@ class LoRAEntries(Section):
     """Scale of the update: it is multiplied by `alpha / rank`."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata=NAMED)
     """Names of the adapted layers; `all-linear` is all but the output head."""
-
     quantize_base: bool = False
     """Whether to hold the weights under the adapters in 4 bits, on one rank; needs the extra `optim`."""
 

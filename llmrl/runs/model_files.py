@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -42,12 +42,13 @@ class ExportedModel:
         self.base: PreTrainedModel = cast("PreTrainedModel", base_of(model))
         self._dtype = trained_model(model).compute_dtype or torch.float32
         self._parameters = ModelWeights(model, self._dtype)
-        self._buffers = ModelWeights(model)  # in their own dtype
         parameters = dict(self.base.named_parameters(remove_duplicate=False))
         saved = self.base.state_dict().keys() - parameters.keys()
-        self._buffers.override = {
-            checkpoint_name(name): one for name, one in self.base.named_buffers() if name in saved
-        }
+        self._buffers = {checkpoint_name(name): one for name, one in self.base.named_buffers() if name in saved}
+        self._parts = [self._parameters]
+        if self._buffers:  # in their own dtype; first, since it may be wider, and a file begins with the widest
+            self._parts.insert(0, ModelWeights(model))
+            self._parts[0].override = self._buffers
         self._copied: list[tuple[str, torch.Tensor]] | None = None
 
     @property
@@ -57,7 +58,7 @@ class ExportedModel:
 
     def copy_to_host(self) -> None:
         """Copy the weights to host memory, so that training may change them before they are written."""
-        self._copied = list(self._read())
+        self._copied = [(name, tensor.to("cpu", copy=True)) for name, tensor in chain.from_iterable(self._parts)]
 
     def gather(self) -> None:
         """Take part in the gathering of the weights that another rank writes."""
@@ -74,21 +75,22 @@ class ExportedModel:
         limit = int(max_shard_size[:-2]) * 1000 ** (1 + "KMGT".index(max_shard_size[-2]))
         files: list[list[WeightMeta]] = [[]]
         sizes: list[int] = [0]
-        for weight in self._metadata():
-            size = _num_bytes(weight)
+        for weight in (one for part in self._parts for one in part.metadata()):
+            size = math.prod(weight.shape) * weight.dtype.itemsize
             if files[-1] and sizes[-1] + size > limit:
                 files.append([])
                 sizes.append(0)
             files[-1].append(weight)
             sizes[-1] += size
-        weights = iter(self._copied or self._read())
+        weights = iter(self._copied or chain.from_iterable(self._parts))
         index: dict[str, str] = {}
         for number, entries in enumerate(files, start=1):
             name = _SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             write_safetensors(folder / name, entries, islice(weights, len(entries)), metadata={"format": "pt"})
             index |= {entry.name: name for entry in entries}
         if len(files) > 1:
-            num_parameters = sum(math.prod(weight.shape) for weight in self._parameters.metadata())
+            num_values = sum(math.prod(weight.shape) for entries in files for weight in entries)
+            num_parameters = num_values - sum(buffer.numel() for buffer in self._buffers.values())
             totals = {"total_parameters": num_parameters, "total_size": sum(sizes)}
             text = json.dumps({"metadata": totals, "weight_map": index}, indent=2)
             (folder / _INDEX).write_text(text)
@@ -103,22 +105,6 @@ class ExportedModel:
         config.save_pretrained(folder)
         if self.base.can_generate():
             self.base.generation_config.save_pretrained(folder)
-
-    def _parts(self) -> list[ModelWeights]:
-        # Buffers first: they may have wider dtypes, which a file begins with.
-        return [self._buffers, self._parameters] if self._buffers.override else [self._parameters]
-
-    def _metadata(self) -> list[WeightMeta]:
-        return [weight for part in self._parts() for weight in part.metadata()]
-
-    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        tensors = chain.from_iterable(part.uncast() for part in self._parts())
-        for weight, (name, tensor) in zip(self._metadata(), tensors, strict=True):
-            yield name, torch.empty(weight.shape, dtype=weight.dtype).copy_(tensor)
-
-
-def _num_bytes(weight: WeightMeta) -> int:
-    return math.prod(weight.shape) * weight.dtype.itemsize
 
 
 def copy_encoders(source: str, folder: Path, model: PreTrainedModel) -> None:

@@ -154,6 +154,12 @@ class ModelWeights:
             pass
 
 
+def _unquantized_form(weight: torch.Tensor) -> torch.Tensor:
+    """Return what has the dtype and shape that a weight has, or had before it was quantized."""
+    form: torch.Tensor = weight.quant_state if is_quantized(weight) else weight  # type: ignore[attr-defined]
+    return form
+
+
 @dataclass(frozen=True)
 class LazyWeight:
     """A weight that is computed when it is sent, with the dtype and shape that `weight` has, unquantized."""
@@ -163,14 +169,12 @@ class LazyWeight:
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the weight."""
-        dtype: torch.dtype = getattr(self.weight, "quant_state", self.weight).dtype
-        return dtype
+        return _unquantized_form(self.weight).dtype
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the weight."""
-        shape: torch.Size = getattr(self.weight, "quant_state", self.weight).shape
-        return shape
+        return _unquantized_form(self.weight).shape
 
     def is_floating_point(self) -> bool:
         """Whether the weight has a floating-point dtype, and is therefore cast."""

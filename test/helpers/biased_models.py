@@ -37,3 +37,8 @@ def save_as_embedded(home):
     files = {path.name: {"size": path.stat().st_size} for path in folder.iterdir()}
     (folder / "llmrl-manifest.json").write_text(json.dumps({"format": 1, "files": files}))
     return Path(folder)
+
+
+def letters_of(completion):
+    """Something that a random model's answers differ in."""
+    return sum(map(ord, completion)) % 97 / 97

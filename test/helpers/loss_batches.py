@@ -128,9 +128,14 @@ def with_lora(model: Any, targets: list[str], **arguments: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, lora_dropout=0.1, **arguments))
-    generator = torch.Generator().manual_seed(3)
+    return with_drawn_adapters(adapted, size=0.3, seed=3)
+
+
+def with_drawn_adapters(model: Any, *, size: float, seed: int) -> Any:
+    """The model, after its LoRA adapters were set to normal numbers of that size."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
+        for name, parameter in model.named_parameters():
             if "lora_" in name:
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return adapted
+                parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+    return model

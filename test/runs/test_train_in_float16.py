@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from biased_models import letters_of
 
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
 from llmrl.runs import grpo
@@ -15,11 +16,6 @@ from llmrl.trainer.trained_model import trained_model
 
 class Killed(Exception):
     pass
-
-
-def letters_of(completion):
-    """Something that a random model's answers differ in."""
-    return sum(map(ord, completion)) % 97 / 97
 
 
 def make_env():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from biased_models import letters_of
+from loss_batches import with_drawn_adapters
 from script_configs import config
 from transformers import AutoModelForCausalLM
 from weight_sync_tools import log_prob_difference, make_sender, sharp_llama
@@ -35,15 +37,6 @@ def in_nf4(weight: torch.Tensor) -> torch.Tensor:
     return (NF4[nearest] * scales).view(weight.shape)
 
 
-def with_drawn_adapters(model):
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
 def merged_by_hand(path, parameters, *, scale):
     """Weights of a checkpoint in NF4, with the product of a model's adapters."""
     adapters = {name.removeprefix("base_model.model."): one.detach() for name, one in parameters.items()}
@@ -60,7 +53,7 @@ def merged_by_hand(path, parameters, *, scale):
 def test_engines_are_sent_the_weights_that_the_trainer_computes_with(tmp_path):
     sharp_llama(tmp_path)
     whole = load_model(tmp_path)
-    model = with_drawn_adapters(load_model(tmp_path, lora=QUANTIZED))
+    model = with_drawn_adapters(load_model(tmp_path, lora=QUANTIZED), size=0.05, seed=1)
     assert get_model_metadata(model) == get_model_metadata(whole)
     expected, sent = merged_by_hand(tmp_path, dict(model.named_parameters()), scale=8 / 4), dict(ModelWeights(model))
     assert sent.keys() == expected.keys()
@@ -78,7 +71,7 @@ def test_engines_are_sent_the_weights_that_the_trainer_computes_with(tmp_path):
 
 
 def test_a_running_engine_agrees_with_the_trainer(trainable_engine, model_path):
-    model = with_drawn_adapters(load_model(model_path, lora=QUANTIZED)).eval()
+    model = with_drawn_adapters(load_model(model_path, lora=QUANTIZED), size=0.05, seed=1).eval()
     assert log_prob_difference(model, trainable_engine) > 0.05  # the engine's weights are not quantized yet
     sender = make_sender(VLLMWeightSyncScheme(), model, trainable_engine)
     sender.update_weights()
@@ -88,11 +81,6 @@ def test_a_running_engine_agrees_with_the_trainer(trainable_engine, model_path):
 
 class Killed(Exception):
     pass
-
-
-def letters_of(completion):
-    """Something that a random model's answers differ in."""
-    return sum(map(ord, completion)) % 97 / 97
 
 
 def test_a_killed_run_goes_on_to_the_bit_and_is_exact_from_the_first_rollout_on(
@@ -124,9 +112,8 @@ def test_a_killed_run_goes_on_to_the_bit_and_is_exact_from_the_first_rollout_on(
         run()
     state = load_state(tmp_path / "run/checkpoint.safetensors", advice="")["tracked"]["model"]
     assert state and all(".lora_" in name for name in state)
-    killed = seen.pop()
-    seen.pop()
-    seen.pop()
+    killed = seen[-1]
+    seen.clear()
     path = run(resume=True)  # steps 3, from its saved batch, and 4
     resumed, last = seen
     assert [name for name, weight in killed.items() if not torch.equal(resumed[name], weight)] == []

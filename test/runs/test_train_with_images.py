@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from biased_models import letters_of
 from models_with_images import make_checkpoint
 from real_templates import real_tokenizer
 from weight_sync_tools import differences_of
@@ -27,11 +28,6 @@ def look_up(word: str) -> str:
         word: word to look up.
     """
     return word
-
-
-def letters_of(completion):
-    """Something that a random model's answers differ in."""
-    return sum(map(ord, completion)) % 97 / 97
 
 
 def make_env(repeats, name):

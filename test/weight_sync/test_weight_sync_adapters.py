@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from loss_batches import with_drawn_adapters
 from waiting import wait_until
 from weight_sync_tools import FakeEngine, difference_of, make_sender, sharp_llama
 
@@ -32,11 +33,7 @@ def adapted(model, targets="all-linear", **arguments):
 
 def set_adapters(model, seed):
     """Others at each version; of version 0 there are none."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if ".lora_" in name:
-                weight.copy_(0.1 * bool(seed) * torch.randn(weight.shape, generator=generator))
+    with_drawn_adapters(model, size=0.1 * bool(seed), seed=seed)
 
 
 @pytest.fixture(scope="module")
