@@ -1,15 +1,17 @@
-"""Trains SmolLM2-135M-Instruct in two environments that come with verifiers, unmodified: SFT first, then GRPO.
+"""Trains SmolLM2-135M-Instruct in three environments that come with verifiers, unmodified: SFT first, then GRPO.
 
     python test/helpers/verifiers_learning.py CHECKOUT NAME FOLDER [ENTRY=VALUE …]
 
-`CHECKOUT` is one of https://github.com/PrimeIntellect-ai/verifiers, `NAME` is `reverse_text` or `alphabet_sort`.
-Data and runs go to `FOLDER`; entries change the configuration of GRPO. It takes up to half an hour on two cores. The
-data sets of the hub are replaced by small ones that suit a model of this size: five letters with spaces
-between them, two names or four. The curves are in `docs/how-to/other-environments.md`.
+`CHECKOUT` is one of https://github.com/PrimeIntellect-ai/verifiers, `NAME` is `reverse_text`,
+`alphabet_sort` or `glossary`. Data and runs go to `FOLDER`; entries change the configuration of GRPO. It takes up to
+half an hour on two cores. The data sets of the hub are replaced by small ones that suit a model of this size: five
+letters with spaces between them, two names or four. Of glossary's five entries three are trained on. The curves are
+in `docs/how-to/other-environments.md`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -27,11 +29,18 @@ LAST = ("Adams", "Berger", "Clark", "Dumas", "Evans", "Fermi", "Gauss", "Hilbert
 ENTRIES = {
     "reverse_text": ["model.max_model_len=256", "collect.max_new_tokens=40"],
     "alphabet_sort": ["model.max_model_len=512", "collect.max_new_tokens=64"],
+    "glossary": [
+        "model.max_model_len=640",
+        "collect.max_new_tokens=48",
+        "eval.num_problems=2",
+        "eval.num_samples=20",
+    ],
 }
-SFT_STEPS = {"reverse_text": 6, "alphabet_sort": 9}
+SFT_STEPS = {"reverse_text": 6, "alphabet_sort": 9, "glossary": 3}
 GRPO_ENTRIES = {
     "reverse_text": ["collect.groups_per_batch=8", "collect.group_size=8", "train.num_steps=12", "eval.every=4"],
     "alphabet_sort": ["collect.groups_per_batch=6", "collect.group_size=6", "train.num_steps=10", "eval.every=5"],
+    "glossary": ["collect.groups_per_batch=3", "collect.group_size=10", "train.num_steps=8", "eval.every=4"],
 }
 
 
@@ -78,8 +87,37 @@ def alphabet_sort(split: str = "train", repeats: int = 8) -> VerifiersEnv:
     )
 
 
+def glossary(split: str = "train", repeats: int = 8) -> VerifiersEnv:
+    """Call a tool for what a person is known for, and repeat it; a tool server is started for each rollout."""
+    return VerifiersEnv(
+        "glossary",
+        requirements=[f"{os.environ['VERIFIERS_CHECKOUT']}/environments/glossary"],
+        select={"include": {"idx": ["0:3" if split == "train" else "3:5"]}},
+        repeats=repeats,
+        name=split,
+    )
+
+
+def tool_conversation(row: dict) -> dict:
+    """The right call and answer of glossary."""
+    lookup = {"name": "facts_lookup", "description": "Look up what a person or thing is known for."}
+    parameters = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    call = {"type": "function", "function": {"name": "facts_lookup", "arguments": {"name": row["name"]}}}
+    return {
+        "messages": [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": row["answer"], "name": "facts_lookup"},
+            {"role": "assistant", "content": f"<answer>{row['answer']}</answer>"},
+        ],
+        "tools": [{"type": "function", "function": {**lookup, "parameters": parameters}}],
+    }
+
+
 def conversation(row: dict) -> dict:
     """The right answers to a row."""
+    if row["prompt"] and "facts_lookup" in row["prompt"]:
+        return tool_conversation(row)
     if "answer" in row:
         questions, answers = [row["prompt"]], [f"<reversed_text>{row['answer']}</reversed_text>"]
     else:
@@ -102,12 +140,12 @@ def main() -> None:
     write_data(folder)
     os.environ |= {"VERIFIERS_CHECKOUT": str(Path(checkout).absolute()), "HF_HUB_OFFLINE": "1"}
     os.chdir(folder)
-    env = {"reverse_text": reverse_text, "alphabet_sort": alphabet_sort}[name]()
-    shown = [conversation(row) for row in env.prompts.items[:NUM_DEMONSTRATIONS]]
+    env = {"reverse_text": reverse_text, "alphabet_sort": alphabet_sort, "glossary": glossary}[name]()
+    shown = [conversation(row) for row in itertools.islice(itertools.cycle(env.prompts.items), NUM_DEMONSTRATIONS)]
     env.close()
     (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in shown))
-    shared = ["task=own", f"env.name={Path(__file__).absolute()}:{name}", *ENTRIES[name], "train.token_budget=2048"]
-    shared += [f"eval.num_problems={NUM_TEST}", "eval.num_samples=2"]
+    shared = ["task=own", f"env.name={Path(__file__).absolute()}:{name}", "train.token_budget=2048"]
+    shared += [f"eval.num_problems={NUM_TEST}", "eval.num_samples=2", *ENTRIES[name]]
     sft = [f"conversations.path={name}.jsonl", "conversations.held_out=null", "collect.groups_per_batch=16"]
     sft += [f"train.num_steps={SFT_STEPS[name]}", "train.learning_rate=2.0e-5", f"run.path={name}-sft"]
     grpo = [f"model.path={name}-sft/model", f"run.path={name}", *GRPO_ENTRIES[name]]
