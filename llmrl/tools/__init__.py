@@ -9,6 +9,7 @@ from llmrl.sandbox.confined import ConfinedSandbox
 from llmrl.sandbox.daytona import DaytonaSandbox
 from llmrl.sandbox.e2b import E2BSandbox
 from llmrl.sandbox.launch import IsolationError, PythonLimits
+from llmrl.sandbox.modal import ModalSandbox
 from llmrl.sandbox.service import PythonExecutorService, PythonResult
 from llmrl.tools.browser import BrowserTransform
 from llmrl.tools.http import HttpTool, StopTool
@@ -50,6 +51,7 @@ __all__ = [
     "JSONCallParser",
     "JsonPart",
     "MCPToolTransform",
+    "ModalSandbox",
     "PythonExecutorService",
     "PythonInterpreter",
     "PythonLimits",

@@ -56,8 +56,11 @@ AGENTIC: tuple[tuple[str, str | None, str], ...] = (
     ("Repl ReplResult SubprocessRepl", "llmrl.tools.PythonExecutorService", ""),
     ("JupyterRepl ReplDisplay ReplError", None, "there are no notebooks' kernels, and results are text"),
     ("default_sandbox BubblewrapSandbox SeatbeltSandbox", "llmrl.tools.ConfinedSandbox", ""),
+    ("DockerSandbox", "llmrl.tools.ContainerSandbox", ""),
+    ("E2BSandbox", "llmrl.tools.E2BSandbox", "its methods are those of `Sandbox`"),
+    ("ModalSandbox", "llmrl.tools.ModalSandbox", "its methods are those of `Sandbox`"),
     (
-        "DockerSandbox E2BSandbox ModalSandbox UnsafeSubprocessSandbox",
+        "UnsafeSubprocessSandbox",
         "llmrl.tools.Sandbox",
         "a protocol for those of others; `llmrl.testing.check_sandbox` tries one",
     ),
