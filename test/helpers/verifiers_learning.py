@@ -33,14 +33,14 @@ ENTRIES = {
         "model.max_model_len=640",
         "collect.max_new_tokens=48",
         "eval.num_problems=2",
-        "eval.num_samples=20",
+        "eval.num_samples=16",
     ],
 }
-SFT_STEPS = {"reverse_text": 6, "alphabet_sort": 9, "glossary": 3}
+SFT_STEPS = {"reverse_text": 6, "alphabet_sort": 9, "glossary": 6}
 GRPO_ENTRIES = {
     "reverse_text": ["collect.groups_per_batch=8", "collect.group_size=8", "train.num_steps=12", "eval.every=4"],
     "alphabet_sort": ["collect.groups_per_batch=6", "collect.group_size=6", "train.num_steps=10", "eval.every=5"],
-    "glossary": ["collect.groups_per_batch=3", "collect.group_size=10", "train.num_steps=8", "eval.every=4"],
+    "glossary": ["collect.groups_per_batch=3", "collect.group_size=8", "train.num_steps=6", "eval.every=3"],
 }
 
 
@@ -92,6 +92,7 @@ def glossary(split: str = "train", repeats: int = 8) -> VerifiersEnv:
     return VerifiersEnv(
         "glossary",
         requirements=[f"{os.environ['VERIFIERS_CHECKOUT']}/environments/glossary"],
+        config={"agent": {"max_turns": 3}},
         select={"include": {"idx": ["0:3" if split == "train" else "3:5"]}},
         repeats=repeats,
         name=split,
