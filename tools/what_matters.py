@@ -10,6 +10,7 @@ Runs are in runs/what-matters; what has ended is not run again.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,7 @@ VARIED: Mapping[str, Mapping[str, str]] = {
 
 def folder_of(entries: str, seed: int) -> Path:
     """Return the folder of a run; the recipe as it is has one, whatever it is compared with."""
-    return RUNS / (entries.replace(" ", "-").replace("/", "_") or "as-it-is") / f"seed-{seed}"
+    return RUNS / (re.sub(r"[^\w.]+", "-", entries) or "as-it-is") / f"seed-{seed}"
 
 
 def train(recipe: Recipe, names: Sequence[str], seeds: Sequence[int]) -> None:

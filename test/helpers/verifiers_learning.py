@@ -3,10 +3,10 @@
     python test/helpers/verifiers_learning.py CHECKOUT NAME FOLDER [ENTRY=VALUE …]
 
 `CHECKOUT` is one of https://github.com/PrimeIntellect-ai/verifiers, `NAME` is `reverse_text`,
-`alphabet_sort` or `glossary`. Data and runs go to `FOLDER`; entries change the configuration of GRPO. It takes up to
+`alphabet_sort` or `scratchpad`. Data and runs go to `FOLDER`; entries change the configuration of GRPO. It takes up to
 half an hour on two cores. The data sets of the hub are replaced by small ones that suit a model of this size: five
-letters with spaces between them, two names or four. Of glossary's five entries three are trained on. The curves are
-in `docs/how-to/other-environments.md`.
+letters with spaces between them, two names or four. Of scratchpad's 20 words 15 are trained on. The curves
+are in `docs/how-to/other-environments.md`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ LAST = ("Adams", "Berger", "Clark", "Dumas", "Evans", "Fermi", "Gauss", "Hilbert
 ENTRIES = {
     "reverse_text": ["model.max_model_len=256", "collect.max_new_tokens=40"],
     "alphabet_sort": ["model.max_model_len=512", "collect.max_new_tokens=64"],
-    "glossary": [
-        "model.max_model_len=640",
-        "collect.max_new_tokens=48",
-        "eval.num_problems=2",
+    "scratchpad": [
+        "model.max_model_len=512",
+        "collect.max_new_tokens=40",
+        "eval.num_problems=5",
         "eval.num_samples=16",
     ],
 }
-SFT_STEPS = {"reverse_text": 6, "alphabet_sort": 9, "glossary": 6}
+SFT_STEPS = {"reverse_text": 6, "alphabet_sort": 9, "scratchpad": 3}
 GRPO_ENTRIES = {
     "reverse_text": ["collect.groups_per_batch=8", "collect.group_size=8", "train.num_steps=12", "eval.every=4"],
     "alphabet_sort": ["collect.groups_per_batch=6", "collect.group_size=6", "train.num_steps=10", "eval.every=5"],
-    "glossary": ["collect.groups_per_batch=3", "collect.group_size=8", "train.num_steps=6", "eval.every=3"],
+    "scratchpad": ["collect.groups_per_batch=8", "collect.group_size=8", "train.num_steps=9", "eval.every=3"],
 }
 
 
@@ -87,37 +87,36 @@ def alphabet_sort(split: str = "train", repeats: int = 8) -> VerifiersEnv:
     )
 
 
-def glossary(split: str = "train", repeats: int = 8) -> VerifiersEnv:
-    """Call a tool for what a person is known for, and repeat it; a tool server is started for each rollout."""
+def scratchpad(split: str = "train", repeats: int = 8) -> VerifiersEnv:
+    """Put a word into a tool that all episodes share, and repeat what it gives back."""
     return VerifiersEnv(
-        "glossary",
-        requirements=[f"{os.environ['VERIFIERS_CHECKOUT']}/environments/glossary"],
-        config={"agent": {"max_turns": 3}},
-        select={"include": {"idx": ["0:3" if split == "train" else "3:5"]}},
+        "scratchpad",
+        requirements=[f"{os.environ['VERIFIERS_CHECKOUT']}/environments/scratchpad"],
+        select={"include": {"idx": ["0:15" if split == "train" else "15:20"]}},
         repeats=repeats,
         name=split,
     )
 
 
 def tool_conversation(row: dict) -> dict:
-    """The right call and answer of glossary."""
-    lookup = {"name": "facts_lookup", "description": "Look up what a person or thing is known for."}
-    parameters = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    call = {"type": "function", "function": {"name": "facts_lookup", "arguments": {"name": row["name"]}}}
+    """The right call and answer of scratchpad."""
+    parameters = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
+    tool = {"name": "scratchpad_roundtrip", "parameters": parameters}
+    call = {"type": "function", "function": {"name": "scratchpad_roundtrip", "arguments": {"word": row["word"]}}}
     return {
         "messages": [
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": row["answer"], "name": "facts_lookup"},
-            {"role": "assistant", "content": f"<answer>{row['answer']}</answer>"},
+            {"role": "tool", "content": row["word"], "name": "scratchpad_roundtrip"},
+            {"role": "assistant", "content": row["word"]},
         ],
-        "tools": [{"type": "function", "function": {**lookup, "parameters": parameters}}],
+        "tools": [{"type": "function", "function": tool}],
     }
 
 
 def conversation(row: dict) -> dict:
     """The right answers to a row."""
-    if row["prompt"] and "facts_lookup" in row["prompt"]:
+    if "word" in row:
         return tool_conversation(row)
     if "answer" in row:
         questions, answers = [row["prompt"]], [f"<reversed_text>{row['answer']}</reversed_text>"]
@@ -141,7 +140,7 @@ def main() -> None:
     write_data(folder)
     os.environ |= {"VERIFIERS_CHECKOUT": str(Path(checkout).absolute()), "HF_HUB_OFFLINE": "1"}
     os.chdir(folder)
-    env = {"reverse_text": reverse_text, "alphabet_sort": alphabet_sort, "glossary": glossary}[name]()
+    env = {"reverse_text": reverse_text, "alphabet_sort": alphabet_sort, "scratchpad": scratchpad}[name]()
     shown = [conversation(row) for row in itertools.islice(itertools.cycle(env.prompts.items), NUM_DEMONSTRATIONS)]
     env.close()
     (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in shown))
