@@ -30,19 +30,36 @@ MICRO_BATCH_SIZE = 32
 """Answers of a padded micro-batch, as in the plain loop."""
 
 
-class RightNumber(Transform):
-    """Ends a conversation after its answer, with 1 for the right number and 0 for an answer that was cut."""
+class AllLogProbs(TransformersWrapper):
+    """The wrapper with the log-probs of all sampled tokens.
 
-    def __init__(self, end: str) -> None:
+    TorchRL 0.14 sets that of the first one to 0 when it generates. The first token is all that a one-digit answer has,
+    and with a ratio of p / 1 in place of 1 nothing is learned.
+    """
+
+    @classmethod
+    def _log_probs_generate(cls, tokens: Any, logits: Any, pad_val: int = -100, pad: bool = True) -> Any:
+        assert not pad
+        log_probs = torch.nn.functional.cross_entropy(logits.mT, tokens, reduction="none").neg()
+        return log_probs, logits
+
+
+class RightNumber(Transform):
+    """Ends a conversation after its answer, with 1 for the right number and 0 for an answer that was cut.
+
+    It reads tokens, since TorchRL 0.14 cuts as many characters from the text of an answer as the prompts' padding has.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
         super().__init__()
-        self.end = end
+        self.tokenizer = tokenizer
 
     def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
-        answers = tensordict["text", "response"]
-        rewards = [
-            float(text.endswith(self.end) and re.findall(r"\d+", text)[-1:] == [right])
-            for text, right in zip(answers, tensordict["answer"], strict=True)
-        ]
+        rewards = []
+        for row in tensordict.unbind(0):
+            ids = row["tokens", "response"].tolist()
+            numbers = re.findall(r"\d+", self.tokenizer.decode(ids, skip_special_tokens=True))
+            rewards.append(float(ids[-1] == self.tokenizer.eos_token_id and numbers[-1:] == [row["answer"]]))
         done = torch.ones(len(rewards), 1, dtype=torch.bool)
         next_tensordict.update({"reward": torch.tensor(rewards).view(-1, 1, 1), "done": done, "terminated": done})
         return next_tensordict
@@ -62,6 +79,7 @@ def main(task: dict[str, Any], problems: list[dict[str, str]], log: str) -> None
     torch.manual_seed(task["seed"])
     random.seed(task["seed"])
     tokenizer = AutoTokenizer.from_pretrained(task["model"], padding_side="left")
+    tokenizer.pad_token_id = 0  # it was the end of an answer, which would be taken away as padding
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32).eval()
     batch_size = task["groups_per_batch"] * task["group_size"]
     micro_batch_size = min(MICRO_BATCH_SIZE, batch_size)
@@ -84,9 +102,9 @@ def main(task: dict[str, Any], problems: list[dict[str, str]], log: str) -> None
             dataloader=loader, batch_size=(task["groups_per_batch"],), repeats=task["group_size"], group_repeats=True
         )
     )
-    env.append_transform(RightNumber(tokenizer.eos_token))
+    env.append_transform(RightNumber(tokenizer))
     options = {"tokenizer": tokenizer, "pad_output": False, "return_log_probs": True}
-    policy = TransformersWrapper(
+    policy = AllLogProbs(
         model,
         generate=True,
         input_mode="history",
