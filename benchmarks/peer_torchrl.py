@@ -45,21 +45,18 @@ class AllLogProbs(TransformersWrapper):
 
 
 class RightNumber(Transform):
-    """Ends a conversation after its answer, with 1 for the right number and 0 for an answer that was cut.
+    """Ends a conversation after its answer, with 1 for the right number and 0 for an answer that was cut."""
 
-    It reads tokens, since TorchRL 0.14 cuts as many characters from the text of an answer as the prompts' padding has.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, end: str) -> None:
         super().__init__()
-        self.tokenizer = tokenizer
+        self.end = end
 
     def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
-        rewards = []
-        for row in tensordict.unbind(0):
-            ids = row["tokens", "response"].tolist()
-            numbers = re.findall(r"\d+", self.tokenizer.decode(ids, skip_special_tokens=True))
-            rewards.append(float(ids[-1] == self.tokenizer.eos_token_id and numbers[-1:] == [row["answer"]]))
+        answers = tensordict["text", "response"]
+        rewards = [
+            float(text.endswith(self.end) and re.findall(r"\d+", text)[-1:] == [right])
+            for text, right in zip(answers, tensordict["answer"], strict=True)
+        ]
         done = torch.ones(len(rewards), 1, dtype=torch.bool)
         next_tensordict.update({"reward": torch.tensor(rewards).view(-1, 1, 1), "done": done, "terminated": done})
         return next_tensordict
@@ -79,7 +76,7 @@ def main(task: dict[str, Any], problems: list[dict[str, str]], log: str) -> None
     torch.manual_seed(task["seed"])
     random.seed(task["seed"])
     tokenizer = AutoTokenizer.from_pretrained(task["model"], padding_side="left")
-    tokenizer.pad_token_id = 0  # it was the end of an answer, which would be taken away as padding
+    tokenizer.pad_token_id = 0  # it was the end of a message, and what equals it is taken away as padding
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32).eval()
     batch_size = task["groups_per_batch"] * task["group_size"]
     micro_batch_size = min(MICRO_BATCH_SIZE, batch_size)
@@ -102,7 +99,7 @@ def main(task: dict[str, Any], problems: list[dict[str, str]], log: str) -> None
             dataloader=loader, batch_size=(task["groups_per_batch"],), repeats=task["group_size"], group_repeats=True
         )
     )
-    env.append_transform(RightNumber(tokenizer))
+    env.append_transform(RightNumber(tokenizer.eos_token))
     options = {"tokenizer": tokenizer, "pad_output": False, "return_log_probs": True}
     policy = AllLogProbs(
         model,
@@ -112,6 +109,7 @@ def main(task: dict[str, Any], problems: list[dict[str, str]], log: str) -> None
             "max_new_tokens": task["max_new_tokens"],
             "do_sample": True,
             "temperature": 1.0,
+            "pad_token_id": tokenizer.pad_token_id,
             "top_k": len(tokenizer),  # all: none is refused, and left out it would be 50
         },
         **options,
