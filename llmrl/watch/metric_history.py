@@ -114,17 +114,20 @@ class MetricHistory:
         return max(map(fmean, windows), default=None)
 
     def is_learning(self) -> bool:
-        """Return whether the reward is above its initial value, and not below its best."""
+        """Return whether the reward is the highest so far, or has risen."""
         *earlier, now = self.values("reward_mean") or [0.0]
-        if not earlier:
-            return False
-        if now > max(earlier):
-            return True
-        recent = fmean([*earlier, now][-NUM_SMOOTHED:])
+        return bool(earlier) and (now > max(earlier) or self.has_risen())
+
+    def has_risen(self) -> bool:
+        """Return whether the reward is clearly above its initial value, and not below its best."""
+        values = self.values("reward_mean")
         began = self.began("reward_mean")
         best = self.best("reward_mean")
+        if len(values) < 2 or began is None or best is None:
+            return False
+        recent = fmean(values[-NUM_SMOOTHED:])
         margin = self.margin("reward_mean")
-        return began is not None and best is not None and recent > began + margin and recent >= best - margin
+        return recent > began + margin and recent >= best - margin
 
     def has_settled(self, name: str) -> bool:
         """Return whether a metric was measured for a few steps, and the reward does not rise any more."""

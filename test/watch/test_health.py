@@ -162,6 +162,20 @@ def test_a_model_that_learns_fast_may_become_sure_fast():
     assert [finding.name for finding in diagnose(without_gain[:5])] == ["entropy_collapse"]
 
 
+def test_an_entropy_is_not_gone_while_most_of_a_hard_task_is_learned():
+    """Means of ten steps of a run on sums of two digits."""
+    rewards = (0.007, 0.361, 0.638, 0.728, 0.659, 0.802, 0.748, 0.767, 0.755, 0.789)
+    entropies = (2.246, 0.606, 0.085, 0.049, 0.067, 0.058, 0.049, 0.060, 0.062, 0.042)
+    steps = [
+        {"reward_mean": r, "entropy": e, "reward_max": 1.0}
+        for r, e in zip(rewards, entropies, strict=True)
+        for _ in "123"
+    ]
+    assert {name for end in range(1, len(steps)) for name in verdicts(steps[:end])} <= {"learned"}
+    without_gain = [{**step, "reward_mean": 0.007} for step in steps]
+    assert verdicts(without_gain) == {"entropy_collapse": "broken"}
+
+
 def test_held_out_may_fall_with_the_reward_and_noise_is_no_fall():
     def run(rewards, passes):
         return [{"reward_mean": a, "eval/a/pass@1": b} for a, b in zip(rewards, passes, strict=True)]
