@@ -105,6 +105,7 @@ def _entries_of(word: str) -> list[str]:
     return [word] if is_file else ["task=own", f"env.name={name}"]
 
 
+@functools.cache
 def register_schemas() -> None:
     """Register the configuration classes with hydra, for files that name them in their defaults."""
     from hydra.core.config_store import ConfigStore
