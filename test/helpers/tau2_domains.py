@@ -3,8 +3,9 @@
     python test/helpers/tau2_domains.py CHECKOUT [DOMAIN …]
 
 `CHECKOUT` is one of https://github.com/sierra-research/tau2-bench; nothing in it is changed. The customer is a small
-server with the API of OpenAI, which says its task's number and ends the conversation when it reads the last words. The
-judge of statements about the conversation, which tau2 asks at `OPENAI_BASE_URL`, is the same server.
+server with the API of OpenAI, which says its task's number, calls the customer's tools when it is asked to, and ends
+the conversation when it reads the last words. The judge of statements about the conversation, which tau2 asks at
+`OPENAI_BASE_URL`, is the same server.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from verifiers_environments import call, num_inexact
 
 from llmrl.envs import make_task_env
 
-DOMAINS = ("mock", "retail", "airline")
+DOMAINS = ("mock", "retail", "airline", "telecom")
+SPLITS = {"telecom": "small"}
 NUM_TASKS = 12
 LAST_WORDS = "That is all."
+ASKED = "Please take step "
+DONE = "I have done it."
 READING = ("get_", "find_", "list_", "search_", "calculate", "transfer_to", "think")
 
 
@@ -80,19 +84,28 @@ class Customer(BaseHTTPRequestHandler):
         if request["model"].startswith("gpt"):
             self.say(request, json.dumps({"results": list(map(judged, expected(messages[-1]["content"])))}))
             return
-        [name] = [task["id"] for task in self.tasks if told(task, messages[0]["content"])]
-        said = "###STOP###" if LAST_WORDS in messages[-1]["content"] else f"I am the customer of <{name}>."
-        self.say(request, said)
+        [task] = [task for task in self.tasks if told(task, messages[0]["content"])]
+        last = messages[-1]
+        if last["role"] == "tool":
+            self.say(request, DONE)
+        elif (asked := last["content"].partition(ASKED)[2]) != "":
+            action = task["evaluation_criteria"]["actions"][int(asked.split(".")[0])]
+            function = {"name": action["name"], "arguments": json.dumps(action["arguments"])}
+            self.say(request, None, tool_calls=[{"id": f"step-{asked}", "type": "function", "function": function}])
+        else:
+            self.say(
+                request, "###STOP###" if LAST_WORDS in last["content"] else f"I am the customer of <{task['id']}>."
+            )
 
-    def say(self, request, said):
+    def say(self, request, said, **calls):
         """Send an answer."""
-        message = {"role": "assistant", "content": said}
+        message = {"role": "assistant", "content": said, **calls}
         answer = {
             "id": "chat",
             "object": "chat.completion",
             "created": 0,
             "model": request["model"],
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}],
             "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
         }
         body = json.dumps(answer).encode()
@@ -123,38 +136,42 @@ def customers(tasks, fault=""):
 
 
 def reference(tasks):
-    """A policy that makes the calls of its task's reference, and says what that wants to be said."""
+    """A policy that makes the calls of its task's reference, has the customer make theirs, and says what is wanted."""
 
     def answer(prompt):
         [name] = re.findall(r"I am the customer of <([^>]*)>", prompt)[:1]
         criteria = tasks[name]["evaluation_criteria"]
-        calls = [one for one in criteria["actions"] or [] if one.get("requestor", "assistant") == "assistant"]
-        done = prompt.count("<tool_response>\n")
-        if done < len(calls):
-            return call(calls[done]["name"], **calls[done]["arguments"])
+        actions = criteria["actions"] or []
+        done = prompt.count("<tool_response>\n") + prompt.count(DONE)
+        if done < len(actions):
+            is_own = actions[done].get("requestor", "assistant") == "assistant"
+            return call(actions[done]["name"], **actions[done]["arguments"]) if is_own else f"{ASKED}{done}."
         return " ".join([*(criteria.get("communicate_info") or []), LAST_WORDS])
 
     return answer
 
 
 def playable(checkout, domain):
-    """Tasks without tools of the customer, that begin at the beginning and differ in their text."""
-    seen = set()
-    path = Path(checkout) / "data" / "tau2" / "domains" / domain / "tasks.json"
-    for task in json.loads(path.read_text()):
+    """Tasks that begin at the beginning and whose reference is complete.
+
+    Of tasks with one text, which a customer cannot tell apart, it is the longest.
+    """
+    folder = Path(checkout) / "data" / "tau2" / "domains" / domain
+    split = json.loads((folder / "split_tasks.json").read_text())[SPLITS.get(domain, "base")]
+    found = {}
+    for task in json.loads((folder / "tasks.json").read_text()):
+        if task["id"] not in split:
+            continue
         criteria = task["evaluation_criteria"] or {}
         actions = criteria.get("actions") or []
-        checks = criteria.get("env_assertions") or []
-        if (
-            actions
-            and all(one.get("requestor", "assistant") == "assistant" for one in actions)
-            and all(one["env_type"] == "assistant" for one in checks)
-            and not (task.get("initial_state") or {}).get("message_history")
-            and not task.get("user_tools")
-            and scenario(task) not in seen
-        ):
-            seen.add(scenario(task))
-            yield task
+        takers = {one.get("requestor", "assistant") for one in actions}
+        checked = {one["env_type"] for one in criteria.get("env_assertions") or []}
+        if not actions or ("user" in checked - takers) or (task.get("initial_state") or {}).get("message_history"):
+            continue
+        known = found.setdefault(scenario(task), task)
+        if len(actions) > len(known["evaluation_criteria"]["actions"]):
+            found[scenario(task)] = task
+    return list(found.values())
 
 
 def main() -> None:
@@ -169,7 +186,9 @@ def main() -> None:
         paid, right, turns, inexact = [], 0, 0, 0
         with customers(tuple(tasks.values())) as user:
             for answer, rewards in zip(answers, wanted, strict=True):
-                env = make_task_env(f"tau2:{domain}", "base", folder=checkout, user=user, task_ids=list(tasks))
+                env = make_task_env(
+                    f"tau2:{domain}", SPLITS.get(domain, "base"), folder=checkout, user=user, task_ids=list(tasks)
+                )
                 rollouts, engine = play(env, answer, len(tasks), max_model_len=65536, max_turns=60)
                 env.close()
                 for one in rollouts:
