@@ -152,7 +152,7 @@ def reference(tasks):
 
 
 def playable(checkout, domain):
-    """Tasks that begin at the beginning and whose reference is complete.
+    """Tasks that begin at the beginning, with a complete reference.
 
     Of tasks with one text, which a customer cannot tell apart, it is the longest.
     """

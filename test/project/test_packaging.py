@@ -23,7 +23,7 @@ from llmrl.engines.vllm.private import TRIED_VERSIONS, VLLM_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 # Extras that the set-up leaves out, and one that a test skips without.
-LEFT_OUT = ("gpu", "mlflow", "notebooks", "daytona", "e2b")
+LEFT_OUT = ("gpu", "mlflow", "notebooks", "daytona", "e2b", "modal")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -28,8 +28,8 @@ MAX_ANY = {
 COMMON = "_utils"
 # Imported inside the function or class that uses them.
 LAZY = {
-    "accelerate", "datasets", "daytona", "e2b", "gguf", "hydra", "matplotlib", "mcp", "mlflow", "omegaconf",
-    "opentelemetry", "playwright", "ray", "reasoning_gym", "tensorboard", "trackio", "transformers", "vllm", "wandb",
+    "accelerate", "datasets", "daytona", "e2b", "gguf", "hydra", "matplotlib", "mcp", "mlflow", "modal",
+    "omegaconf", "opentelemetry", "playwright", "ray", "reasoning_gym", "tensorboard", "trackio", "transformers", "vllm", "wandb",
 }  # fmt: skip
 VLLM_NAMES = "llmrl.engines.vllm.private"
 
