@@ -29,7 +29,8 @@ COMMON = "_utils"
 # Imported inside the function or class that uses them.
 LAZY = {
     "accelerate", "datasets", "daytona", "e2b", "gguf", "hydra", "matplotlib", "mcp", "mlflow", "modal",
-    "omegaconf", "opentelemetry", "playwright", "ray", "reasoning_gym", "tensorboard", "trackio", "transformers", "vllm", "wandb",
+    "omegaconf", "opentelemetry", "playwright", "ray", "reasoning_gym", "tensorboard", "trackio", "transformers",
+    "vllm", "wandb",
 }  # fmt: skip
 VLLM_NAMES = "llmrl.engines.vllm.private"
 
