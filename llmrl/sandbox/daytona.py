@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _START_SECONDS = 600.0
 
 
-class DaytonaSandbox(RemoteSandbox):
+class DaytonaSandbox(RemoteSandbox["AsyncSandbox"]):
     """A sandbox of Daytona (https://www.daytona.io), without network unless it is allowed.
 
     The SDK reads the key from `DAYTONA_API_KEY`, and the address from `DAYTONA_API_URL`.
@@ -38,26 +38,19 @@ class DaytonaSandbox(RemoteSandbox):
         self._image = image
         self._has_network = network
         self._client: AsyncDaytona | None = None
-        self._sandbox: AsyncSandbox | None = None
 
-    async def _create(self) -> None:
+    async def _create(self) -> AsyncSandbox:
         from daytona import AsyncDaytona, CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams
 
         self._client = AsyncDaytona()
         # 0 minutes after it stops: what a run that was killed leaves behind does not stay.
         if self._image is None:
             snapshot = CreateSandboxFromSnapshotParams(network_block_all=not self._has_network, auto_delete_interval=0)
-            self._sandbox = await self._client.create(snapshot, timeout=_START_SECONDS)
-        else:
-            made_from = CreateSandboxFromImageParams(
-                image=self._image, network_block_all=not self._has_network, auto_delete_interval=0
-            )
-            self._sandbox = await self._client.create(made_from, timeout=_START_SECONDS)
-
-    @property
-    def _started(self) -> AsyncSandbox:
-        assert self._sandbox is not None, "the sandbox was not started"
-        return self._sandbox
+            return await self._client.create(snapshot, timeout=_START_SECONDS)
+        made_from = CreateSandboxFromImageParams(
+            image=self._image, network_block_all=not self._has_network, auto_delete_interval=0
+        )
+        return await self._client.create(made_from, timeout=_START_SECONDS)
 
     async def _execute(self, line: str, timeout: float) -> str:
         return (await self._started.process.exec(line, timeout=math.ceil(timeout))).result
@@ -68,16 +61,17 @@ class DaytonaSandbox(RemoteSandbox):
     async def _download(self, path: str) -> bytes:
         return await self._started.fs.download_file(path) or b""
 
-    async def _delete(self) -> None:
-        client, self._client = self._client, None
-        sandbox, self._sandbox = self._sandbox, None
-        if client is None:
-            return
+    async def _delete(self, sandbox: AsyncSandbox) -> None:
         from daytona import DaytonaNotFoundError
 
+        with contextlib.suppress(DaytonaNotFoundError):  # it may have been removed
+            await sandbox.delete()
+
+    async def close(self) -> None:
+        """Remove the sandbox, and close the client, also if no sandbox could be created."""
+        client, self._client = self._client, None  # first, so that no other call closes it before the sandbox is removed
         try:
-            if sandbox is not None:
-                with contextlib.suppress(DaytonaNotFoundError):  # it may have been removed
-                    await client.delete(sandbox)
+            await super().close()
         finally:
-            await client.close()
+            if client is not None:
+                await client.close()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from e2b import AsyncSandbox
 
 
-class E2BSandbox(RemoteSandbox):
+class E2BSandbox(RemoteSandbox["AsyncSandbox"]):
     """A sandbox of E2B (https://e2b.dev), without network unless it is allowed.
 
     The SDK reads the key from `E2B_API_KEY`, and the domain from `E2B_DOMAIN`.
@@ -42,19 +42,13 @@ class E2BSandbox(RemoteSandbox):
         self._template = template
         self._has_network = network
         self._lifetime_seconds = lifetime_seconds
-        self._sandbox: AsyncSandbox | None = None
 
-    async def _create(self) -> None:
+    async def _create(self) -> AsyncSandbox:
         from e2b import AsyncSandbox
 
-        self._sandbox = await AsyncSandbox.create(
+        return await AsyncSandbox.create(
             self._template, timeout=self._lifetime_seconds, allow_internet_access=self._has_network
         )
-
-    @property
-    def _started(self) -> AsyncSandbox:
-        assert self._sandbox is not None, "the sandbox was not started"
-        return self._sandbox
 
     async def _execute(self, line: str, timeout: float) -> str:
         return (await self._started.commands.run(line, timeout=timeout)).stdout
@@ -65,7 +59,5 @@ class E2BSandbox(RemoteSandbox):
     async def _download(self, path: str) -> bytes:
         return bytes(await self._started.files.read(path, format="bytes"))
 
-    async def _delete(self) -> None:
-        sandbox, self._sandbox = self._sandbox, None
-        if sandbox is not None:
-            await sandbox.kill()
+    async def _delete(self, sandbox: AsyncSandbox) -> None:
+        await sandbox.kill()

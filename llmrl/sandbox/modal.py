@@ -10,12 +10,13 @@ from llmrl._utils.imports import require
 from llmrl.sandbox.remote import RemoteSandbox
 
 if TYPE_CHECKING:
-    from modal import Sandbox as Started
+    from modal import Sandbox
+    from modal.container_process import ContainerProcess
 
 _FILE_SECONDS = 600
 
 
-class ModalSandbox(RemoteSandbox):
+class ModalSandbox(RemoteSandbox["Sandbox"]):
     """A sandbox of Modal (https://modal.com), without network unless it is allowed.
 
     The SDK reads the token from `MODAL_TOKEN_ID` and `MODAL_TOKEN_SECRET`, or from `~/.modal.toml`.
@@ -49,23 +50,17 @@ class ModalSandbox(RemoteSandbox):
         self._app = app
         self._has_network = network
         self._lifetime_seconds = lifetime_seconds
-        self._sandbox: Started | None = None
 
-    async def _create(self) -> None:
+    async def _create(self) -> Sandbox:
         from modal import App, Image, Sandbox
 
         image = Image.debian_slim() if self._image is None else Image.from_registry(self._image)
-        self._sandbox = await Sandbox.create.aio(
+        return await Sandbox.create.aio(
             app=await App.lookup.aio(self._app, create_if_missing=True),
             image=image,
             timeout=self._lifetime_seconds,
             block_network=not self._has_network,
         )
-
-    @property
-    def _started(self) -> Started:
-        assert self._sandbox is not None, "the sandbox was not started"
-        return self._sandbox
 
     async def _execute(self, line: str, timeout: float) -> str:
         process = await self._started.exec.aio("sh", "-c", line, timeout=math.ceil(timeout))
@@ -76,17 +71,19 @@ class ModalSandbox(RemoteSandbox):
         process.stdin.write(data)
         process.stdin.write_eof()
         await process.stdin.drain.aio()
-        if await process.wait.aio():
-            raise OSError(errno.EIO, (await process.stderr.read.aio()).decode(errors="replace"), path)
+        await _check(process, path)
 
     async def _download(self, path: str) -> bytes:
         process = await self._started.exec.aio("cat", "--", path, timeout=_FILE_SECONDS, text=False)
         data = await process.stdout.read.aio()
-        if await process.wait.aio():
-            raise OSError(errno.EIO, (await process.stderr.read.aio()).decode(errors="replace"), path)
+        await _check(process, path)
         return data
 
-    async def _delete(self) -> None:
-        sandbox, self._sandbox = self._sandbox, None
-        if sandbox is not None:
-            await sandbox.terminate.aio()
+    async def _delete(self, sandbox: Sandbox) -> None:
+        await sandbox.terminate.aio()
+
+
+async def _check(process: ContainerProcess[bytes], path: str) -> None:
+    """Wait for a command about a file; OSError if it failed."""
+    if await process.wait.aio():
+        raise OSError(errno.EIO, (await process.stderr.read.aio()).decode(errors="replace"), path)

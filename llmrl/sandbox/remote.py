@@ -12,6 +12,7 @@ import signal
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from llmrl.sandbox.base import SandboxResult
 
@@ -29,7 +30,11 @@ _RUN = (
 _CHECK = 'cd "$1" || exit 1; if [ -d "$2" ]; then echo 21; elif [ -e "$2" ]; then echo 0; else echo 2; fi'
 
 
-class RemoteSandbox:
+Handle = TypeVar("Handle")
+"""What an SDK gives for a sandbox."""
+
+
+class RemoteSandbox(Generic[Handle]):
     """A sandbox of a service. A provider says how a line of shell is run and how files are moved.
 
     Commands run in `folder`, with GNU's `timeout` and `base64`, which images of Debian and Ubuntu have. A command that
@@ -38,10 +43,16 @@ class RemoteSandbox:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
+        self._sandbox: Handle | None = None
         self._place = f"/tmp/llmrl-{uuid.uuid4().hex}"
         self._numbers = itertools.count()
 
-    async def _create(self) -> None:
+    @property
+    def _started(self) -> Handle:
+        assert self._sandbox is not None, "the sandbox was not started"
+        return self._sandbox
+
+    async def _create(self) -> Handle:
         """Create the sandbox."""
         raise NotImplementedError
 
@@ -57,13 +68,13 @@ class RemoteSandbox:
         """Return a file that is there, by its absolute path."""
         raise NotImplementedError
 
-    async def _delete(self) -> None:
-        """Remove the sandbox; it may not be there."""
+    async def _delete(self, sandbox: Handle) -> None:
+        """Remove the sandbox; the service may have ended it."""
         raise NotImplementedError
 
     async def start(self) -> None:
         """Create the sandbox and its working folder."""
-        await self._create()
+        self._sandbox = await self._create()
         await self._execute(f"mkdir -p {shlex.quote(self._folder)}", _GRACE_SECONDS)
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
@@ -103,4 +114,6 @@ class RemoteSandbox:
 
     async def close(self) -> None:
         """Remove the sandbox."""
-        await self._delete()
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await self._delete(sandbox)

@@ -12,8 +12,8 @@ import base64
 import contextlib
 import json
 import time
-import uuid
 
+from fake_sandbox_services import Service
 from grpclib import GRPCError, Status
 from grpclib.server import Server
 from modal_proto import api_pb2, task_command_router_pb2
@@ -42,12 +42,11 @@ def refusing(base, own):
     return type(base.__name__, (base,), {name: method(name) for name in base.__abstractmethods__})
 
 
-class Modal:
-    """Sandboxes by id, of which one that was ended answers nothing."""
+class Modal(Service):
+    """Modal's API."""
 
     def __init__(self):
-        self.alive = set()
-        self.created = []
+        super().__init__()
         self.images = []
         self.processes = {}
 
@@ -69,7 +68,7 @@ class Modal:
 
     def check(self, task):
         """Refuse what concerns a sandbox that is not there."""
-        if task.removeprefix("ta-") not in self.alive:
+        if task.removeprefix("ta-sb-") not in self.alive:
             raise GRPCError(Status.NOT_FOUND, f"no sandbox {task}")
 
     async def token(self, request, stream):
@@ -89,17 +88,15 @@ class Modal:
         metadata = api_pb2.ImageMetadata(image_builder_version="2025.06")
         await stream.send_message(api_pb2.ImageGetOrCreateResponse(image_id="im-1", result=done, metadata=metadata))
 
-    async def create(self, request, stream):
-        name = f"sb-{uuid.uuid4().hex[:20]}"
-        self.alive.add(name)
-        self.created.append(request.definition)
+    async def make(self, request, stream):
+        name = f"sb-{self.create(request.definition)}"
         access = api_pb2.CommandRouterAccess(url=self.url, jwt=signed(3600))
         await stream.send_message(
             api_pb2.SandboxCreateV2Response(sandbox_id=name, task_id=f"ta-{name}", command_router_access=access)
         )
 
     async def terminate(self, request, stream):
-        self.alive.discard(request.sandbox_id)
+        self.alive.discard(request.sandbox_id.removeprefix("sb-"))
         await stream.send_message(api_pb2.SandboxTerminateResponse())
 
     async def start(self, request, stream):
@@ -136,7 +133,7 @@ CONTROL = {
     "AppGetOrCreate": Modal.app,
     "EnvironmentGetOrCreate": Modal.environment,
     "ImageGetOrCreate": Modal.image,
-    "SandboxCreateV2": Modal.create,
+    "SandboxCreateV2": Modal.make,
     "SandboxTerminateV2": Modal.terminate,
 }
 ROUTER = {
