@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -180,7 +179,7 @@ def main() -> None:
     print("| domain | tasks | reference | refusal | as expected | turns | inexact | s |")
     for domain in domains or DOMAINS:
         began = time.monotonic()
-        tasks = {task["id"]: task for task in itertools.islice(playable(checkout, domain), NUM_TASKS)}
+        tasks = {task["id"]: task for task in playable(checkout, domain)[:NUM_TASKS]}
         wanted = (dict.fromkeys(tasks, 1.0), {name: float(not changes(task)) for name, task in tasks.items()})
         answers = (reference(tasks), lambda prompt: f"I cannot help you. {LAST_WORDS}")
         paid, right, turns, inexact = [], 0, 0, 0

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from llmrl.cli import recipe as recipe_command
 from llmrl.cli.app import app
+from llmrl.envs.tasks.registry import load_function
 from llmrl.recipes import Recipe, band_of, curves_of, judge, known_recipes, record
 
 runner = CliRunner()
@@ -233,3 +234,11 @@ def test_a_known_recipe_composes_and_its_problems_are_those_of_its_record(name, 
         assert max(band) == cfg.train.num_steps
         ends = recorded.after[measure].values()
         assert all(band[max(band)][0] <= value <= band[max(band)][1] for value in ends)
+
+
+@pytest.mark.parametrize("name", [name for name, one in known_recipes().items() if (one.folder / "sft.jsonl").exists()])
+def test_the_conversations_of_a_recipe_are_those_that_its_task_makes(name):
+    folder = known_recipes()[name].folder
+    held = [json.loads(line) for line in (folder / "sft.jsonl").read_text().splitlines()]
+    made = load_function(folder / "task.py", "conversations")(len(held))
+    assert held == json.loads(json.dumps(made))
