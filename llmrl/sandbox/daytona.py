@@ -69,7 +69,7 @@ class DaytonaSandbox(RemoteSandbox["AsyncSandbox"]):
 
     async def close(self) -> None:
         """Remove the sandbox, and close the client, also if no sandbox could be created."""
-        client, self._client = self._client, None  # first, so that no other call closes it before the sandbox is removed
+        client, self._client = self._client, None  # no other call closes it under this one
         try:
             await super().close()
         finally:
