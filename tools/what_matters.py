@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmrl.recipes import Curve, Recipe, curves_of, find_recipe, train_seed
+from llmrl.runs.run_folder import RunFolder
 
 RUNS = Path("runs/what-matters")
 PICTURES = Path("docs/what-matters")
@@ -60,11 +62,13 @@ def folder_of(entries: str, seed: int) -> Path:
 
 
 def train(recipe: Recipe, names: Sequence[str], seeds: Sequence[int]) -> None:
-    """Train what is missing."""
+    """Train what is missing, and keep the figures alone."""
     for entries in dict.fromkeys(entries for name in names for entries in VARIED[name].values()):
         for seed in seeds:
             print(f"{entries or 'the recipe as it is'}, seed {seed}", flush=True)
-            train_seed(recipe, seed, folder_of(entries, seed), entries=all_entries(entries))
+            folder = train_seed(recipe, seed, folder_of(entries, seed), entries=all_entries(entries))
+            RunFolder(folder, read_only=True).checkpoint_path.unlink(missing_ok=True)  # 45 checkpoints would be 95 GB
+            shutil.rmtree(folder / "model", ignore_errors=True)
 
 
 def curves(recipe: Recipe, entries: str, seeds: Sequence[int]) -> list[dict[str, Curve]]:
