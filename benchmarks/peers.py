@@ -55,6 +55,7 @@ def ours(task: Task, log: Path) -> list[str]:
     entries = {
         "run.path": log.with_suffix(""),
         "model.path": task.model,
+        "model.max_model_len": 64,  # 45 tokens to ask and 12 to answer; the others hold no more, either
         "seed": task.seed,
         "train.num_steps": task.num_steps,
         "train.target_reward": task.target_reward,

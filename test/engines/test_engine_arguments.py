@@ -10,13 +10,13 @@ import pytest
 import torch
 from causal_types import tiny_config
 from engine_checkpoints import enlarged
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from weight_sync_tools import change_every_parameter, differences_of, make_sender, sharp_llama
 
 from llmrl.config.engine import EngineConfig
 from llmrl.engines import AsyncVLLM, SamplingConfig
 from llmrl.engines.base import EngineError
-from llmrl.engines.vllm.arguments import build_engine_args
+from llmrl.engines.vllm.arguments import build_engine_args, default_kv_cache_memory, key_value_bytes
 from llmrl.engines.vllm.passed_through import REFUSED, TESTED, check_passed_through, untested
 from llmrl.weight_sync import VLLMWeightSyncScheme
 
@@ -105,6 +105,36 @@ def test_delta_rules_in_float32_are_refused_on_a_cpu_before_an_engine_starts(imp
     tiny_config("qwen3_5").save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=r"bfloat16 alone, got float32: set dtype='bfloat16'"):
         AsyncVLLM.from_pretrained(tmp_path, kv_cache_memory=1 << 26)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_bytes_of_a_token_are_those_that_transformers_keep(tmp_path, model_type, dtype):
+    config = tiny_config(model_type)
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+    cache = model(torch.arange(1, 6)[None], use_cache=True).past_key_values
+    kept = sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
+    assert key_value_bytes(tmp_path, dtype) == kept / 5
+
+
+def test_a_cache_is_as_large_as_its_requests_and_no_larger(real_vllm, imports_vllm, tmp_path):
+    config = enlarged("llama", LlamaForCausalLM)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    options = {"max_model_len": 60, "max_num_seqs": 4, "engine_args": {"skip_tokenizer_init": True}}
+    with AsyncVLLM.from_pretrained(tmp_path, cpu_threads=1, **options) as engine:
+        assert engine.llm.vllm_config.cache_config.num_gpu_blocks == 9  # two of each request, and vLLM's own
+        sampling = SamplingConfig(max_new_tokens=50, ignore_eos=True)
+        answers = engine.generate_batch([[7, 8, 9, index + 1] * 2 for index in range(4)], sampling)
+    assert [len(answer.token_ids) for answer in answers] == [50] * 4
+
+
+def test_a_cache_of_another_kind_is_not_bounded(tmp_path):
+    tiny_config("mamba").save_pretrained(tmp_path)
+    assert key_value_bytes(tmp_path, "float32") is None
+    assert key_value_bytes(tmp_path / "absent", "float32") is None
+    sizes = {"max_num_seqs": 1, "max_model_len": 32, "dtype": "float32"}
+    assert default_kv_cache_memory(tmp_path, **sizes) > 100 << 20
 
 
 def test_an_entry_of_the_configuration_is_not_given_twice():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
+from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from llmrl._utils.arguments import refuse_unknown
+from llmrl._utils.files import read_text
 from llmrl.engines.base import EngineError
 from llmrl.engines.vllm.passed_through import check_passed_through, untested
 from llmrl.engines.vllm.private import (
@@ -39,6 +43,10 @@ PLUGIN_NAME = "llmrl_weight_transfer"
 _DRAFTS = {"ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}}
 """vLLM's settings of speculation by its name here."""
 _GIB = 1 << 30
+_CPU_BLOCK = 32
+"""Tokens of a block: vLLM's 128 would not share the short prefixes of small tasks; its kernels need multiples of 32."""
+_PLAIN_CACHES = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of models with keys and values of one size in all layers."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM supports."""
 # They are set by llmrl or by its own options, so `engine_args` may not contain them.
@@ -94,11 +102,38 @@ def require_vllm_version() -> None:
     warnings.warn(f"{tried}: its update API may differ, though all names are there. {advice}", stacklevel=2)
 
 
-def default_kv_cache_memory() -> int:
-    """Return the bytes of key-value cache on CPU: 2 GiB, or a quarter of the free memory if less."""
+def default_kv_cache_memory(folder: str | Path, *, max_num_seqs: int, max_model_len: int | None, dtype: str) -> int:
+    """Return the bytes of key-value cache on CPU, all of which vLLM touches when it starts.
+
+    It is the least of 2 GiB, a quarter of the free memory, and what `max_num_seqs` requests of `max_model_len` tokens
+    can use.
+    """
     import psutil
 
-    return min(2 * _GIB, psutil.virtual_memory().available // 4)
+    most = min(2 * _GIB, psutil.virtual_memory().available // 4)
+    token = key_value_bytes(folder, dtype)
+    if token is None or max_model_len is None:
+        return most
+    num_blocks = 1 + max_num_seqs * ceil(max_model_len / _CPU_BLOCK)  # one block is vLLM's own
+    return min(most, num_blocks * _CPU_BLOCK * token)
+
+
+def key_value_bytes(folder: str | Path, dtype: str) -> int | None:
+    """Return the bytes of a token's keys and values; None if layers keep others, or the dtype has no such name."""
+    import torch
+
+    path = Path(folder) / "config.json"
+    size = getattr(torch, dtype, None)
+    if not path.is_file() or not isinstance(size, torch.dtype):
+        return None
+    config: dict[str, Any] = json.loads(read_text(path))
+    config = config.get("text_config") or config
+    if config.get("model_type") not in _PLAIN_CACHES:
+        return None
+    heads = config["num_attention_heads"]
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    num_key_heads = config.get("num_key_value_heads") or heads
+    return int(2 * config["num_hidden_layers"] * num_key_heads * head_size * size.itemsize)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -112,7 +147,8 @@ class EngineOptions(TypedDict, total=False):
     max_num_seqs: int | None
     """Maximum number of requests decoded together; by default 128 on CPU."""
     kv_cache_memory: int | None
-    """Bytes of key-value cache; by default on CPU 2 GiB, or a quarter of the free memory if less."""
+    """Bytes of key-value cache; by default on CPU the least of 2 GiB, a quarter of the free memory, and what
+    `max_num_seqs` requests of `max_model_len` tokens can use."""
     gpu_memory_utilization: float | None
     """Share of the device's memory to use, if `kv_cache_memory` is not given."""
     enforce_eager: bool | None
@@ -227,15 +263,20 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
         )
     kv_cache_memory = options.get("kv_cache_memory")
     if kv_cache_memory is None and is_cpu and "gpu_memory_utilization" not in arguments:
-        kv_cache_memory = default_kv_cache_memory()
+        kv_cache_memory = default_kv_cache_memory(
+            folder,
+            max_num_seqs=arguments["max_num_seqs"],  # type: ignore[arg-type]
+            max_model_len=options.get("max_model_len"),
+            dtype=str(arguments["dtype"]),
+        )
     if kv_cache_memory is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_memory
     if (speculative := options.get("speculative")) is not None:
         if speculative not in _DRAFTS:
             raise ValueError(f"speculative must be 'ngram' or None, got {speculative!r}.")
         arguments["speculative_config"] = _DRAFTS[speculative]
-    if is_cpu:  # vLLM's 128 would not share the short prefixes of small tasks; its CPU kernels need multiples of 32
-        arguments["block_size"] = 32
+    if is_cpu:
+        arguments["block_size"] = _CPU_BLOCK
     num_workers = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
     if is_cpu and num_workers == 1:
         arguments["distributed_executor_backend"] = "uni"
