@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmrl.recipes import Curve, Recipe, curves_of, find_recipe, train_seed
+from llmrl.recipes.run import is_finished
 from llmrl.runs.run_folder import RunFolder
 
 RUNS = Path("runs/what-matters")
@@ -72,9 +73,9 @@ def train(recipe: Recipe, names: Sequence[str], seeds: Sequence[int]) -> None:
 
 
 def curves(recipe: Recipe, entries: str, seeds: Sequence[int]) -> list[dict[str, Curve]]:
-    """Return the measures of the seeds that were run."""
-    given = all_entries(entries)
-    return [curves_of(recipe, folder, given) for seed in seeds if (folder := folder_of(entries, seed)).is_dir()]
+    """Return the measures of the seeds whose runs have ended."""
+    folders = [folder for seed in seeds if is_finished(folder := folder_of(entries, seed))]
+    return [curves_of(recipe, folder, all_entries(entries)) for folder in folders]
 
 
 def steps_to_target(curve: Curve) -> int | None:
