@@ -73,7 +73,7 @@ def train(recipe: Recipe, names: Sequence[str], seeds: Sequence[int]) -> None:
 
 
 def curves(recipe: Recipe, entries: str, seeds: Sequence[int]) -> list[dict[str, Curve]]:
-    """Return the measures of the seeds whose runs have ended."""
+    """Return the measures of the runs that have ended, one for each seed."""
     folders = [folder for seed in seeds if is_finished(folder := folder_of(entries, seed))]
     return [curves_of(recipe, folder, all_entries(entries)) for folder in folders]
 
