@@ -16,7 +16,8 @@ from weight_sync_tools import change_every_parameter, differences_of, make_sende
 from llmrl.config.engine import EngineConfig
 from llmrl.engines import AsyncVLLM, SamplingConfig
 from llmrl.engines.base import EngineError
-from llmrl.engines.vllm.arguments import build_engine_args, default_kv_cache_memory, key_value_bytes
+from llmrl.engines.vllm.arguments import build_engine_args, default_kv_cache_memory
+from llmrl.engines.vllm.model_types import key_value_bytes, read_config
 from llmrl.engines.vllm.passed_through import REFUSED, TESTED, check_passed_through, untested
 from llmrl.weight_sync import VLLMWeightSyncScheme
 
@@ -115,7 +116,7 @@ def test_the_bytes_of_a_token_are_those_that_transformers_keep(tmp_path, model_t
     model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     cache = model(torch.arange(1, 6)[None], use_cache=True).past_key_values
     kept = sum(one.nbytes for layer in cache.layers for one in (layer.keys, layer.values))
-    assert key_value_bytes(tmp_path, dtype) == kept / 5
+    assert key_value_bytes(read_config(tmp_path), dtype) == kept / 5
 
 
 def test_a_cache_is_as_large_as_its_requests_and_no_larger(real_vllm, imports_vllm, tmp_path):
@@ -131,8 +132,8 @@ def test_a_cache_is_as_large_as_its_requests_and_no_larger(real_vllm, imports_vl
 
 def test_a_cache_of_another_kind_is_not_bounded(tmp_path):
     tiny_config("mamba").save_pretrained(tmp_path)
-    assert key_value_bytes(tmp_path, "float32") is None
-    assert key_value_bytes(tmp_path / "absent", "float32") is None
+    assert key_value_bytes(read_config(tmp_path), "float32") is None
+    assert key_value_bytes(read_config(tmp_path / "absent"), "float32") is None
     sizes = {"max_num_seqs": 1, "max_model_len": 32, "dtype": "float32"}
     assert default_kv_cache_memory(tmp_path, **sizes) > 100 << 20
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from math import ceil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from llmrl._utils.arguments import refuse_unknown
-from llmrl._utils.files import read_text
 from llmrl.engines.base import EngineError
+from llmrl.engines.vllm.model_types import key_value_bytes, read_config
 from llmrl.engines.vllm.passed_through import check_passed_through, untested
 from llmrl.engines.vllm.private import (
     EXECUTOR,
@@ -42,11 +40,8 @@ PLUGIN_NAME = "llmrl_weight_transfer"
 
 _DRAFTS = {"ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}}
 """vLLM's settings of speculation by its name here."""
-_GIB = 1 << 30
 _CPU_BLOCK = 32
 """Tokens of a block: vLLM's 128 would not share the short prefixes of small tasks; its kernels need multiples of 32."""
-_PLAIN_CACHES = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of models with keys and values of one size in all layers."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM supports."""
 # They are set by llmrl or by its own options, so `engine_args` may not contain them.
@@ -102,7 +97,7 @@ def require_vllm_version() -> None:
     warnings.warn(f"{tried}: its update API may differ, though all names are there. {advice}", stacklevel=2)
 
 
-def default_kv_cache_memory(folder: str | Path, *, max_num_seqs: int, max_model_len: int | None, dtype: str) -> int:
+def default_kv_cache_memory(folder: str, *, max_num_seqs: int, max_model_len: int | None, dtype: str) -> int:
     """Return the bytes of key-value cache on CPU, all of which vLLM touches when it starts.
 
     It is the least of 2 GiB, a quarter of the free memory, and what `max_num_seqs` requests of `max_model_len` tokens
@@ -110,30 +105,11 @@ def default_kv_cache_memory(folder: str | Path, *, max_num_seqs: int, max_model_
     """
     import psutil
 
-    most = min(2 * _GIB, psutil.virtual_memory().available // 4)
-    token = key_value_bytes(folder, dtype)
-    if token is None or max_model_len is None:
+    most = min(2 << 30, psutil.virtual_memory().available // 4)
+    if max_model_len is None or (token := key_value_bytes(read_config(folder), dtype)) is None:
         return most
     num_blocks = 1 + max_num_seqs * ceil(max_model_len / _CPU_BLOCK)  # one block is vLLM's own
     return min(most, num_blocks * _CPU_BLOCK * token)
-
-
-def key_value_bytes(folder: str | Path, dtype: str) -> int | None:
-    """Return the bytes of a token's keys and values; None if layers keep others, or the dtype has no such name."""
-    import torch
-
-    path = Path(folder) / "config.json"
-    size = getattr(torch, dtype, None)
-    if not path.is_file() or not isinstance(size, torch.dtype):
-        return None
-    config: dict[str, Any] = json.loads(read_text(path))
-    config = config.get("text_config") or config
-    if config.get("model_type") not in _PLAIN_CACHES:
-        return None
-    heads = config["num_attention_heads"]
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
-    num_key_heads = config.get("num_key_value_heads") or heads
-    return int(2 * config["num_hidden_layers"] * num_key_heads * head_size * size.itemsize)
 
 
 class EngineOptions(TypedDict, total=False):

@@ -1,8 +1,7 @@
-"""Models with which vLLM's engines cannot be trained, refused by their configuration before an engine starts."""
+"""What a model's configuration says before an engine starts: why it is refused, and the size of its cache."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -43,6 +42,9 @@ _OTHERWISE = {
     "MiMoV2FlashForCausalLM": "has log-probs that were off by 6 nats in tiny random form",
 }
 
+_PLAIN_CACHES = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of models with keys and values of one size in all layers."""
+
 
 def check_model(
     folder: str, max_model_len: int | None, *, dtype: str, is_cpu: bool, is_updated: bool, is_drafting: bool = False
@@ -52,26 +54,53 @@ def check_model(
     So is one with updates where vLLM computes other log-probs than transformers, and one that drafts (`is_drafting`)
     for layers with a state on a CPU. A model without a readable configuration passes; vLLM says what is wrong with it.
     """
+    config = read_config(folder)
+    if problem := problem_of(config, dtype=dtype, is_cpu=is_cpu, is_updated=is_updated):
+        raise EngineError(f"the model in {folder}: {problem}")
+    exact, reason = exact_length_of(config)
+    text = config.get("text_config") or config
+    if is_drafting and is_cpu and _has_state(text):
+        raise EngineError(
+            f"the model in {folder} has layers with a state, for which vLLM's CPU build cannot draft: leave "
+            "speculative out."
+        )
+    longest = max_model_len or text.get("max_position_embeddings") or exact
+    # Beyond 32,768 vLLM scales Llama 4's attention as transformers does.
+    if is_updated and exact < longest and not ("llama4" in text.get("model_type", "") and longest > 1 << 15):
+        raise EngineError(
+            f"the model in {folder}: {reason}, and log-probs of longer rows differ: set max_model_len={exact} "
+            f"or less, got {longest}."
+        )
+
+
+def read_config(model: str) -> Config:
+    """Return the configuration of a model in a folder or on a hub; an empty one if it cannot be read."""
     from transformers import PreTrainedConfig
 
-    with contextlib.suppress(OSError):
-        config, _ = PreTrainedConfig.get_config_dict(folder)
-        if problem := problem_of(config, dtype=dtype, is_cpu=is_cpu, is_updated=is_updated):
-            raise EngineError(f"the model in {folder}: {problem}")
-        exact, reason = exact_length_of(config)
-        text = config.get("text_config") or config
-        if is_drafting and is_cpu and _has_state(text):
-            raise EngineError(
-                f"the model in {folder} has layers with a state, for which vLLM's CPU build cannot draft: leave "
-                "speculative out."
-            )
-        longest = max_model_len or text.get("max_position_embeddings") or exact
-        # Beyond 32,768 vLLM scales Llama 4's attention as transformers does.
-        if is_updated and exact < longest and not ("llama4" in text.get("model_type", "") and longest > 1 << 15):
-            raise EngineError(
-                f"the model in {folder}: {reason}, and log-probs of longer rows differ: set max_model_len={exact} "
-                f"or less, got {longest}."
-            )
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(model)
+    except OSError:
+        return {}
+    return dict(config)
+
+
+def key_value_bytes(config: Config, dtype: str) -> int | None:
+    """Return the bytes of a token's keys and values; None if layers may keep others, or the dtype is unknown.
+
+    Example:
+        >>> sizes = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+        >>> key_value_bytes({"model_type": "llama", **sizes}, "float32")
+        46080
+    """
+    import torch
+
+    text = config.get("text_config") or config
+    size = getattr(torch, dtype, None)
+    if text.get("model_type") not in _PLAIN_CACHES or not isinstance(size, torch.dtype):
+        return None
+    heads = text["num_attention_heads"]
+    head_size = text.get("head_dim") or text["hidden_size"] // heads
+    return int(2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * head_size * size.itemsize)
 
 
 def _has_state(text: Config) -> bool:
