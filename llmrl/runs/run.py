@@ -37,7 +37,7 @@ from llmrl.runs.machine import machine_of
 from llmrl.runs.recorder import RunRecorder
 from llmrl.runs.report import ContinuedBy, RunResults, print_next_steps, resume_command
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, seed_all
-from llmrl.runs.tracked import Stateful, restore_tracked, save_split, split_tracked, with_scaler
+from llmrl.runs.tracked import Stateful, check_free_space, restore_tracked, save_split, split_tracked, with_scaler
 from llmrl.watch.live_view import LiveView
 from llmrl.watch.step_metrics import Learned
 
@@ -204,10 +204,13 @@ class Run:
             in_background: draw batches in the background; if none is ready, a step has an empty batch.
             needs_batch: returns whether a step must wait for a batch; used only with `in_background`.
 
-        Raises RuntimeError if `track` was not called.
+        Raises RuntimeError if `track` was not called, and OSError if the disk has no room for the checkpoints.
         """
         if self._collector is None:
             raise RuntimeError("run.steps needs run.track(collector, engine, model=..., ...) before it.")
+        if self._recorder is not None:
+            coming = num_steps // self.cfg.run.checkpoint_every - self._step // self.cfg.run.checkpoint_every
+            check_free_space(self._tracked, self._recorder.folder.checkpoint_path, num_checkpoints=coming)
         self._is_ahead = in_background or self.cfg.collect.max_staleness is not None
         self._num_steps = num_steps
         started = time.perf_counter()

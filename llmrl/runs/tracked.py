@@ -124,6 +124,37 @@ def split_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> tup
     return {"tracked": _without(states, tensors)}, Shards(folder, _names(tensors), tensors)
 
 
+def check_free_space(tracked: Mapping[str, Stateful], checkpoint: Path, *, num_checkpoints: int) -> None:
+    """Raise OSError if the disk has no room for the coming checkpoints: a new one is written beside the old one.
+
+    Args:
+        tracked: objects by name. Weights and the moments of optimizers are counted, nothing else.
+        checkpoint: file of the checkpoint, which may not exist yet.
+        num_checkpoints: number of checkpoints that the run will write.
+    """
+    num_bytes = sum(map(_least_bytes, tracked.values()))
+    num_kept = int(checkpoint.exists())
+    needed = num_bytes * (min(2, num_kept + num_checkpoints) - num_kept)
+    free = shutil.disk_usage(checkpoint.parent).free
+    if needed > free:
+        raise OSError(
+            f"The run's checkpoints need {needed / 2**30:.1f} GiB more in {checkpoint.parent}, and its disk has "
+            f"{free / 2**30:.1f} GiB free. Free some space, or put the run on another disk with run.path."
+        )
+
+
+def _least_bytes(one: Stateful) -> int:
+    """Return the least number of bytes of an object's state, after a step if it is an optimizer."""
+    if isinstance(one, torch.nn.Module):
+        is_whole = not has_quantized_base(one)
+        parameters = [parameter for parameter in one.parameters() if is_whole or parameter.requires_grad]
+        return sum(parameter.nbytes for parameter in parameters)
+    if not isinstance(one, torch.optim.Optimizer):
+        return 0
+    size = 2 if one.param_groups[0].get("moments") == "8bit" else 8
+    return size * sum(parameter.numel() for group in one.param_groups for parameter in group["params"])
+
+
 def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path: Path) -> None:
     """Restore the states of a loop's objects from the checkpoint at `path`, on any number of ranks.
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 from killed_runs import train
 
 from llmrl.config.sections import EvalConfig
 from llmrl.runs.run_folder import RunFolder
+from llmrl.runs.tracked import check_free_space, split_tracked
+from llmrl.trainer import make_optimizer
 
 
 class Killed(Exception):
@@ -156,3 +161,44 @@ def test_batches_drawn_after_one_that_was_set_aside_are_not_trained_on(renderer,
     assert (tmp_path / "batches/000004.safetensors").read_bytes() != stale
     ids = [record["rollout_id"] for record in records_of(tmp_path) if record["split"] == "train"]
     assert len(ids) == len(set(ids))
+
+
+def test_a_run_without_room_for_its_checkpoints_is_refused_before_its_first_batch(renderer, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(OSError, match=r"checkpoints need .* GiB more.*another disk with run\.path"):
+        train(tmp_path, renderer, resume=False)
+    assert not list(tmp_path.glob("batches/*"))
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_room_for_checkpoints_is_that_of_their_files(tmp_path, monkeypatch, is_tied):
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 300))
+    if is_tied:
+        model[1].weight = model[0].weight
+    optimizer, _ = make_optimizer(model, learning_rate=0.1)
+    tracked = {"model": model, "optimizer": optimizer}
+    path = tmp_path / "checkpoint.safetensors"
+
+    def num_needed(coming):
+        """Find the least number of free bytes that is enough."""
+        enough, too_few = 1 << 30, -1
+        while enough - too_few > 1:
+            free = (enough + too_few) // 2
+            monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+            try:
+                check_free_space(tracked, path, num_checkpoints=coming)
+                enough = free
+            except OSError:
+                too_few = free
+        return enough
+
+    needed = [num_needed(coming) for coming in range(4)]
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    folder = RunFolder(tmp_path)
+    folder.save_checkpoint(split_tracked(tracked, tmp_path, 1)[0] | {"step": 1})
+    folder.close()
+    size = path.stat().st_size
+    # Never more than the file, or a run that has room is refused.
+    assert needed == [0, pytest.approx(size, rel=0.01), needed[1] * 2, needed[1] * 2] and needed[1] < size
+    assert [num_needed(coming) for coming in range(4)] == [0, needed[1], needed[1], needed[1]]
