@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmrl.objectives import GRPOLoss, MCAdvantage
     from llmrl.policies import vLLMWrapper
     from llmrl.rewards import RewardFn, Rubric
-    from llmrl.runs.train import train
+    from llmrl.scripts.train import train
     from llmrl.testing import ensure_embedded_model
     from llmrl.trainer import TransformersWrapper
     from llmrl.trainer.train_step import train_step
@@ -56,7 +56,7 @@ _EXPORTS = {
     "VLLMWeightSyncScheme": "llmrl.weight_sync",
     "ensure_embedded_model": "llmrl.testing",
     "get_model_metadata": "llmrl.weight_sync",
-    "train": "llmrl.runs.train",
+    "train": "llmrl.scripts.train",
     "train_step": "llmrl.trainer.train_step",
     "vLLMWrapper": "llmrl.policies",
 }

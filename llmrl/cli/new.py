@@ -40,7 +40,7 @@ def _files_of(kind: str) -> dict[str, Path]:
     """Return the files of a kind, by their places in the folder."""
     files = {"README.md": _STARTERS / "README.md"}
     if kind == "loop":
-        files["loop.py"] = _PACKAGE / "runs/grpo.py"
+        files["loop.py"] = _PACKAGE / "scripts/grpo.py"
         for part in ("grpo.yaml", "common.yaml", "task/addition.yaml", "task/gsm8k.yaml", "hardware/cpu.yaml"):
             files[f"config/{part}"] = _PACKAGE / "config" / part
         files["config/hardware/gpu1.yaml"] = _PACKAGE / "config/hardware/gpu1.yaml"

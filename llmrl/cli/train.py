@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from llmrl._utils.json_values import by_dotted_name
 
-MODULE = "llmrl.runs.grpo"
+MODULE = "llmrl.scripts.grpo"
 
 
 def run_script(entries: Sequence[str]) -> NoReturn:

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 Config = TypeVar("Config", bound=ScriptConfig)
 AnyConfig = TypeVar("AnyConfig")
 
-# Schemas that a file's defaults list can name, to declare the entries of an algorithm and their types.
-_SCHEMAS: dict[str, type[ScriptConfig]] = {
-    "grpo-schema": GRPOConfig,
-    "expert-iteration-schema": ExpertIterationConfig,
-    "sft-schema": SFTConfig,
-    "distillation-schema": DistillationConfig,
+CONFIGS: Mapping[str, type[ScriptConfig]] = {
+    "grpo": GRPOConfig,
+    "expert-iteration": ExpertIterationConfig,
+    "sft": SFTConfig,
+    "distillation": DistillationConfig,
 }
+"""The configuration of each algorithm, by the name of its file. A file's defaults list names it as `NAME-schema`."""
 
 
 def launch(main: Callable[[Config], None], config_type: type[Config], config_path: str) -> None:
@@ -110,8 +110,8 @@ def register_schemas() -> None:
     """Register the configuration classes with hydra, for files that name them in their defaults."""
     from hydra.core.config_store import ConfigStore
 
-    for name, config_type in _SCHEMAS.items():
-        ConfigStore.instance().store(name=name, node=config_type)
+    for name, config_type in CONFIGS.items():
+        ConfigStore.instance().store(name=f"{name}-schema", node=config_type)
 
 
 def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from llmrl._utils.files import open_file, read_text, write_atomically
 from llmrl._utils.types import JSON
+from llmrl.config.launch import CONFIGS, register_schemas, typed
 from llmrl.config.sections import ScriptConfig
 from llmrl.recipes.band import Band
 
 KNOWN = Path(__file__).parent / "known"
-_SCRIPTS = ("grpo", "sft")
 _CONFIG = Path(__file__).parents[1] / "config"
 
 
@@ -53,7 +53,8 @@ class Recipe:
     about: str
     """What is learned, by which model."""
     stages: tuple[tuple[str, tuple[str, ...]], ...]
-    """Scripts (`grpo`, `sft`) with their entries; each stage begins with the model of the one before."""
+    """Scripts (`grpo`, `sft`, `expert-iteration`, `distillation`) with their entries. Each stage begins with the model
+    of the one before, or, if its entries name that as `{model}`, with its own."""
     measures: tuple[str, ...]
     """Metrics of the last stage that are compared, from 0 to 1; `eval/NAME` are those of its held-out problems."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -82,14 +83,22 @@ class Recipe:
             raise ValueError(
                 f"{path}: measures must be a list of metrics, such as [reward_mean], got {recipe.measures!r}."
             )
-        unknown = [script for script, _ in recipe.stages if script not in _SCRIPTS]
+        unknown = [script for script, _ in recipe.stages if script not in CONFIGS]
         if not recipe.stages or unknown:
-            raise ValueError(f"{path}: stages must name the scripts {' and '.join(_SCRIPTS)}, got {unknown}.")
+            raise ValueError(f"{path}: stages must name scripts ({', '.join(CONFIGS)}), got {unknown}.")
         return recipe
 
-    def entries(self, stage: int) -> list[str]:
-        """Return the entries of a stage, with the recipe's folder in place of `{recipe}`."""
-        return [entry.replace("{recipe}", str(self.folder)) for entry in self.stages[stage][1]]
+    def entries(self, stage: int, model: str | None = None) -> list[str]:
+        """Return the entries of a stage, with the recipe's folder in place of `{recipe}`.
+
+        Args:
+            model: folder of the model of the stage before, in place of `{model}`, or else the model to begin with.
+        """
+        entries = [entry.replace("{recipe}", str(self.folder)) for entry in self.stages[stage][1]]
+        if model is None:
+            return [entry.replace("{model}", "embedded") for entry in entries]
+        placed = [entry.replace("{model}", model) for entry in entries]
+        return placed if placed != entries else [*entries, f"model.path={model}"]
 
     def config(self, entries: Sequence[str] = ()) -> ScriptConfig:
         """Return the configuration of the last stage, as the script composes it, changed by further entries.
@@ -99,10 +108,6 @@ class Recipe:
         from hydra import compose, initialize_config_dir
         from hydra.errors import HydraException
 
-        from llmrl.config.imitation import SFTConfig
-        from llmrl.config.launch import register_schemas, typed
-        from llmrl.config.sections import GRPOConfig
-
         script, _ = self.stages[-1]
         register_schemas()
         try:
@@ -110,7 +115,7 @@ class Recipe:
                 composed = compose(script, [*self.entries(-1), *entries])
         except HydraException as error:
             raise ValueError(f"the recipe {self.name} with {' '.join(entries)}: {error}") from error
-        return typed(composed, GRPOConfig if script == "grpo" else SFTConfig)
+        return typed(composed, CONFIGS[script])
 
     def data_hash(self, entries: Sequence[str] = ()) -> str:
         """Return the SHA-256 of the problems, those for training and those held out, and of the files of the recipe."""

@@ -29,13 +29,14 @@ def train_seed(
 
     Raises RecipeRunError if a script fails.
     """
-    model: list[str] = []
+    model = None
     for number, (name, _) in enumerate(recipe.stages):
         is_last = number == len(recipe.stages) - 1
         path = folder if is_last else folder.with_name(f"{folder.name}-stage-{number}")
         if not (is_finished(path) and (is_last or (path / "model").is_dir())):
-            program = [str(script)] if script is not None and is_last else ["-m", f"llmrl.runs.{name}"]
-            words = [*recipe.entries(number), *(entries if is_last else ()), *model]
+            module = f"llmrl.scripts.{name.replace('-', '_')}"
+            program = [str(script)] if script is not None and is_last else ["-m", module]
+            words = [*recipe.entries(number, model), *(entries if is_last else ())]
             own = [f"run.path={path}", f"seed={seed}", *(["resume=true"] if holds_run(path) else [])]
             status = subprocess.run([sys.executable, *program, *words, *own], stdout=sys.stderr.fileno()).returncode
             if status or not is_finished(path):
@@ -43,7 +44,7 @@ def train_seed(
                     f"{recipe.name}, seed {seed}: the script {name} ended with {status} before the end of its run in "
                     f"{path}; the same command resumes it."
                 )
-        model = [f"model.path={path / 'model'}"]
+        model = str(path / "model")
     return folder
 
 

@@ -20,12 +20,12 @@ from llmrl.engines import Engine
 from llmrl.envs import DatasetChatEnv
 from llmrl.replay.recorded import RecordedRun
 from llmrl.runs.batch_source import BatchMaker
-from llmrl.runs.grpo import grpo
 from llmrl.runs.null_engine import NullEngine
 from llmrl.runs.run import Run
 from llmrl.runs.run_folder import random_states, restore_random_states, seed_all
 from llmrl.runs.tracked import Stateful, restore_tracked, with_scaler
 from llmrl.runs.trainer_device import TrainerDevice
+from llmrl.scripts.grpo import grpo
 from llmrl.watch.step_metrics import Learned, log_probs_before, metrics_of
 
 OnStep = Callable[[int], object]

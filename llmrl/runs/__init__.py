@@ -1,1 +1,1 @@
-"""Training runs: configuration, folder, evaluation, live view, trackers, viewer."""
+"""Training runs: the companion of their loop, their folder, checkpoints, evaluations and exports."""

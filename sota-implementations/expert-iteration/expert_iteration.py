@@ -16,8 +16,7 @@ import os
 # Before torch: idle threads that spin would take the engine's cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-from best_answers import BestAnswers
-
+from llmrl.collectors.best_answers import BestAnswers
 from llmrl.config.imitation import ExpertIterationConfig
 from llmrl.config.launch import launch
 from llmrl.objectives import SFTLoss, TopKRewardSelector

@@ -26,7 +26,7 @@ from llmrl.config.entries import entries_by_name
 from llmrl.config.launch import hints
 from llmrl.config.sections import GRPOConfig
 from llmrl.objectives import ImportanceBound
-from llmrl.runs.train import ENTRIES
+from llmrl.scripts.train import ENTRIES
 from llmrl.tools import ToolTransform
 
 

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from script_configs import FOLDER, SCRIPTS, composed, config, script_of
 from warm_processes import run_warm
 
+from llmrl.collectors.best_answers import BestAnswers
 from llmrl.config import sections
 from llmrl.config.dry_run import as_dry_run, plan_of, with_differing_rewards
 from llmrl.config.launch import hints, prepared
@@ -58,7 +59,7 @@ def test_every_script_and_configuration_is_known_here():
     assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted((*ALGORITHMS, "common"))
     scripts = {path.stem for path in SCRIPTS.glob("*/*.py")}
     assert scripts == {
-        *("grpo", "grpo-sync", "grpo-async", "best_answers"),
+        *("grpo", "grpo-sync", "grpo-async"),
         *("expert_iteration", "expert-iteration-sync", "expert-iteration-async", "sft", "distillation"),
     }
     assert {task for _, task, *_ in DRY_RUNS} | {"addition", "own"} == set(TASKS)
@@ -383,10 +384,7 @@ def test_names_of_other_libraries_are_answered_with_ours(override, meant):
     assert meant in hint
 
 
-def test_rows_are_learned_so_often_and_new_ones_waited_for(monkeypatch):
-    script_of("expert-iteration", monkeypatch)
-    from best_answers import BestAnswers
-
+def test_rows_are_learned_so_often_and_new_ones_waited_for():
     best = BestAnswers(3, rows_per_sample=5, max_reuse=8)
     for num_kept, num_learned, is_learned in ((0, 0, True), (2, 0, False), (2, 15, False), (2, 16, True)):
         best.num_kept, best.num_learned = num_kept, num_learned

@@ -109,6 +109,6 @@ def test_commands_find_it_by_the_same_name(installed):
 
 def test_the_script_takes_it_as_a_task(installed, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, "-m", "llmrl.runs.grpo", "task=acme-envs/towns", "--cfg", "job"]
+    command = [sys.executable, "-m", "llmrl.scripts.grpo", "task=acme-envs/towns", "--cfg", "job"]
     result = run_warm(command, cwd=tmp_path, env=environment)
     assert result.returncode == 0 and "name: acme-envs/towns" in result.stdout, result.stdout + result.stderr

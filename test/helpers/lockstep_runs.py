@@ -28,8 +28,8 @@ from llmrl.config.sections import (
     GRPOTrainConfig,
     RunConfig,
 )
-from llmrl.runs import grpo as script
 from llmrl.runs.run import NothingLearned, Run
+from llmrl.scripts import grpo as script
 from llmrl.testing import make_tiny_model
 
 PACKAGE = Path(llmrl.__file__).parent

@@ -45,9 +45,9 @@ from llmrl.replay.fork import fork
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.step import as_json, replay_step
 from llmrl.replay.what_if import what_if
-from llmrl.runs import grpo as script
 from llmrl.runs.run import Run
 from llmrl.runs.trainer_device import TrainerDevice
+from llmrl.scripts import grpo as script
 from llmrl.testing import ScriptedEngine, make_tiny_model
 from llmrl.trainer import LoRAConfig, TransformersWrapper, load_model, make_optimizer, shard_model, train_step
 

@@ -45,7 +45,7 @@ MODULES = (
     "llmrl",
     "llmrl.engines",
     # What scripts and ranks import besides.
-    "llmrl.runs.grpo",
+    "llmrl.scripts.grpo",
     "hydra",
     "matplotlib.pyplot",
     "peft",

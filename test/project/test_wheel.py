@@ -76,7 +76,7 @@ def test_the_wheel_has_the_recipes_with_their_bands(installed, own_programs):
     listed = json.loads(installed("llmrl", "recipe", "list", "--json"))["recipes"]
     [sums] = [one for one in listed if one["name"] == "one-digit-sums"]
     assert sums["after"] > 0.9
-    code = "import llmrl.runs.sft, llmrl.recipes as r; print(r.find_recipe('alphabet-sort').data_hash())"
+    code = "import llmrl.scripts.sft, llmrl.recipes as r; print(r.find_recipe('alphabet-sort').data_hash())"
     assert len(installed("python", "-c", code).split()[0]) == 64
 
 

@@ -23,8 +23,8 @@ from script_configs import config
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
 from llmrl.config.sections import GRPOConfig
 from llmrl.envs import ChatEnv
-from llmrl.runs import train as module
 from llmrl.runs.run_folder import RunFolder
+from llmrl.scripts import train as module
 
 ROOT = Path(__file__).resolve().parents[2]
 

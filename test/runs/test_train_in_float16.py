@@ -8,8 +8,8 @@ import torch
 from biased_models import letters_of
 
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, train
-from llmrl.runs import grpo
 from llmrl.runs.run_folder import RunFolder
+from llmrl.scripts import grpo
 from llmrl.trainer import train_step
 from llmrl.trainer.trained_model import trained_model
 

@@ -12,8 +12,8 @@ from weight_sync_tools import log_prob_difference, make_sender, sharp_llama
 
 from llmrl import DatasetChatEnv, RubricReward, TransformersEngine, VLLMWeightSyncScheme, get_model_metadata, train
 from llmrl.data.state_file import load_state
-from llmrl.runs import grpo
 from llmrl.runs.run_folder import RunFolder
+from llmrl.scripts import grpo
 from llmrl.trainer import LoRAConfig, load_model, train_step
 from llmrl.weight_sync.source import ModelWeights
 

@@ -20,8 +20,8 @@ from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.collectors.groups import SIGNAL_PATIENCE
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
-from llmrl.runs import grpo as loop
 from llmrl.runs.evaluation import EvaluationReport, metrics_of_evaluation
+from llmrl.scripts import grpo as loop
 from llmrl.testing import ScriptedEngine
 from llmrl.tools import ToolTransform
 from llmrl.trainer import train_step

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from llmrl.collectors import LLMCollector
 from llmrl.config.launch import launch
 from llmrl.config.sections import GRPOConfig
-from llmrl.runs import grpo
+from llmrl.scripts import grpo
 
 
 def start_no_update(self, *args, **kwargs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmrl.config.launch import launch
 from llmrl.config.sections import GRPOConfig
-from llmrl.runs import grpo
+from llmrl.scripts import grpo
 
 
 class WrongSign(grpo.MCAdvantage):

@@ -23,10 +23,10 @@ from llmrl.engines.base import HasTokenizer
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
 from llmrl.envs.primer import dataset_env_of
 from llmrl.runs.evaluation import check_metric
-from llmrl.runs.grpo import grpo
 from llmrl.runs.run import Run
 from llmrl.runs.setup import check_reward, start_engine
 from llmrl.runs.trainer_device import TrainerDevice
+from llmrl.scripts.grpo import grpo
 from llmrl.trainer.trained_model import half_dtype
 
 _EXPLAINED = {

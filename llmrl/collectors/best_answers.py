@@ -1,0 +1,61 @@
+"""`BestAnswers`: the buffer that expert iteration learns from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, lazy_stack
+
+
+class BestAnswers:
+    """Buffer of the last rows that were kept, which are learned in several steps: at first few answers are right.
+
+    Args:
+        size: number of rows that it holds.
+        rows_per_sample: number of rows of a sample, drawn with replacement.
+        max_reuse: number of times that a row is learned, on average.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> best = BestAnswers(2, rows_per_sample=4, max_reuse=2)
+        >>> best.extend(TensorDict({"answer": torch.arange(3)}, [3]))
+        >>> best.sample().shape, sorted(int(row["answer"]) for row in best.rows), best.is_learned
+        (torch.Size([4]), [1, 2], False)
+    """
+
+    def __init__(self, size: int, *, rows_per_sample: int, max_reuse: int) -> None:
+        self.size = size
+        self.rows_per_sample = rows_per_sample
+        self.max_reuse = max_reuse
+        self.rows: list[TensorDictBase] = []
+        self.num_kept = 0
+        self.num_learned = 0
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether the rows were learned often enough; true before the first."""
+        return self.num_learned >= self.max_reuse * self.num_kept
+
+    def extend(self, batch: TensorDictBase) -> None:
+        """Add a batch of rows, which may be empty."""
+        if batch.shape[0]:
+            self.rows = [*self.rows, *batch.unbind(0)][-self.size :]
+            self.num_kept += batch.shape[0]
+
+    def sample(self) -> TensorDictBase:
+        """Return rows to learn, `[rows_per_sample]`."""
+        self.num_learned += self.rows_per_sample
+        places = torch.randint(len(self.rows), (self.rows_per_sample,)).tolist()
+        return lazy_stack([self.rows[place] for place in places])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows that are kept, and the counts."""
+        return {"rows": self.rows, "num_kept": self.num_kept, "num_learned": self.num_learned}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the result of `state_dict`."""
+        self.rows = state_dict["rows"]
+        self.num_kept = state_dict["num_kept"]
+        self.num_learned = state_dict["num_learned"]

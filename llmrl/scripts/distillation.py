@@ -1,0 +1,1 @@
+../../sota-implementations/distillation/distillation.py

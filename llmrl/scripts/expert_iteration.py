@@ -1,0 +1,1 @@
+../../sota-implementations/expert-iteration/expert_iteration.py
