@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.util
 import os
@@ -113,6 +114,37 @@ def pytest_xdist_make_scheduler(config, log):
 def certificates():
     """Certificates are read once, and not by each of hundreds of HTTP clients."""
     with mock.patch.object(ssl, "create_default_context", functools.cache(ssl.create_default_context)):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tokenizers():
+    """A folder's tokenizer is parsed once, which takes a third of a second, and not by each of hundreds of runs.
+
+    What is handed out are copies with the same vocabulary: a test that adds tokens does so to a deep copy.
+    """
+    from transformers import AutoTokenizer
+
+    load = AutoTokenizer.from_pretrained
+    parsed = {}
+
+    def from_pretrained(path, *args, **options):
+        files = [file for file in Path(path).glob("*.*") if file.suffix != ".safetensors"]  # none of a hub's name
+        if args or not files or set(options) - {"local_files_only", "trust_remote_code"}:
+            return load(path, *args, **options)
+        key = (str(path), *sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+        if key not in parsed:
+            tokenizer = load(path, **options)
+            parsed[key] = tokenizer, len(tokenizer)
+        tokenizer, size = parsed[key]
+        assert len(tokenizer) == size, "a test has added tokens to all copies of a tokenizer; add them to a deep copy"
+        twin = copy.copy(tokenizer)
+        vars(twin).update(
+            {key: copy.copy(value) for key, value in vars(twin).items() if isinstance(value, dict | list)}
+        )
+        return twin
+
+    with mock.patch.object(AutoTokenizer, "from_pretrained", from_pretrained):
         yield
 
 

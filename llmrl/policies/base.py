@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
 from typing import Any, Literal, Self, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from tensordict import TensorDictBase
@@ -27,6 +27,9 @@ from llmrl.engines.completion_checks import check_completion, check_routed_exper
 from llmrl.engines.token_stream import TokenStream
 from llmrl.policies.sampling import sampling_from_kwargs
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
+
+_num_ids: WeakKeyDictionary[Tokenizer, tuple[int, int]] = WeakKeyDictionary()
+"""Number of tokens and of ids of each tokenizer that was asked."""
 
 
 class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
@@ -168,12 +171,6 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         keywords = {"model": self.model, "tokenizer": self.tokenizer, **self._keywords, **kwargs}
         return type(self)(**keywords)
 
-    @cached_property
-    def _num_token_ids(self) -> int | None:
-        """Number of the tokenizer's ids, used if the engine does not know its own."""
-        # A tokenizer's ids may have gaps, so the number of its tokens is not enough.
-        return None if self.tokenizer is None else 1 + max(self.tokenizer.get_vocab().values())
-
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Generate for all conversations concurrently; may be called from any thread."""
         elements = batch_elements(tensordict)
@@ -250,7 +247,9 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             prompt_ids, sampling, request_id=request_id, routing_key=routing_key, **streamed
         )
         budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
-        vocab_size = self._num_token_ids if engine.vocab_size is None else engine.vocab_size
+        vocab_size = engine.vocab_size
+        if vocab_size is None and self.tokenizer is not None:
+            vocab_size = _num_ids_of(self.tokenizer)
         check_completion(
             completion,
             budget=budget,
@@ -364,3 +363,11 @@ def _pad_turns(elements: Sequence[TensorDictBase], log_probs_key: str, token_id:
                 pad = pads.get(name, (left - num_prompt, right - num_response))
                 padded = torch.nn.functional.pad(entry, pad, value=fill[container])
                 element.set((container, name), padded)
+
+
+def _num_ids_of(tokenizer: Tokenizer) -> int:
+    """Return the number of a tokenizer's ids, which is larger than that of its tokens if ids are left out."""
+    num_tokens = len(tokenizer)
+    if _num_ids.get(tokenizer, (0, 0))[0] != num_tokens:  # reading the vocabulary takes tens of milliseconds
+        _num_ids[tokenizer] = num_tokens, 1 + max(tokenizer.get_vocab().values())
+    return _num_ids[tokenizer][1]

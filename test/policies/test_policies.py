@@ -11,6 +11,7 @@ from tensordict import TensorDict, lazy_stack
 
 from llmrl.collectors import LLMCollector
 from llmrl.data import ChatHistory, History, Masks, Text, Tokens
+from llmrl.engines import EngineError
 from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import DistillationLoss, GRPOLoss, KLPenalty, SFTLoss
 from llmrl.policies import LLMWrapperBase, sampling_from_kwargs
@@ -302,3 +303,20 @@ def test_supervised_losses_take_conversations_without_tokens(model, tokenizer, e
             -float(expected_log_probs(torch.tensor([*given, *written]))[len(given) :].sum()), abs=1e-4
         )
     assert same(batch).loss_sft != losses.sum() and "tokens" not in batch
+
+
+def test_an_id_is_judged_by_the_tokenizer_as_it_is_now(tokenizer):
+    """Ids may be added after policies have asked how many there are; one beyond them is the engine's error."""
+    tokenizer = copy.deepcopy(tokenizer)
+    batch, _ = prompts("history", tokenizer)
+    added = len(tokenizer)  # the embedded tokenizer leaves out no id
+
+    def said(token_id):
+        return LLMWrapperBase(ScriptedEngine([[token_id, 2]]), tokenizer=tokenizer)(batch.clone())["tokens", "response"]
+
+    with pytest.raises(EngineError, match=f"an id of 0 to {added - 1}"):
+        said(added)
+    tokenizer.add_tokens(["<added>"])
+    assert said(added)[0].tolist() == [added, 2]
+    with pytest.raises(EngineError, match=f"an id of 0 to {added}"):
+        said(added + 1)

@@ -158,10 +158,13 @@ def members(theirs):
             yield name, value
 
 
+source_of = functools.cache(inspect.getsource)  # which parses the whole file
+
+
 def has(ours, name):
     """Whether a class has an attribute, or sets it on its instances."""
     bases = [base for base in ours.__mro__ if base.__module__.startswith("llmrl.")]
-    is_set = any(re.search(rf"self\.{name}\b[^=()\n]* = ", inspect.getsource(base)) for base in bases)
+    is_set = any(re.search(rf"self\.{name}\b[^=()\n]* = ", source_of(base)) for base in bases)
     return is_set or hasattr(ours, name) or any(name in inspect.get_annotations(base) for base in bases)
 
 

@@ -25,6 +25,7 @@ def cells_of(path, nbformat):
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.source = re.sub(r"^(NUM_STEPS|GROUPS) = \d+", r"\1 = 1", cell.source, flags=re.MULTILINE)
+        cell.source = cell.source.replace("range(7, 10), repeats=2", "range(9, 10), repeats=1")  # held-out problems
         cell.metadata.notebook = path.stem
     return notebook.cells
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 import sys
@@ -18,6 +19,7 @@ SECTION = re.search(r"^## Skipped tests\n(.*?)^## ", (ROOT / "CONTRIBUTING.md").
 PARTS = {"aiohttp.web": "aiohttp", "playwright.sync_api": "playwright", "reasoning_gym.factory": "reasoning_gym"}
 
 
+@functools.cache
 def places():
     """Modules without which tests are skipped, and files that skip for another reason."""
     modules, files = set(), set()

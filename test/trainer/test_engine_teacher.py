@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -141,8 +142,8 @@ def test_it_stands_where_a_teachers_model_does(student, teacher_path, eager, bat
             torch.testing.assert_close(by_engine[key], by_model[key], rtol=0, atol=1e-4)
 
 
-def test_what_it_cannot_do_exactly_is_refused(student, teacher_path, tiny_model_path, tiny_tokenizer, batch):
-    others = AutoTokenizer.from_pretrained(tiny_model_path)
+def test_what_it_cannot_do_exactly_is_refused(student, teacher_path, tiny_tokenizer, batch):
+    others = copy.deepcopy(tiny_tokenizer)
     others.add_tokens(["<other>"])
     warm = TransformersWrapper(student.model, generate=False, generate_kwargs={"temperature": 0.7})
     with TransformersEngine(teacher_path, max_model_len=40) as engine:
