@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 from llmrl.cli import recipe as recipe_command
 from llmrl.cli.app import app
 from llmrl.envs.tasks.registry import load_function
-from llmrl.recipes import Recipe, band_of, curves_of, judge, known_recipes, record
+from llmrl.recipes import Recipe, band_of, curves_of, judge, known_recipes, record, train_seed
 
 runner = CliRunner()
 scores = st.floats(0, 1)
@@ -176,6 +178,36 @@ def test_a_run_whose_trainer_scores_other_tokens_than_were_sampled_is_outside(ow
         assert verdict["is_inside"] == is_inside, (name, verdict)
         if not is_inside:
             assert (verdict["measure"], verdict["step"]) == ("log_prob_difference_mean", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "given"),
+    [
+        ("reverse-text", ["sft", "grpo"], "model.path={}"),
+        ("distillation", ["grpo", "distillation"], "teacher.path={}"),
+        ("expert-iteration", ["expert_iteration"], None),
+    ],
+)
+def test_a_stage_begins_with_the_model_of_the_one_before_or_has_it_as_its_teacher(
+    tmp_path, monkeypatch, name, modules, given
+):
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        [path] = [Path(word.removeprefix("run.path=")) for word in command if word.startswith("run.path=")]
+        (write_run(path, {1: 0.5}, {0: 0.1}) / "model").mkdir()
+        (path / "config.yaml").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    folder = train_seed(known_recipes()[name], 7, tmp_path / "seed-7")
+    assert [command[2] for command in commands] == [f"llmrl.scripts.{module}" for module in modules]
+    assert all("seed=7" in command for command in commands)
+    models = [word for word in commands[-1] if word.startswith(("model.path=", "teacher.path="))]
+    assert models == ([] if given is None else [given.format(tmp_path / "seed-7-stage-0/model")])
+    train_seed(known_recipes()[name], 7, folder)
+    assert len(commands) == len(modules)  # what has ended is not run again
 
 
 def test_a_run_that_ended_early_keeps_its_last_value(own_recipe, tmp_path, takes_long):
