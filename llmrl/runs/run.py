@@ -151,7 +151,7 @@ class Run:
             tokenizer: saved with the run and with its model.
             objects: `model`, and everything else in the loop with a `state_dict`: optimizer, schedule, buffer.
 
-        Raises ValueError if the checkpoint lacks one of them.
+        Raises ValueError if the checkpoint lacks one of them, and OSError if the disk has no room for the checkpoints.
         """
         self._collector = collector
         self._engine = engine
@@ -162,6 +162,10 @@ class Run:
         if checkpoint is not None:
             restore_tracked(self._tracked, checkpoint, Path(self.cfg.run.path, "checkpoint.safetensors"))
             self._step = checkpoint["step"]
+        if self._recorder is not None:
+            every = self.cfg.run.checkpoint_every
+            coming = self.cfg.train.num_steps // every - self._step // every
+            check_free_space(self._tracked, self._recorder.folder.checkpoint_path, num_checkpoints=coming)
         if checkpoint is not None and self._recorder is not None:
             restore(collector, checkpoint)
         model = self._tracked["model"]
@@ -204,13 +208,10 @@ class Run:
             in_background: draw batches in the background; if none is ready, a step has an empty batch.
             needs_batch: returns whether a step must wait for a batch; used only with `in_background`.
 
-        Raises RuntimeError if `track` was not called, and OSError if the disk has no room for the checkpoints.
+        Raises RuntimeError if `track` was not called.
         """
         if self._collector is None:
             raise RuntimeError("run.steps needs run.track(collector, engine, model=..., ...) before it.")
-        if self._recorder is not None:
-            coming = num_steps // self.cfg.run.checkpoint_every - self._step // self.cfg.run.checkpoint_every
-            check_free_space(self._tracked, self._recorder.folder.checkpoint_path, num_checkpoints=coming)
         self._is_ahead = in_background or self.cfg.collect.max_staleness is not None
         self._num_steps = num_steps
         started = time.perf_counter()

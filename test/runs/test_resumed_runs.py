@@ -163,11 +163,13 @@ def test_batches_drawn_after_one_that_was_set_aside_are_not_trained_on(renderer,
     assert len(ids) == len(set(ids))
 
 
-def test_a_run_without_room_for_its_checkpoints_is_refused_before_its_first_batch(renderer, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    with pytest.raises(OSError, match=r"checkpoints need .* GiB more.*another disk with run\.path"):
-        train(tmp_path, renderer, resume=False)
+def test_a_run_without_room_for_its_checkpoints_is_refused_before_it_begins(renderer, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        with pytest.raises(OSError, match=r"checkpoints need .* GiB more.*another disk with run\.path"):
+            train(tmp_path, renderer, resume=False)
     assert not list(tmp_path.glob("batches/*"))
+    assert train(tmp_path, renderer, resume=False) == "all 5 steps are done"  # the same call, when there is room
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
