@@ -27,6 +27,7 @@ from llmrl._utils.ranks import rank_and_size
 from llmrl._utils.safetensors_file import write_safetensors
 from llmrl._utils.types import StateDict
 from llmrl.data.state_file import DamagedFileError
+from llmrl.trainer.optimizer import MOMENT_BYTES
 from llmrl.trainer.trained_model import trained_model
 
 Place = tuple[str | int, ...]
@@ -151,8 +152,13 @@ def _least_bytes(one: Stateful) -> int:
         return sum(parameter.nbytes for parameter in parameters)
     if not isinstance(one, torch.optim.Optimizer):
         return 0
-    size = 2 if one.param_groups[0].get("moments") == "8bit" else 8
-    return size * sum(parameter.numel() for group in one.param_groups for parameter in group["params"])
+    # Only what `make_optimizer` returns says which moments it keeps; of another optimizer nothing is counted.
+    return sum(
+        MOMENT_BYTES[group["moments"]] * parameter.numel()
+        for group in one.param_groups
+        if "moments" in group
+        for parameter in group["params"]
+    )
 
 
 def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmrl.trainer.head.log_probs import default_chunk_size
-from llmrl.trainer.optimizer import MomentsName
+from llmrl.trainer.optimizer import MOMENT_BYTES, MomentsName
 
 _QUANTIZED = 0.5 + 4 / 64
 """Bytes of a weight of 4 bits."""
@@ -151,7 +151,7 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
         base -= int(model.num_layers * model.layer_parameters * (4 - _QUANTIZED))
     ranks = training.num_ranks
     # float32: 4 bytes per weight and 4 per gradient, sharded over ranks; the two moments have 4 bytes or 1 each.
-    moments = trained * (2 if training.moments == "8bit" else 8)
+    moments = trained * MOMENT_BYTES[training.moments]
     lasting = {"weights": base // ranks, "gradients": 4 * trained // ranks, "optimizer": moments // ranks}
     loading = lasting["weights"]
     if training.has_reference and training.lora_rank is None:  # with adapters, the reference is the model without them

@@ -15,6 +15,8 @@ from llmrl._utils.types import StateDict
 
 MomentsName = Literal["float32", "8bit"]
 ScheduleName = Literal["constant", "linear", "cosine"]
+MOMENT_BYTES: dict[MomentsName, int] = {"float32": 8, "8bit": 2}
+"""Bytes of the two moments of a parameter, without the scales of 8 bits."""
 
 
 def make_optimizer(

@@ -204,3 +204,10 @@ def test_the_room_for_checkpoints_is_that_of_their_files(tmp_path, monkeypatch, 
     # Never more than the file, or a run that has room is refused.
     assert needed == [0, pytest.approx(size, rel=0.01), needed[1] * 2, needed[1] * 2] and needed[1] < size
     assert [num_needed(coming) for coming in range(4)] == [0, needed[1], needed[1], needed[1]]
+
+
+def test_an_optimizer_without_moments_needs_no_room_for_them(tmp_path, monkeypatch):
+    model = torch.nn.Linear(300, 300)
+    tracked = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 * 300 * 301))
+    check_free_space(tracked, tmp_path / "checkpoint.safetensors", num_checkpoints=1)
