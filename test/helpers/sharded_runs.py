@@ -129,11 +129,11 @@ def kill_in_step(step):
 
 
 def replay(path):
-    """Compute steps again on the ranks of the run, and one with another rate; rank 0 writes what differs."""
+    """Compute all steps again on the ranks of the run, and a step with another rate; rank 0 writes what differs."""
     run = RecordedRun(path)
     found = {
         step: as_json(replay_step(run, step, quantities=["advantages", "log_probs", "metrics", "weights"]))
-        for step in (1, 4, 5)  # the first, that of a checkpoint, and one that begins with it
+        for step in run.steps
     }
     found["what if"] = what_if(run, 3, last_step=4, changes=["train.learning_rate=5e-5"]).as_json()
     fork(run, 3, path.with_name("forked"))
