@@ -139,9 +139,8 @@ def tokenizers():
         tokenizer, size = parsed[key]
         assert len(tokenizer) == size, "a test has added tokens to all copies of a tokenizer; add them to a deep copy"
         twin = copy.copy(tokenizer)
-        vars(twin).update(
-            {key: copy.copy(value) for key, value in vars(twin).items() if isinstance(value, dict | list)}
-        )
+        containers = {name: value for name, value in vars(twin).items() if isinstance(value, dict | list)}
+        vars(twin).update({name: value.copy() for name, value in containers.items()})
         return twin
 
     with mock.patch.object(AutoTokenizer, "from_pretrained", from_pretrained):

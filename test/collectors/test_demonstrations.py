@@ -8,14 +8,13 @@ import math
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from rendering_families import TOOLS, family_renderer
-from script_configs import FOLDER, script_of
+from script_configs import composed, script_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmrl.collectors import Demonstrations
 from llmrl.config.imitation import SFTConfig
-from llmrl.config.launch import prepared, register_schemas
+from llmrl.config.launch import prepared
 from llmrl.objectives import SFTLoss
 from llmrl.rendering import RenderingError, TemplateRenderer, demonstrate
 from llmrl.trainer import TransformersWrapper
@@ -215,11 +214,8 @@ def test_the_loss_is_the_mean_over_what_the_assistant_says(tiny_model_path):
 
 
 @pytest.mark.usefixtures("takes_long")
-def test_a_script_that_is_stopped_goes_on_to_the_same_weights_and_logs_the_held_out_loss(
-    tiny_model_path, tmp_path, monkeypatch
-):
-    script = script_of("sft", monkeypatch)
-    register_schemas()
+def test_a_script_that_is_stopped_goes_on_to_the_same_weights_and_logs_the_held_out_loss(tiny_model_path, tmp_path):
+    script = script_of("sft")
     rows = [
         {"messages": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": "one"}]} for n in range(5)
     ]
@@ -231,8 +227,7 @@ def test_a_script_that_is_stopped_goes_on_to_the_same_weights_and_logs_the_held_
             *("run.checkpoint_every=2", "train.learning_rate=1e-3", "collect.groups_per_batch=2", "eval.every=2"),
             *(f"conversations.path={said}", f"conversations.held_out={others}", "eval.metric=eval/loss", *overrides),
         )
-        with initialize_config_dir(str(FOLDER), version_base=None):
-            cfg = compose("sft", list(entries))
+        cfg = composed("sft", *entries)
         script.main(prepared(cfg, SFTConfig))
         weights = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict()
         with (tmp_path / name / "metrics.csv").open(newline="") as file:

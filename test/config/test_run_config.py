@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from script_configs import FOLDER, composed
 
-from llmrl.config.launch import register_schemas, typed
+from llmrl.config.launch import typed
 from llmrl.config.resumed import resumed_config, save_config
 from llmrl.config.sections import GRPOConfig
 
 pytestmark = pytest.mark.usefixtures("takes_long")  # hydra composes configurations
-
-FOLDER = Path(__file__).resolve().parents[2] / "sota-implementations" / "config"
-
-
-def composed(algorithm, *overrides):
-    register_schemas()
-    with initialize_config_dir(str(FOLDER), version_base=None):
-        return compose(algorithm, list(overrides))
 
 
 @pytest.fixture

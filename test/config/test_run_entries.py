@@ -12,13 +12,12 @@ from omegaconf import OmegaConf
 
 from llmrl.collectors import LLMCollector
 from llmrl.config.entries import EntryError
-from llmrl.config.imitation import DistillationConfig, ExpertIterationConfig, SFTConfig
-from llmrl.config.launch import launch, typed
+from llmrl.config.imitation import DistillationConfig
+from llmrl.config.launch import CONFIGS, launch, typed
 from llmrl.config.sections import GRPOConfig
 from llmrl.trainer import TransformersWrapper, make_optimizer
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 
-CONFIGS = (GRPOConfig, DistillationConfig, ExpertIterationConfig, SFTConfig)
 COUNT, SIZE, SHARE, RATE = (0, -1), (-1,), (0.0, -0.5, 1.5, math.nan), (0.0, -1.0, math.nan, math.inf)
 NAME = ("", "  ", "\0")
 # What no entry may be, by what it means, not by what is declared.
@@ -156,14 +155,14 @@ def with_entry(config_type, name, value):
     return OmegaConf.to_container(entries)
 
 
-ENTRIES = {name: kind for config_type in CONFIGS for name, kind in entries_of(config_type)}
-OWNERS = {name: config_type for config_type in reversed(CONFIGS) for name, _ in entries_of(config_type)}
+ENTRIES = {name: kind for config_type in CONFIGS.values() for name, kind in entries_of(config_type)}
+OWNERS = {name: config_type for config_type in reversed(CONFIGS.values()) for name, _ in entries_of(config_type)}
 
 
 def test_every_entry_is_known_here():
     flags = {name for name, kind in ENTRIES.items() if bool in (kind, *get_args(kind))}
     assert sorted({*ODD, *ANYTHING, *flags}) == sorted(ENTRIES) and not {*ODD} & {*ANYTHING, *flags}
-    for config_type in CONFIGS:
+    for config_type in CONFIGS.values():
         typed(small(config_type), config_type)
 
 

@@ -418,7 +418,7 @@ def run_script(tiny_engine, tiny_model_path, monkeypatch):
     """A function that runs a script on that engine, and gives its model and optimizer."""
 
     def run(cfg, **replaced):
-        script, made = script_of(cfg.algorithm, monkeypatch), {}
+        script, made = script_of(cfg.algorithm), {}
         make_optimizer = sections.make_optimizer
 
         @functools.wraps(make_optimizer)  # a section gives it the entries that it has keywords for

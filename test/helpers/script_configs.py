@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from llmrl.config.imitation import DistillationConfig, ExpertIterationConfig, SFTConfig
-from llmrl.config.launch import prepared, register_schemas
-from llmrl.config.sections import GRPOConfig
+from llmrl.config.launch import CONFIGS, prepared, register_schemas
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-SCRIPTS = ROOT / "sota-implementations"
-
-
+SCRIPTS = Path(__file__).resolve().parents[2] / "sota-implementations"
 FOLDER = SCRIPTS / "config"
-
-
-CONFIGS = {
-    "grpo": GRPOConfig,
-    "expert-iteration": ExpertIterationConfig,
-    "sft": SFTConfig,
-    "distillation": DistillationConfig,
-}
 
 
 def composed(algorithm, *overrides):
@@ -38,8 +24,6 @@ def config(algorithm, *overrides):
     return prepared(composed(algorithm, *overrides), CONFIGS[algorithm.removesuffix("-async")])
 
 
-def script_of(algorithm, monkeypatch):
+def script_of(algorithm):
     """The module of an algorithm's loop."""
-    name = algorithm.removesuffix("-async")
-    monkeypatch.syspath_prepend(str(SCRIPTS / name))
-    return __import__(name.replace("-", "_"))
+    return importlib.import_module(f"llmrl.scripts.{algorithm.replace('-', '_')}")
