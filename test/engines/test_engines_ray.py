@@ -27,8 +27,15 @@ VLLM_OPTIONS = {"max_model_len": 2048, "kv_cache_memory": 1 << 26, "cpu_threads"
 SAMPLING = SamplingConfig(max_new_tokens=20, ignore_eos=True)
 
 
+SLOW = 6
+"""A prompt of this token takes seconds, so that what happens meanwhile does so on a busy machine too."""
+
+
 def start_scripted(latency_s=0.5, ray_options=RAY_OPTIONS):
-    make_engine = functools.partial(ScriptedEngine, [list(range(20))], latency_s=latency_s, max_model_len=100)
+    def latency(prompt_ids, token_ids):
+        return 4.0 if prompt_ids == [SLOW] else latency_s
+
+    make_engine = functools.partial(ScriptedEngine, [list(range(20))], latency_s=latency, max_model_len=100)
     return RayEngine.start(make_engine, ray_options=ray_options)
 
 
@@ -140,7 +147,7 @@ def test_many_requests_are_in_flight_at_once(engine):
 
 def test_abort_and_cancel_reach_the_actor(engine, ray_cluster):
     async def run():
-        tasks = [asyncio.create_task(engine.generate([5], SAMPLING, request_id=name)) for name in "ab"]
+        tasks = [asyncio.create_task(engine.generate([SLOW], SAMPLING, request_id=name)) for name in "ab"]
         await asyncio.sleep(0.2)
         with pytest.raises(ValueError, match="in flight"):
             await engine.generate([5], SAMPLING, request_id="a")
@@ -173,7 +180,8 @@ class Watched(TokenStream):
 def test_tokens_are_reported_while_the_actor_samples_and_a_stop_reaches_it(engine, num_wanted):
     async def run():
         stream = Watched(num_wanted)
-        return stream, await engine.generate([5], SAMPLING, stream=stream)
+        prompt_ids = [5] if num_wanted == math.inf else [SLOW]
+        return stream, await engine.generate(prompt_ids, SAMPLING, stream=stream)
 
     stream, completion = asyncio.run(run())
     assert engine.streams_tokens and len(stream.reports) > 2
@@ -190,14 +198,14 @@ def test_a_stream_that_is_refused_cancelled_or_whose_actor_dies_says_so(ray_clus
     async def run():
         with pytest.raises(ValueError, match="100"):
             await one.generate([5] * 100, SAMPLING, stream=Watched())
-        cancelled = asyncio.create_task(one.generate([5], SAMPLING, stream=Watched()))
+        cancelled = asyncio.create_task(one.generate([SLOW], SAMPLING, stream=Watched()))
         await asyncio.sleep(0.2)
         cancelled.cancel()
         await asyncio.wait([cancelled])
         assert cancelled.cancelled()
         while in_actor(ray_cluster, one, lambda self: self._engine.num_in_flight):
             await asyncio.sleep(0.02)
-        killed = asyncio.create_task(one.generate([5], SAMPLING, stream=(stream := Watched())))
+        killed = asyncio.create_task(one.generate([SLOW], SAMPLING, stream=(stream := Watched())))
         while not stream.reports:
             await asyncio.sleep(0.01)
         ray_cluster.kill(one.actor)
@@ -209,15 +217,18 @@ def test_a_stream_that_is_refused_cancelled_or_whose_actor_dies_says_so(ray_clus
     assert not one.is_alive
 
 
-def test_requests_of_two_processes_with_one_id_are_two(engine):
+def test_requests_of_two_processes_with_one_id_are_two(engine, ray_cluster):
     other = RayEngine.reach(engine.notice())  # as a collector that takes a killed one's place
 
     async def run():
         tasks = [asyncio.create_task(one.generate([5], SAMPLING, request_id="same")) for one in (engine, other)]
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0)
         await other.abort("same")
-        return await asyncio.gather(*tasks)
+        aborted = await tasks[1]
+        await asyncio.to_thread(engine.resume)
+        return await tasks[0], aborted
 
+    in_actor(ray_cluster, engine, lambda self: self._engine.pause())  # neither request can end before the abort
     whole, aborted = asyncio.run(run())
     assert (whole.finish_reason, aborted.finish_reason) == ("stop", "abort")
 
@@ -225,8 +236,9 @@ def test_requests_of_two_processes_with_one_id_are_two(engine):
 def test_pause_resume_and_versions_reach_the_actor(engine):
     async def run():
         await asyncio.to_thread(engine.resume)
-        task = asyncio.create_task(engine.generate([5], SAMPLING))
-        await asyncio.sleep(0.3)
+        task = asyncio.create_task(engine.generate([SLOW], SAMPLING, stream=(stream := TokenStream(lambda: None))))
+        while not stream.token_ids:
+            await asyncio.sleep(0.01)
         engine_version = engine.policy_version
         await asyncio.to_thread(setattr, engine, "policy_version", engine_version + 1)
         return await task
