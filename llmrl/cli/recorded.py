@@ -33,12 +33,12 @@ def replay(
     ] = False,
     drop_rollout: Annotated[list[str] | None, typer.Option(help="Rollout to leave out of batch and baseline.")] = None,
     last_step: Annotated[
-        int | None, typer.Option(help="Last step of a what-if over several steps, each side on its own weights.")
+        int | None, typer.Option(help="Last of several steps; of a what-if, each side goes on with its own weights.")
     ] = None,
     page: Annotated[Path | None, typer.Option(help="HTML file to write, with the what-if beside the steps.")] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Compute a recorded step again and name the first quantity that differs; or compute it with something changed.
+    """Compute recorded steps again and name the first quantity that differs; or compute them with something changed.
 
     Exits with 1 if a quantity differs by more than rounding.
     """

@@ -23,7 +23,7 @@ from llmrl.replay.loop import OnStep, pass_over
 from llmrl.replay.page import write_rescored, write_step, write_what_if
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rescore
-from llmrl.replay.step import Compared, Quantity, ReplayedStep, as_json, replay_step
+from llmrl.replay.step import Compared, Quantity, ReplayedStep, as_json, replay_steps
 from llmrl.replay.what_if import WhatIf, what_if
 from llmrl.runs.machine import other_facts
 
@@ -42,10 +42,10 @@ def run_replay(
     is_what_if: bool,
     is_json: bool,
 ) -> bool:
-    """Replay a step, or compute it with changes; return whether it is as recorded, up to rounding."""
+    """Replay steps, or compute them with changes; return whether they are as recorded, up to rounding."""
     run = RecordedRun(path)
     on_step = _announcing(console, is_json=is_json)
-    if is_what_if or changes or drop_rollouts or last_step is not None:
+    if is_what_if or changes or drop_rollouts:
         changed = what_if(
             run,
             step,
@@ -61,10 +61,15 @@ def run_replay(
         return True
     if page is not None:
         raise ValueError("--page is of a what-if: change an entry, or give --reward with --what-if.")
-    replayed = replay_step(run, step, quantities=cast("list[Quantity]", quantities), reward=reward, on_step=on_step)
-    print_json(as_json(replayed)) if is_json else _print_replayed(replayed, console)
-    first = replayed.first_difference
-    return first is None or not first.is_beyond_rounding
+    steps = range(step, (step if last_step is None else last_step) + 1)
+    replayed = replay_steps(run, steps, quantities=cast("list[Quantity]", quantities), reward=reward, on_step=on_step)
+    if is_json:
+        print_json(as_json(replayed[0]) if last_step is None else {"steps": [as_json(one) for one in replayed]})
+    else:
+        for one in replayed:
+            _print_replayed(one, console)
+    differences = [one.first_difference for one in replayed]
+    return not any(first is not None and first.is_beyond_rounding for first in differences)
 
 
 def _shown(text: str) -> str:

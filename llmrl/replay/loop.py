@@ -47,6 +47,14 @@ class ComputedStep:
     """Log-probs of the trainer before the step, `[num_tokens]` per row; None if it made several updates."""
 
 
+AfterStep = Callable[[ComputedStep, Mapping[str, Stateful]], None]
+"""Called with what a step computed, and with the loop's `model`, `optimizer` and `schedule` as it left them."""
+
+
+def keep_nothing(computed: ComputedStep, tracked: Mapping[str, Stateful]) -> None:
+    """Do nothing after a step."""
+
+
 @dataclass(slots=True)
 class Computed:
     """What the loop computed in consecutive steps."""
@@ -78,6 +86,7 @@ class ReplayLoop:
         keep_before: keep the state before the first of `steps`, a copy of model and optimizer.
         keep_gradients: keep the gradient of the first of `steps`.
         on_step: called with the number of each step before it is computed.
+        after_step: called after each of `steps`.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class ReplayLoop:
         keep_before: bool = False,
         keep_gradients: bool = False,
         on_step: OnStep = pass_over,
+        after_step: AfterStep = keep_nothing,
     ) -> None:
         self._run = run
         self._cfg = cfg
@@ -104,6 +114,7 @@ class ReplayLoop:
         self._keep_before = keep_before
         self._keep_gradients = keep_gradients
         self._on_step = on_step
+        self._after_step = after_step
         self._exit = contextlib.ExitStack()
         self._tracked: dict[str, Stateful] = {}
         self._batch: TensorDictBase | None = None
@@ -177,7 +188,9 @@ class ReplayLoop:
         """Keep what the step computed."""
         if step in self._steps and self._batch is not None:
             log_probs = log_probs_before(learned, self._batch)
-            self._result.steps.append(ComputedStep(step, metrics_of(learned) | metrics, log_probs))
+            computed = ComputedStep(step, metrics_of(learned) | metrics, log_probs)
+            self._result.steps.append(computed)
+            self._after_step(computed, self._tracked)
         return {}
 
     def evaluate(self, step: int, evaluator: object, **measured: float) -> dict[str, float]:

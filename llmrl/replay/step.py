@@ -1,11 +1,10 @@
-"""`replay_step`: computes a recorded step again and compares every quantity."""
+"""`replay_steps`: computes recorded steps again and compares every quantity."""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -19,12 +18,13 @@ from llmrl.config.ranks import call_on_ranks
 from llmrl.data.message import prompt_of
 from llmrl.data.template_limit import written_in_time
 from llmrl.objectives.advantages.normalization import Normalization
-from llmrl.replay.loop import Computed, OnStep, ReplayLoop, pass_over, whole
+from llmrl.replay.loop import ComputedStep, OnStep, ReplayLoop, pass_over, whole
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import advantages_of, own_rubric, rubric_of, score_again
+from llmrl.rewards import Rubric
 from llmrl.runs.null_engine import NullEngine
-from llmrl.runs.tracked import states_of
-from llmrl.viewer.run_data import recorded_tokenizer
+from llmrl.runs.tracked import Stateful, states_of
+from llmrl.viewer.run_data import Record, recorded_tokenizer
 from llmrl.watch.tracking import as_recorded, is_performance
 
 Quantity = Literal["prompts", "rewards", "advantages", "log_probs", "metrics", "weights"]
@@ -103,83 +103,103 @@ class ReplayedStep:
         return next((one for one in differing if one.is_beyond_rounding), differing[0] if differing else None)
 
 
-def replay_step(
+def replay_steps(
     run: RecordedRun,
-    step: int,
+    steps: Sequence[int],
     *,
     quantities: Sequence[Quantity] = get_args(Quantity),
     reward: str | None = None,
     on_step: OnStep = pass_over,
-) -> ReplayedStep:
-    """Compute a recorded step again, and compare it with the record.
+) -> list[ReplayedStep]:
+    """Compute recorded steps again, and compare each with the record.
 
     Each quantity is computed from recorded inputs, so that the first one that differs is the cause of later ones:
     prompts from messages, by the tokenizer that the run saved and by the model's; rewards from answers, advantages from
-    recorded rewards, all others from the recorded batch.
+    recorded rewards, all others from the recorded batches, in one pass over the steps.
 
     Args:
+        steps: consecutive steps.
         quantities: what to compare; without log-probs, metrics and weights no model is loaded.
         reward: `FILE.py:FUNCTION` of the reward, for runs in an environment of your own.
         on_step: called with each step that the model is trained on.
 
     Raises:
-        ValueError: if the step was not logged or its batch not kept, or if a quantity is unknown.
-        FileNotFoundError, DamagedFileError: if the folder lacks the step's rollouts or tokens, before anything is
+        ValueError: if there is no step, one was not logged or its batch not kept, or if a quantity is unknown.
+        FileNotFoundError, DamagedFileError: if the folder lacks a step's rollouts or tokens, before anything is
             computed.
     """
     if unknown := sorted(set(quantities) - set(get_args(Quantity))):
         raise ValueError(f"quantities must be among {', '.join(get_args(Quantity))}, got {', '.join(unknown)}.")
-    run.check_step(step)
-    replayed = ReplayedStep(step)
+    if not steps:
+        raise ValueError("there is no step to compute: last_step must be at least the first step.")
+    for step in steps:
+        run.check_step(step)
+    replayed = {step: ReplayedStep(step) for step in steps}
+    found: list[Iterator[Compared]] = []
     if "prompts" in quantities:
-        replayed.compared.append(_compare_prompts(run, step))
+        found.append(_compare_prompts(run, steps))
     if "rewards" in quantities:
-        replayed.compared.append(_compare_rewards(run, step, reward))
+        found.append(_compare_rewards(run, steps, reward))
     if "advantages" in quantities:
-        replayed.compared.append(_compare_advantages(run, step))
+        found.append(_compare_advantages(run, step) for step in steps)
+    for of_steps in found:
+        for one, compared in zip(replayed.values(), of_steps, strict=True):
+            one.compared.append(compared)
     of_model = [name for name in ("log_probs", "metrics", "weights") if name in quantities]
     if of_model:
         num_ranks = run.config().train.num_ranks
         on_step = on_step if num_ranks == 1 else pass_over  # it cannot follow into other processes
-        compared, replayed.changed_here = call_on_ranks(num_ranks, _compare_by_model, run.path, step, of_model, on_step)
-        replayed.compared += compared
-    return replayed
+        arguments = (run.path, list(steps), of_model, on_step)
+        for step, by_model in call_on_ranks(num_ranks, _compare_by_model, *arguments).items():
+            replayed[step].compared += by_model
+            replayed[step].changed_here = run.changes_here() | run.machine_changes(step)
+    return list(replayed.values())
 
 
 def _compare_by_model(
-    path: Path, step: int, quantities: Sequence[Quantity], on_step: OnStep
-) -> tuple[list[Compared], dict[str, tuple[object, object]]]:
-    """Return the quantities that need the model, and what this machine has otherwise."""
+    path: Path, steps: Sequence[int], quantities: Sequence[Quantity], on_step: OnStep
+) -> dict[int, list[Compared]]:
+    """Return the quantities that need the model, by step."""
     run = RecordedRun(path)
-    checkpoint = run.checkpoint_of(step) if "weights" in quantities else None  # a damaged one is refused at once
-    computed = ReplayLoop(run, run.config(), [step], start=run.start_of(step), on_step=on_step).play()
-    compare: dict[Quantity, Callable[[RecordedRun, Computed], Compared]] = {
-        "log_probs": _compare_log_probs,
-        "metrics": _compare_metrics,
-        "weights": functools.partial(_compare_weights, checkpoint),
-    }
-    changes = run.changes_here() | run.machine_changes(step)
-    return [compare[name](run, computed) for name in quantities], changes
+    checkpoints = {step: run.checkpoint_of(step) for step in steps if "weights" in quantities}
+    compared: dict[int, list[Compared]] = {}
+
+    def compare(computed: ComputedStep, tracked: Mapping[str, Stateful]) -> None:
+        """Compare a step while the model has the weights that it left."""
+        found: dict[str, Compared] = {
+            "log_probs": _compare_log_probs(run, computed),
+            "metrics": _compare_metrics(run, computed),
+        }
+        if "weights" in quantities:
+            found["weights"] = _compare_weights(run, checkpoints[computed.step], tracked["model"])
+        compared[computed.step] = [found[name] for name in quantities]
+
+    ReplayLoop(run, run.config(), steps, start=run.start_of(steps[0]), on_step=on_step, after_step=compare).play()
+    return compared
 
 
-def _compare_prompts(run: RecordedRun, step: int) -> Compared:
-    compared = Compared("prompts")
+def _compare_prompts(run: RecordedRun, steps: Sequence[int]) -> Iterator[Compared]:
     recorded = recorded_tokenizer(run.folder)
     model = run.config().model
-    if recorded is None:
-        compared.note = "the run saved no tokenizer"
-        return compared
-    try:
-        current = model.tokenizer_of(NullEngine(model.folder))
-    except (OSError, ValueError) as error:
-        compared.note = f"the tokenizer of {model.path} cannot be loaded: {error}"
-        return compared
+    note = "the run saved no tokenizer" if recorded is None else ""
+    tokenizers = []
+    if recorded is not None:
+        try:
+            tokenizers = [recorded, model.tokenizer_of(NullEngine(model.folder))]
+        except (OSError, ValueError) as error:
+            note = f"the tokenizer of {model.path} cannot be loaded: {error}"
+    for step in steps:
+        yield Compared("prompts", note=note) if note else _compare_prompts_of(run, step, tokenizers)
+
+
+def _compare_prompts_of(run: RecordedRun, step: int, tokenizers: Sequence[Tokenizer]) -> Compared:
+    compared = Compared("prompts")
     known: dict[str, list[list[int]]] = {}  # those of a group are mostly equal
     for record in run.records(step):
         prompt = [dict(one) for one in prompt_of(record["messages"])]
         if (text := json.dumps(prompt)) not in known:
             try:
-                known[text] = [_prompt_ids(tokenizer, prompt) for tokenizer in (recorded, current)]
+                known[text] = [_prompt_ids(tokenizer, prompt) for tokenizer in tokenizers]
             except Exception as error:  # a template may raise any error
                 note = f"a template fails on the messages of rollout {record['rollout_id']}: {error}"
                 return Compared("prompts", note=note)
@@ -194,29 +214,35 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: list[dict[str, object]]) -> list[i
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _compare_rewards(run: RecordedRun, step: int, reward: str | None) -> Compared:
-    compared = Compared("rewards")
-    records = run.records(step)
+def _compare_rewards(run: RecordedRun, steps: Sequence[int], reward: str | None) -> Iterator[Compared]:
+    note = ""
     rubric = None if reward is None else own_rubric(reward)
     try:
         rubric = rubric or rubric_of(run)
     except (OSError, ImportError, ValueError) as error:  # its data or a package is not on this machine
-        compared.note = f"the environment cannot be made here ({error}): give its reward, --reward FILE.py:FUNCTION"
-        return compared
-    if rubric is None:
-        compared.note = "the environment is not a task of llmrl: give its reward, --reward FILE.py:FUNCTION"
-        return compared
+        note = f"the environment cannot be made here ({error}): give its reward, --reward FILE.py:FUNCTION"
+    if rubric is None and not note:
+        note = "the environment is not a task of llmrl: give its reward, --reward FILE.py:FUNCTION"
+    for step in steps:
+        if rubric is None:
+            yield Compared("rewards", note=note)
+        else:
+            yield _compare_rewards_of(run.records(step), rubric, is_own=reward is not None)
+
+
+def _compare_rewards_of(records: Sequence[Record], rubric: Rubric, *, is_own: bool) -> Compared:
+    compared = Compared("rewards")
     first = score_again(rubric, records)
     has_parts = any(record.get("reward_breakdown") for record in records)
     for record, score in zip(records, first, strict=True):
         recorded, computed = record.get("reward_breakdown") or {}, score.breakdown
         if score.is_scored and record.get("is_scored", True):
-            if reward is not None and has_parts and not recorded:
+            if is_own and has_parts and not recorded:
                 continue  # its reward is one of its status, which the function does not decide
-            if not recorded or (reward is not None and not computed.keys() <= recorded.keys()):
+            if not recorded or (is_own and not computed.keys() <= recorded.keys()):
                 # Its reward is one of its status, or the function has another name than that of the run.
                 recorded, computed = {"reward": record["reward"]}, {"reward": score.reward}
-            for name in computed if reward is not None else {**recorded, **computed}:
+            for name in computed if is_own else {**recorded, **computed}:
                 # Rewards of an environment's step pass through a float32 tensor, those of a judge do not.
                 value, expected = computed.get(name, math.nan), recorded.get(name, math.nan)
                 value = expected if expected == _float32(value) else value
@@ -250,14 +276,13 @@ def normalization_of(run: RecordedRun) -> Normalization:
     return run.config().normalization if run.entries.get("algorithm") == "grpo" else "std"
 
 
-def _compare_log_probs(run: RecordedRun, computed: Computed) -> Compared:
+def _compare_log_probs(run: RecordedRun, computed: ComputedStep) -> Compared:
     compared = Compared("log_probs")
-    step = computed.steps[-1]
-    rows = run.rows(step.step)
-    if step.log_probs is None or not rows:
+    rows = run.rows(computed.step)
+    if computed.log_probs is None or not rows:
         compared.note = "the trainer's log-probs were not stored: the step made several updates, or trained on nothing"
         return compared
-    for index, values in enumerate(step.log_probs):
+    for index, values in enumerate(computed.log_probs):
         row = rows[index]
         for place, (recorded, value) in enumerate(zip(row.trainer_log_probs, values.tolist(), strict=True)):
             if not (math.isnan(recorded) and math.isnan(value)):
@@ -265,23 +290,22 @@ def _compare_log_probs(run: RecordedRun, computed: Computed) -> Compared:
     return compared
 
 
-def _compare_metrics(run: RecordedRun, computed: Computed) -> Compared:
+def _compare_metrics(run: RecordedRun, computed: ComputedStep) -> Compared:
     compared = Compared("metrics")
-    step = computed.steps[-1]
-    recorded = run.metrics(step.step)
-    for name, value in step.metrics.items():
+    recorded = run.metrics(computed.step)
+    for name, value in computed.metrics.items():
         if name in recorded and not name.startswith(_OF_THE_ENGINE) and not is_performance(name):
             compared.add(name, recorded[name], as_recorded(value))
     return compared
 
 
-def _compare_weights(checkpoint: StateDict | None, run: RecordedRun, computed: Computed) -> Compared:
+def _compare_weights(run: RecordedRun, checkpoint: StateDict | None, model: Stateful) -> Compared:
     compared = Compared("weights")
     if checkpoint is None:
         compared.note = "there is no checkpoint after this step"
         return compared
-    states = states_of(checkpoint, run.folder.checkpoint_path, {"model": computed.after["model"]})
-    weights = computed.after["model"].state_dict()
+    states = states_of(checkpoint, run.folder.checkpoint_path, {"model": model})
+    weights = model.state_dict()
     for name, tensor in states["model"].items():
         difference = (weights[name] - tensor).abs()
         compared.add(name, 0.0, float(whole(difference.max())) if tensor.numel() else 0.0)

@@ -43,7 +43,7 @@ from llmrl.objectives import GRPOLoss, GSPOLoss, SFTLoss
 from llmrl.policies.scored_rows import LOSS_MASK_KEY, TOKENS_KEY
 from llmrl.replay.fork import fork
 from llmrl.replay.recorded import RecordedRun
-from llmrl.replay.step import as_json, replay_step
+from llmrl.replay.step import as_json, replay_steps
 from llmrl.replay.what_if import what_if
 from llmrl.runs.run import Run
 from llmrl.runs.trainer_device import TrainerDevice
@@ -131,10 +131,10 @@ def kill_in_step(step):
 def replay(path):
     """Compute all steps again on the ranks of the run, and a step with another rate; rank 0 writes what differs."""
     run = RecordedRun(path)
-    found = {
-        step: as_json(replay_step(run, step, quantities=["advantages", "log_probs", "metrics", "weights"]))
-        for step in run.steps
-    }
+    quantities = ["advantages", "log_probs", "metrics", "weights"]
+    found = {one.step: as_json(one) for one in replay_steps(run, run.steps, quantities=quantities)}
+    [from_checkpoint] = replay_steps(run, run.steps[-1:], quantities=quantities)
+    found["from checkpoint"] = as_json(from_checkpoint)
     found["what if"] = what_if(run, 3, last_step=4, changes=["train.learning_rate=5e-5"]).as_json()
     fork(run, 3, path.with_name("forked"))
     if this_rank() == 0:

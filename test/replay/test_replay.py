@@ -23,7 +23,7 @@ from llmrl.data.state_file import load_state, save_state
 from llmrl.replay.page import write_what_if
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rank_correlation
-from llmrl.replay.step import replay_step
+from llmrl.replay.step import replay_steps
 from llmrl.replay.what_if import what_if
 from llmrl.runs.run_folder import RunFolder
 from llmrl.watch.tracking import as_recorded
@@ -36,11 +36,14 @@ def results_of(replayed):
 def test_every_step_is_computed_again_bit_by_bit(recorded, rewards):
     run = RecordedRun(recorded)
     assert run.steps == [1, 2, 3, 4]
-    for step in run.steps:
-        replayed = replay_step(run, step, reward=f"{rewards}:length")
-        expected = dict.fromkeys(("prompts", "rewards", "advantages", "log_probs", "metrics"), True)
-        assert results_of(replayed) == expected | ({"weights": True} if step == 3 else {}), replayed
-        assert replayed.first_difference is None
+    # In one pass from the initial model, through the checkpoint; and again those that have a start of their own.
+    for steps in (run.steps, [3], [4]):
+        replayed = replay_steps(run, steps, reward=f"{rewards}:length")
+        assert [one.step for one in replayed] == steps
+        for one in replayed:
+            expected = dict.fromkeys(("prompts", "rewards", "advantages", "log_probs", "metrics"), True)
+            assert results_of(one) == expected | ({"weights": True} if one.step == 3 else {}), one
+            assert one.first_difference is None
 
 
 @pytest.mark.parametrize(
@@ -55,8 +58,8 @@ def test_every_step_is_computed_again_bit_by_bit(recorded, rewards):
 )
 def test_steps_of_other_runs_are_computed_again_bit_by_bit(tiny_model_path, tmp_path, takes_long, options):
     run = RecordedRun(train_run(tiny_model_path, tmp_path / "run", **options))
-    for step in (1, 4):
-        replayed = replay_step(run, step, quantities=["advantages", "log_probs", "metrics", "weights"])
+    for steps in ([1], [4]):
+        [replayed] = replay_steps(run, steps, quantities=["advantages", "log_probs", "metrics", "weights"])
         assert all(results_of(replayed).values()) and len(results_of(replayed)) >= 2, replayed
 
 
@@ -64,8 +67,7 @@ def test_steps_on_answers_of_older_weights_are_computed_again_bit_by_bit(tiny_mo
     run = RecordedRun(train_run(tiny_model_path, tmp_path / "run", max_staleness=2, num_steps=5))
     ages = {step: {step - 1 - one for row in run.rows(step) for one in row.versions if one >= 0} for step in run.steps}
     assert max(ages[4] | ages[5]) > 0, ages  # trained on what an older version had sampled
-    for step in (4, 5):
-        replayed = replay_step(run, step, quantities=["advantages", "log_probs", "metrics"])
+    for replayed in replay_steps(run, [4, 5], quantities=["advantages", "log_probs", "metrics"]):
         assert all(results_of(replayed).values()) and len(results_of(replayed)) == 3, replayed
 
 
@@ -147,6 +149,21 @@ def test_a_template_of_another_version_is_named_by_replay_and_by_bisect(recorded
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
+def test_of_several_steps_the_one_that_differs_is_named_by_the_exit_code_and_its_object(run_path, rewards):
+    path = run_path / "rollouts.jsonl"
+    edit_jsonl(path, lambda one: {**one, "reward": 9.0, "reward_breakdown": {}} if one["step"] == 3 else one)
+    arguments = ("replay", run_path, "--step", 2, "--reward", f"{rewards}:length", "--quantities", "rewards,prompts")
+    called = call(*arguments, "--last-step", 4, "--json")
+    found = {one["step"]: one["first_difference"] for one in json.loads(called.output)["steps"]}
+    assert called.exit_code == 1 and found == {2: None, 3: "rewards", 4: None}
+    called = call(*arguments, "--last-step", 2)
+    assert called.exit_code == 0 and "step 2" in called.output
+    called = call(*arguments, "--last-step", 1)
+    assert called.exit_code == 2 and "last_step must be at least" in " ".join(called.output.split())
+    called = call(*arguments, "--last-step", 5)
+    assert called.exit_code == 2 and "(1 to 4), got 5" in " ".join(called.output.split())
+
+
 def test_an_advantage_of_the_wrong_sign_is_found(run_path):
     tokens = run_path / "tokens" / "000002.npz"
     with np.load(tokens) as data:
@@ -172,7 +189,7 @@ def test_other_weights_are_found_at_the_first_token_with_another_log_prob(run_pa
 def test_another_loss_is_found_in_the_metrics(run_path):
     config = run_path / "config.yaml"
     config.write_text(config.read_text().replace("loss: grpo", "loss: cispo"))
-    replayed = replay_step(RecordedRun(run_path), 2, quantities=["log_probs", "metrics"])
+    [replayed] = replay_steps(RecordedRun(run_path), [2], quantities=["log_probs", "metrics"])
     assert replayed.first_difference.quantity == "metrics"
 
 

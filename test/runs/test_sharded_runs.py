@@ -86,9 +86,9 @@ def test_a_run_that_is_killed_and_resumed_on_another_number_of_ranks_ends_with_t
 
 
 def test_steps_of_two_ranks_are_computed_again_bit_by_bit_on_two_ranks(folder: Path) -> None:
-    """Also those that begin with a sharded checkpoint; and with half the learning rate the weights go half as far."""
+    """Also one that begins with a sharded checkpoint; and with half the learning rate the weights go half as far."""
     found = json.loads((folder / "replayed.json").read_text())
-    for step in "12345":
+    for step in (*"12345", "from checkpoint"):
         results = {one["quantity"]: one for one in found[step]["quantities"]}
         assert found[step]["first_difference"] is None, results
         assert results["metrics"]["num_values"] > 5 and bool(results["weights"]["num_values"]) == (step == "4")
