@@ -285,16 +285,18 @@ def test_aborted_completions_go_on_after_an_update_with_their_versions(make_poli
     def script(prompt):
         return full[len(prompt) - len(opening) :]  # goes on where the prompt ends
 
-    policy = make_policy(script, latency_s=0.4)
+    seconds = [4.0]  # of a request, so that none has ended when the update comes
+    policy = make_policy(script, latency_s=lambda prompt, answer: seconds[0])
     policy.sampling = policy.sampling.with_changes(grammar=grammar)
     with LLMCollector(addition(), policy=policy, groups_per_batch=1) as collector:
         engine = policy.engine
 
         def update():
             wait_until(lambda: engine.num_in_flight == 2)
-            time.sleep(0.2)
+            time.sleep(1.0)  # a quarter of the tokens
             engine.pause("abort")
             engine.policy_version = 1
+            seconds[0] = 0.1
             engine.resume()
 
         thread = threading.Thread(target=update)

@@ -84,7 +84,7 @@ def test_abort_returns_the_tokens_that_were_due():
         await engine.abort("a")
         return await task, engine.num_in_flight
 
-    completion, num_in_flight = asyncio.run(run())
+    completion, num_in_flight = run_in_virtual_time(run())
     assert completion.finish_reason == "abort"
     assert 10 < len(completion.token_ids) < 60
     assert num_in_flight == 0
@@ -98,7 +98,7 @@ def test_a_version_set_in_flight_is_that_of_later_tokens_only():
         engine.policy_version = 1
         return (await task).versions
 
-    versions = asyncio.run(run())
+    versions = run_in_virtual_time(run())
     assert versions == sorted(versions)
     assert set(versions) == {0, 1}
 

@@ -204,9 +204,10 @@ def test_weights_that_are_refused_leave_those_of_before(fault):
 
 def test_requests_are_aborted_and_cancelled_alone():
     model = make_model()
-    forward = model.forward
+    forward, num_calls = model.forward, [0]
 
     def slow_forward(*arguments, **options):
+        num_calls[0] += 1
         time.sleep(0.01)
         return forward(*arguments, **options)
 
@@ -216,7 +217,8 @@ def test_requests_are_aborted_and_cancelled_alone():
         with TransformersEngine(model, max_num_seqs=3) as engine:
             long = SAMPLING.with_changes(max_new_tokens=50)
             tasks = [asyncio.create_task(engine.generate([1], long, request_id=name)) for name in "abcde"]
-            await asyncio.sleep(0.1)
+            while num_calls[0] < 4:
+                await asyncio.sleep(0.01)
             with pytest.raises(ValueError, match="in flight"):
                 await engine.generate([1], long, request_id="a")
             await engine.abort("a")
@@ -242,7 +244,8 @@ def test_shutdown_fails_what_is_in_flight_and_leaves_no_thread():
     engine = TransformersEngine(model, max_num_seqs=1)
 
     async def run():
-        tasks = [asyncio.create_task(engine.generate([1], SAMPLING)) for _ in range(3)]
+        sampling = SAMPLING.with_changes(max_new_tokens=50)
+        tasks = [asyncio.create_task(engine.generate([1], sampling)) for _ in range(3)]
         await asyncio.sleep(0.05)
         engine.shutdown()
         return await asyncio.gather(*tasks, return_exceptions=True)
