@@ -12,18 +12,20 @@ from llmrl.endpoint.requests import ModelReply, ModelRequest, RefusedRequest
 from llmrl.endpoint.session import Session
 from llmrl.endpoint.tree import ChainKey, chain_keys
 
+_IDLE_SECONDS = 600.0
+
 
 class OpenSessions:
     """Sessions that clients with the key open by their first request, named by its path or `X-Session-ID`.
 
     A request without a name joins the session that gave the last answer in its messages, or opens a new one. If several
-    sessions gave the same answer to the same prompt, requests that continue it take turns.
+    sessions gave the same answer to the same prompt, requests that continue it take turns. A session that was idle for
+    ten minutes is ended.
 
     Args:
         open_session: function that makes a session with a name.
         api_key: key that clients must send; None accepts all clients.
         on_end: function that is called with each ended session.
-        idle_seconds: idle time, in seconds, after which a session is ended.
     """
 
     def __init__(
@@ -32,12 +34,10 @@ class OpenSessions:
         *,
         api_key: str | None = None,
         on_end: Callable[[Session], None] = lambda session: None,
-        idle_seconds: float = 600.0,
     ) -> None:
         self._open_session = open_session
         self._api_key = api_key
         self._on_end = on_end
-        self._idle_seconds = idle_seconds
         self._sessions: dict[str, Session] = {}
         # Names of the sessions that have answered a conversation, only those without a client's name.
         self._by_answer: dict[ChainKey, list[str]] = {}
@@ -96,7 +96,7 @@ class OpenSessions:
         """End the idle sessions; must be called regularly."""
         now_s = time.monotonic()
         for name, session in list(self._sessions.items()):
-            if now_s - session.last_used_s > self._idle_seconds and not session.is_asked:
+            if now_s - session.last_used_s > _IDLE_SECONDS and not session.is_asked:
                 self._end(name)
         left = ((key, [name for name in names if name in self._sessions]) for key, names in self._by_answer.items())
         self._by_answer = {key: names for key, names in left if names}

@@ -14,6 +14,8 @@ from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import own_rubric, reward_input, score_again
 from llmrl.viewer.run_data import Record
 
+_NUM_SHOWN = 10
+
 
 @dataclass(slots=True)
 class Change:
@@ -44,18 +46,17 @@ class Rescored:
     rewards: dict[str, float] = field(default_factory=dict)
     """The new rewards, by rollout id."""
     most_changed: list[Change] = field(default_factory=list)
-    """Rollouts with the largest changes, in descending order."""
+    """The ten rollouts with the largest changes, in descending order."""
     first_error: str = ""
     """The first error of the function."""
 
 
-def rescore(source: RecordedRun | str | Path, reward: str, *, num_shown: int = 10) -> Rescored:
+def rescore(source: RecordedRun | str | Path, reward: str) -> Rescored:
     """Score all recorded rollouts of a run, or the conversations of a file, by another function.
 
     Args:
         source: the run, or a file of conversations in OpenAI's format (`records_of_log`).
         reward: `FILE.py:FUNCTION`. Its parameters are those of any reward function; states of tools are not recorded.
-        num_shown: number of rollouts in `most_changed`.
 
     Raises:
         FileNotFoundError, ValueError: if the file or the function does not exist.
@@ -90,7 +91,7 @@ def rescore(source: RecordedRun | str | Path, reward: str, *, num_shown: int = 1
             record["rollout_id"]: one.reward for record, one in zip(records, scores, strict=True) if one.is_scored
         },
         signal_share=(_signal(list(groups.values()), 0), _signal(list(groups.values()), 1)),
-        most_changed=[one for one in changes[:num_shown] if one.before != one.after],
+        most_changed=[one for one in changes[:_NUM_SHOWN] if one.before != one.after],
         first_error=next((score.error for score in scores if score.error), ""),
     )
 
