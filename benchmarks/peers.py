@@ -6,8 +6,9 @@ seconds and peak memory, its children included, are its own. `trl` is TRL's `GRP
 transformers, since its vLLM wants a GPU. `torchrl` is the loop of TorchRL's GRPO script with TorchRL's environment,
 collector, wrapper, advantage and loss, and transformers' generate, too: what sends weights to its vLLM is NCCL.
 `plain` is the loop that one writes without a library. Seconds are those of the steps, without imports and loading.
+Figures are medians of three seeds.
 
-It wants the machine alone, for about half an hour on two cores. `python -m benchmarks.peers --help` runs parts of it.
+It needs the machine alone, for one and a half hours on two cores; `python -m benchmarks.peers --help` runs parts of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,13 @@ def _mean(rows: list[dict[str, float]], name: str) -> float:
     return statistics.mean(row[name] for row in rows)
 
 
+def _medians(of_seeds: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each measure over the seeds, and the range of the seconds."""
+    found = {name: statistics.median(row[name] for row in of_seeds) for name in of_seeds[0]}
+    seconds = [row["seconds to 0.9"] for row in of_seeds]
+    return found | {"seconds to 0.9, least": min(seconds), "seconds to 0.9, most": max(seconds)}
+
+
 def _rate(rows: list[dict[str, float]], count: str, seconds: str) -> float:
     return sum(row[count] for row in rows) / sum(row[seconds] for row in rows)
 
@@ -179,19 +187,28 @@ def _watch(process: subprocess.Popen[bytes]) -> tuple[float, float]:
     return sum(seconds.values()), peak / 2**30
 
 
-def run(names: tuple[str, ...] = tuple(PEERS), task: Task | None = None) -> dict[str, Any]:
-    """Train with each and compare; what cannot run here is named and left out."""
+def run(
+    names: tuple[str, ...] = tuple(PEERS), task: Task | None = None, seeds: tuple[int, ...] = (0, 1, 2)
+) -> dict[str, Any]:
+    """Train with each and compare the medians of the seeds; what cannot run here is named and left out."""
     from llmrl.testing.embedded_model import ensure_embedded_model
 
     task = Task(model=str(ensure_embedded_model())) if task is None else task
-    medians: dict[str, Any] = {}
-    for name in names:
-        try:
-            medians[name] = measured(name, task)
-        except (RuntimeError, ValueError) as error:
-            medians[name] = {"not run": str(error).strip().splitlines()[-1][:200]}
-            print(error, file=sys.stderr)
-        print(name, medians[name], file=sys.stderr, flush=True)
+    of_seeds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    errors: dict[str, str] = {}
+    for seed in seeds:  # one after the other, so that what slows the machine for a while slows all
+        for name in names:
+            if name in errors:
+                continue
+            try:
+                of_seeds[name].append(measured(name, replace(task, seed=seed)))
+                print(name, seed, of_seeds[name][-1], file=sys.stderr, flush=True)
+            except (RuntimeError, ValueError) as error:
+                errors[name] = str(error).strip().splitlines()[-1][:200]
+                print(error, file=sys.stderr)
+    medians: dict[str, Any] = {
+        name: {"not run": errors[name]} if name in errors else _medians(rows) for name, rows in of_seeds.items()
+    }
     columns = list(dict.fromkeys(column for found in medians.values() for column in found))
     table = Table("", *medians, title=f"one-digit sums to a mean reward of {task.target_reward}")
     for column in columns:
@@ -205,7 +222,7 @@ def run(names: tuple[str, ...] = tuple(PEERS), task: Task | None = None) -> dict
     return {
         "name": "peers",
         "ratio": ratio,
-        "ratio_of": "seconds of training to mean reward 0.9, llmrl / the fastest of the others",
+        "ratio_of": "seconds of training to mean reward 0.9, llmrl / the fastest of the others, medians of the seeds",
         "goal": GOAL,
         "met": ratio <= GOAL and all(memory["llmrl"] <= memory[name] for name in others),
         "medians": medians,
@@ -216,13 +233,15 @@ def main() -> None:
     """Run some, or with fewer steps, or another model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--model", help="folder of another model, such as a tiny one")
     parser.add_argument("--num-steps", type=int, default=30, help="most steps of each")
     options = parser.parse_args()
     from llmrl.testing.embedded_model import ensure_embedded_model
 
     model = options.model or str(ensure_embedded_model())
-    print(json.dumps(run(tuple(options.only), Task(model=model, num_steps=options.num_steps))))
+    task = Task(model=model, num_steps=options.num_steps)
+    print(json.dumps(run(tuple(options.only), task, tuple(options.seeds))))
 
 
 if __name__ == "__main__":
