@@ -150,19 +150,19 @@ def replay_steps(
         num_ranks = run.config().train.num_ranks
         on_step = on_step if num_ranks == 1 else pass_over  # it cannot follow into other processes
         arguments = (run.path, list(steps), of_model, on_step)
-        for step, by_model in call_on_ranks(num_ranks, _compare_by_model, *arguments).items():
-            replayed[step].compared += by_model
-            replayed[step].changed_here = run.changes_here() | run.machine_changes(step)
+        for by_model in call_on_ranks(num_ranks, _compare_by_model, *arguments):
+            replayed[by_model.step].compared += by_model.compared
+            replayed[by_model.step].changed_here = by_model.changed_here
     return list(replayed.values())
 
 
 def _compare_by_model(
     path: Path, steps: Sequence[int], quantities: Sequence[Quantity], on_step: OnStep
-) -> dict[int, list[Compared]]:
-    """Return the quantities that need the model, by step."""
+) -> list[ReplayedStep]:
+    """Return the quantities that need the model, and what this machine has otherwise."""
     run = RecordedRun(path)
     checkpoints = {step: run.checkpoint_of(step) for step in steps if "weights" in quantities}
-    compared: dict[int, list[Compared]] = {}
+    replayed: list[ReplayedStep] = []
 
     def compare(computed: ComputedStep, tracked: Mapping[str, Stateful]) -> None:
         """Compare a step while the model has the weights that it left."""
@@ -172,10 +172,12 @@ def _compare_by_model(
         }
         if "weights" in quantities:
             found["weights"] = _compare_weights(run, checkpoints[computed.step], tracked["model"])
-        compared[computed.step] = [found[name] for name in quantities]
+        # The machine is looked at here, since a rank has fewer threads than the process that starts it.
+        changes = run.changes_here() | run.machine_changes(computed.step)
+        replayed.append(ReplayedStep(computed.step, [found[name] for name in quantities], changes))
 
     ReplayLoop(run, run.config(), steps, start=run.start_of(steps[0]), on_step=on_step, after_step=compare).play()
-    return compared
+    return replayed
 
 
 def _compare_prompts(run: RecordedRun, steps: Sequence[int]) -> Iterator[Compared]:

@@ -217,6 +217,23 @@ def test_a_run_of_other_ranks_and_devices_says_what_this_machine_computes_otherw
     assert f"llmrl view {run_path} {tmp_path / 'forked'}" in said
 
 
+def test_a_rank_s_threads_are_compared_and_not_those_of_the_process_that_starts_it(run_path, monkeypatch):
+    machines = run_path / "machines.jsonl"
+    machines.write_text(json.dumps(json.loads(machines.read_text()) | {"threads": 3}) + "\n")
+
+    def call_with_other_threads(num_ranks, function, *arguments):
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            return function(*arguments)
+        finally:
+            torch.set_num_threads(before)
+
+    monkeypatch.setattr("llmrl.replay.step.call_on_ranks", call_with_other_threads)
+    for one in replay_steps(RecordedRun(run_path), [1, 2], quantities=["metrics"]):
+        assert one.changed_here == {}
+
+
 def test_the_reward_with_the_other_sign_turns_every_advantage_and_the_gradient(recorded, rewards, tmp_path):
     changed = what_if(RecordedRun(recorded), 2, reward=f"{rewards}:negative")
     num_unequal = sum(abs(before) > 1e-5 for before, _ in changed.steps[0].advantages.values())
