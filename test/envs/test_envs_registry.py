@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import pickle
 
 import pytest
 
 from llmrl.envs import make_task_env, task_environments
+from llmrl.envs.tasks.registry import load_function
 
 ROWS = {
     "addition": {"query": "1 + 1 =", "answer": "2"},
@@ -116,3 +118,13 @@ def test_an_unknown_option_of_a_verifiers_environment_is_refused_before_anything
         make_task_env("verifiers:mine", requirement=["mine"])
     with pytest.raises(ValueError, match="takes no data"):
         make_task_env("verifiers:mine", data="rows.jsonl")
+
+
+def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
+    made = []
+    for name in ("one", "two"):
+        path = tmp_path / name / "task.py"
+        path.parent.mkdir()
+        path.write_text(f"class Reward:\n    name = {name!r}\n\ndef make():\n    return Reward()\n")
+        made.append(load_function(path, "make")())
+    assert [pickle.loads(pickle.dumps(one)).name for one in made] == ["one", "two"]

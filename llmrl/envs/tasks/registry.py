@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -203,7 +204,8 @@ def load_function(path: Path, name: str) -> Callable[..., object]:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r} to take the function {name!r} from.")
-    module_name = f"llmrl_own_{path.resolve().stem}"
+    place = path.resolve()
+    module_name = f"llmrl_own_{place.stem}_{zlib.crc32(str(place).encode()):08x}"  # several folders have a task.py
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None  # it is a Python file
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)  # so that pickle finds its classes

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from llmrl import AgentEnv
 from llmrl.endpoint.agent import AgentModel
 from llmrl.envs.tasks.registry import load_function
-from llmrl.rendering.tool_calls import make_tool_call
 from llmrl.tools import ToolError
 
 _CALCULATOR = Path(__file__).parent.with_name("calculator") / "task.py"
-problems = load_function(_CALCULATOR, "problems")
-calculate = load_function(_CALCULATOR, "calculate")
-is_right = load_function(_CALCULATOR, "is_right")
+calculator = sys.modules[load_function(_CALCULATOR, "problems").__module__]
 
-PROMPT = "Call the calculator, then reply with the number only."
 MAX_TURNS = 3
 TOOL: dict[str, Any] = {
     "name": "calculate",
-    "description": "Compute an expression of two numbers, such as 12 * 34.",
+    "description": calculator.calculate.__doc__,
     "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
 }
 
@@ -29,7 +26,7 @@ TOOL: dict[str, Any] = {
 async def call(context: object, arguments: str) -> str:
     """Answer a call of the tool."""
     try:
-        return calculate(**json.loads(arguments))
+        return calculator.calculate(**json.loads(arguments))
     except (ToolError, TypeError, ValueError) as error:
         return f"Error: {error}"
 
@@ -49,39 +46,24 @@ async def play(row: dict[str, Any], model: AgentModel) -> float:
         )
         agent = Agent(
             name="Calculator",
-            instructions=PROMPT,
+            instructions=calculator.PROMPT,
             tools=[tool],
             model=OpenAIChatCompletionsModel(model=model.name, openai_client=client),
         )
         try:
             settings = RunConfig(tracing_disabled=True)
             result = await Runner.run(agent, row["query"], max_turns=MAX_TURNS, run_config=settings)
-        except AgentsException:  # too many turns, or a call of a tool that there is not
+        except AgentsException:  # too many turns, or a call of an unknown tool
             return 0.0
-    return is_right(str(result.final_output), row["answer"])
+    return calculator.is_right(str(result.final_output), row["answer"])
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> AgentEnv:
     """Make the environment."""
-    return AgentEnv(play, problems(split), name=split, repeats=repeats, shuffle=True, seed=seed)
+    return AgentEnv(play, calculator.problems(split), name=split, repeats=repeats, shuffle=True, seed=seed)
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Return the first problems for training as conversations with a call, which `sft.jsonl` holds."""
-    return [
-        {
-            "messages": [
-                {"role": "system", "content": PROMPT},
-                {"role": "user", "content": row["query"]},
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [make_tool_call("calculate", {"expression": row["expression"]})],
-                },
-                {"role": "tool", "content": row["answer"], "name": "calculate"},
-                {"role": "assistant", "content": row["answer"]},
-            ],
-            "tools": [{"type": "function", "function": TOOL}],
-        }
-        for row in problems("train")[:count]
-    ]
+    """Return the calculator's conversations with the tool as the SDK sends it, which `sft.jsonl` holds."""
+    tools = [{"type": "function", "function": TOOL}]
+    return [{**one, "tools": tools} for one in calculator.conversations(count)]
