@@ -32,8 +32,8 @@ OnStep = Callable[[int], object]
 """Called with the number of a step before it is computed."""
 
 
-def pass_over(step: int) -> None:
-    """Do nothing before a step."""
+def pass_over(*_: object) -> None:
+    """Do nothing before a step, or after it."""
 
 
 @dataclass(slots=True)
@@ -49,10 +49,6 @@ class ComputedStep:
 
 AfterStep = Callable[[ComputedStep, Mapping[str, Stateful]], None]
 """Called with what a step computed, and with the loop's `model`, `optimizer` and `schedule` as it left them."""
-
-
-def keep_nothing(computed: ComputedStep, tracked: Mapping[str, Stateful]) -> None:
-    """Do nothing after a step."""
 
 
 @dataclass(slots=True)
@@ -101,7 +97,7 @@ class ReplayLoop:
         keep_before: bool = False,
         keep_gradients: bool = False,
         on_step: OnStep = pass_over,
-        after_step: AfterStep = keep_nothing,
+        after_step: AfterStep = pass_over,
     ) -> None:
         self._run = run
         self._cfg = cfg

@@ -162,6 +162,7 @@ def _compare_by_model(
     """Return the quantities that need the model, and what this machine has otherwise."""
     run = RecordedRun(path)
     checkpoints = {step: run.checkpoint_of(step) for step in steps if "weights" in quantities}
+    changed_here = run.changes_here()  # in this process, since a rank has fewer threads than the one that starts it
     replayed: list[ReplayedStep] = []
 
     def compare(computed: ComputedStep, tracked: Mapping[str, Stateful]) -> None:
@@ -172,8 +173,7 @@ def _compare_by_model(
         }
         if "weights" in quantities:
             found["weights"] = _compare_weights(run, checkpoints[computed.step], tracked["model"])
-        # The machine is looked at here, since a rank has fewer threads than the process that starts it.
-        changes = run.changes_here() | run.machine_changes(computed.step)
+        changes = changed_here | run.machine_changes(computed.step)
         replayed.append(ReplayedStep(computed.step, [found[name] for name in quantities], changes))
 
     ReplayLoop(run, run.config(), steps, start=run.start_of(steps[0]), on_step=on_step, after_step=compare).play()

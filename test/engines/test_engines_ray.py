@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from waiting import is_running, wait_until
+from waiting import begin, is_running, wait_until
 
 from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, TokenScores
 from llmrl.engines.base import check_supported
@@ -236,9 +236,7 @@ def test_requests_of_two_processes_with_one_id_are_two(engine, ray_cluster):
 def test_pause_resume_and_versions_reach_the_actor(engine):
     async def run():
         await asyncio.to_thread(engine.resume)
-        task = asyncio.create_task(engine.generate([SLOW], SAMPLING, stream=(stream := TokenStream(lambda: None))))
-        while not stream.token_ids:
-            await asyncio.sleep(0.01)
+        task = await begin(engine, [SLOW], SAMPLING)
         engine_version = engine.policy_version
         await asyncio.to_thread(setattr, engine, "policy_version", engine_version + 1)
         return await task

@@ -12,11 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from waiting import is_running
+from waiting import begin, is_running
 
 from llmrl.engines import AsyncVLLM, Engine, EngineError, SamplingConfig
 from llmrl.engines.hang_detector import HangWatch
-from llmrl.engines.token_stream import TokenStream
 from llmrl.engines.vllm.private import processes_of
 from llmrl.engines.vllm.requests import read_completion
 
@@ -162,10 +161,7 @@ def test_prompts_that_cannot_be_served_are_refused(shallow_engine, prompt, messa
 def test_abort_returns_what_it_has(shallow_engine, prompt_ids):
     async def run():
         sampling = SamplingConfig(max_new_tokens=1500, ignore_eos=True)
-        stream = TokenStream(lambda: None)
-        task = asyncio.create_task(shallow_engine.generate(prompt_ids, sampling, request_id="long", stream=stream))
-        while not stream.token_ids:
-            await asyncio.sleep(0.01)
+        task = await begin(shallow_engine, prompt_ids, sampling, request_id="long")
         with pytest.raises(ValueError, match="in flight"):
             await shallow_engine.generate(prompt_ids, sampling, request_id="long")
         await shallow_engine.abort("long")
@@ -227,11 +223,7 @@ def test_the_load_is_what_its_requests_say_of_themselves(shallow_engine, prompt_
 
 def test_pause_keeps_requests_and_resume_finishes_them(shallow_engine, prompt_ids):
     async def run():
-        sampling = SamplingConfig(max_new_tokens=256, ignore_eos=True)
-        stream = TokenStream(lambda: None)
-        task = asyncio.create_task(shallow_engine.generate(prompt_ids, sampling, stream=stream))
-        while not stream.token_ids:
-            await asyncio.sleep(0.01)
+        task = await begin(shallow_engine, prompt_ids, SamplingConfig(max_new_tokens=256, ignore_eos=True))
         await asyncio.to_thread(shallow_engine.pause)
         await asyncio.sleep(1.0)
         assert not task.done()
@@ -248,11 +240,7 @@ def test_an_engine_whose_process_is_stopped_hangs_and_says_what_to_do(shallow_en
     processes = processes_of(shallow_engine.llm)
 
     async def run():
-        stream = TokenStream(lambda: None)
-        sampling = SamplingConfig(max_new_tokens=256, ignore_eos=True)
-        task = asyncio.create_task(shallow_engine.generate(prompt_ids, sampling, stream=stream))
-        while not stream.token_ids:
-            await asyncio.sleep(0.01)
+        task = await begin(shallow_engine, prompt_ids, SamplingConfig(max_new_tokens=256, ignore_eos=True))
         for process in processes:
             os.kill(process.pid, signal.SIGSTOP)
         try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
+
+from llmrl.engines.token_stream import TokenStream
 
 
 def wait_until(condition, timeout_s=240.0):
@@ -12,6 +15,16 @@ def wait_until(condition, timeout_s=240.0):
     while not condition():
         assert time.monotonic() < deadline, f"it never came true in {timeout_s:g} s"
         time.sleep(0.01)
+
+
+async def begin(engine, prompt_ids, sampling, **options):
+    """The task of a request that has its first tokens."""
+    stream = TokenStream(lambda: None)
+    task = asyncio.create_task(engine.generate(prompt_ids, sampling, stream=stream, **options))
+    while not stream.token_ids:
+        assert not task.done(), task
+        await asyncio.sleep(0.01)
+    return task
 
 
 def is_running(pid):
