@@ -6,7 +6,8 @@ seconds and peak memory, its children included, are its own. `trl` is TRL's `GRP
 transformers, since its vLLM wants a GPU. `torchrl` is the loop of TorchRL's GRPO script with TorchRL's environment,
 collector, wrapper, advantage and loss, and transformers' generate, too: what sends weights to its vLLM is NCCL.
 `plain` is the loop that one writes without a library. Seconds are those of the steps, without imports and loading.
-Figures are medians of three seeds.
+Figures are medians of three seeds. Left out, since they send weights to vLLM between GPUs: TRL's asynchronous trainer
+and the one of verifiers, which also needs DeepSpeed.
 
 It needs the machine alone, for one and a half hours on two cores; `python -m benchmarks.peers --help` runs parts of it.
 """
@@ -57,6 +58,7 @@ def ours(task: Task, log: Path) -> list[str]:
         "run.path": log.with_suffix(""),
         "model.path": task.model,
         "model.max_model_len": 64,  # 45 tokens to ask and 12 to answer; the others hold no more, either
+        "train.token_budget": 512,  # a quarter of the batch, as the others' micro-batches of 32 answers
         "seed": task.seed,
         "train.num_steps": task.num_steps,
         "train.target_reward": task.target_reward,

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tensordict import TensorDictBase
 
@@ -18,7 +18,7 @@ from llmrl._utils.types import Row
 from llmrl.config.engine import EngineConfig, RayConfig
 from llmrl.config.fit import GIB, lines_of, shape_of, training_shape
 from llmrl.config.imitation import SFTConfig
-from llmrl.config.sections import RunConfig, ScriptConfig
+from llmrl.config.sections import EnvConfig, EvalEnvConfig, RunConfig, ScriptConfig
 from llmrl.trainer.memory_plan import plan_memory
 
 Config = TypeVar("Config", bound=ScriptConfig)
@@ -39,17 +39,18 @@ _ROWS: dict[str, list[Row]] = {
 def as_dry_run(cfg: Config) -> Config:
     """Return the configuration of a dry run: two CPU steps with a tiny model, two groups and a temporary folder.
 
-    Hardware settings are replaced; the task and the algorithm stay the same, but smaller.
+    Hardware settings are replaced; the task and the algorithm stay the same, but smaller. Problems in a local file are
+    read, and those that a hub has are replaced, if the task is one of ours.
     """
     cfg = copy.deepcopy(cfg)
     cfg.resume = False
     cfg.run = RunConfig(path=str(_temporary_folder()), trackers=[], checkpoint_every=NUM_STEPS, sample_every=1)
     cfg.export = replace(cfg.export, push_to_hub=None)
     cfg.model = replace(cfg.model, path=_tiny_model(), max_model_len=2048, dtype="float32")
-    cfg.env = replace(cfg.env, data=_ROWS.get(cfg.env.name))
+    cfg.env = replace(cfg.env, data=_problems(cfg.env))
     cfg.eval = replace(cfg.eval, num_problems=2, num_samples=1)
     for env in cfg.eval.envs.values():
-        env.data = _ROWS.get(env.name)
+        env.data = _problems(env)
     cfg.engine = EngineConfig(cpu_threads=1)
     cfg.ray = RayConfig()
     cfg.sync = replace(cfg.sync, transport="direct")
@@ -60,6 +61,11 @@ def as_dry_run(cfg: Config) -> Config:
     cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
     cfg.train = replace(cfg.train, device="cpu", num_ranks=1, cpu_threads=None, head_kernel="torch")
     return cfg
+
+
+def _problems(env: EnvConfig | EvalEnvConfig) -> Any:
+    is_local = isinstance(env.data, str) and Path(env.data).expanduser().exists()
+    return env.data if is_local else _ROWS.get(env.name, env.data)
 
 
 def plan_of(cfg: ScriptConfig) -> list[str]:

@@ -323,6 +323,15 @@ def test_a_dry_run_changes_no_task_and_no_algorithm():
     assert cfg.ray.address == "auto"
 
 
+def test_a_dry_run_reads_a_local_file_of_problems_and_needs_no_hub(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"question": "1 + 1 =", "answer": "2"}\n')
+    own = as_dry_run(config("grpo", "task=gsm8k", f"env.data={file}"))
+    assert own.env.data == str(file)
+    for data in ("null", "openai/gsm8k"):
+        assert isinstance(as_dry_run(config("grpo", "task=gsm8k", f"env.data={data}")).env.data, list)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
