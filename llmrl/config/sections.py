@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -81,6 +82,12 @@ class EnvConfig(Section):
     """Split of the held-out problems."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task, such as `num_digits`."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics, the same on every machine: a file without its folders."""
+        file, _, function = self.name.rpartition(":")
+        return f"{Path(file).name}:{function}" if file.endswith(".py") else self.name
 
 
 @dataclass(slots=True, kw_only=True)

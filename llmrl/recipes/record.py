@@ -37,7 +37,7 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
     curves: dict[str, Curve] = {}
     for measure in recipe.measures:
         is_held_out = measure.startswith(_HELD_OUT)
-        name = f"eval/{cfg.env.name}/{measure.removeprefix(_HELD_OUT)}" if is_held_out else measure
+        name = f"eval/{cfg.env.label}/{measure.removeprefix(_HELD_OUT)}" if is_held_out else measure
         values = {int(row["step"]): row[name] for row in metrics if math.isfinite(row.get(name, math.nan))}
         if not values:
             raise ValueError(f"{run} has no metric {name!r}, which the recipe {recipe.name} compares.")
@@ -97,7 +97,7 @@ def num_prompts_of(recipe: Recipe, measure: str) -> int:
     cfg = recipe.config()
     if not measure.startswith(_HELD_OUT):
         return cfg.collect.groups_per_batch
-    problems = dataset_env_of(make_eval_envs(cfg)[cfg.env.name])
+    problems = dataset_env_of(make_eval_envs(cfg)[cfg.env.label])
     assert problems is not None, "what is evaluated has problems"
     num_problems = len(problems.prompts.items)
     return min(num_problems, cfg.eval.num_problems or num_problems)

@@ -343,9 +343,10 @@ def _reward(history: MetricHistory) -> Iterator[Finding]:
 
 def _held_out(history: MetricHistory) -> Iterator[Finding]:
     """Check whether the training reward rises while results on held-out problems fall."""
-    names = {name for step in history.steps for name in step if name.startswith("eval/") and name.count("/") == 2}
-    for env in sorted({name.split("/")[1] for name in names}):
-        found = (_fell(history, f"eval/{env}/{metric}") for metric in ("pass@1", "reward"))
+    names = {name for step in history.steps for name in step if name.startswith("eval/")}
+    measured = {name.rpartition("/")[0] for name in names if name.endswith(("/pass@1", "/reward"))}
+    for held_out in sorted(measured):
+        found = (_fell(history, f"{held_out}/{metric}") for metric in ("pass@1", "reward"))
         yield from [finding for finding in found if finding is not None][:1]
 
 

@@ -323,6 +323,15 @@ def test_a_dry_run_changes_no_task_and_no_algorithm():
     assert cfg.ray.address == "auto"
 
 
+def test_metrics_of_an_own_environment_have_one_name_in_every_folder(tmp_path):
+    for folder in ("here", "there"):
+        file = tmp_path / folder / "sums.py"
+        file.parent.mkdir()
+        file.write_text("from llmrl.envs import AdditionEnv as make\n")
+        assert list(make_eval_envs(config("grpo", "task=own", f"env.name={file}:make"))) == ["sums.py:make"]
+    assert list(make_eval_envs(config("grpo", "eval.num_problems=2"))) == ["addition"]
+
+
 def test_a_dry_run_reads_a_local_file_of_problems_and_needs_no_hub(tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"question": "1 + 1 =", "answer": "2"}\n')

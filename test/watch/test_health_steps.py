@@ -30,11 +30,12 @@ def test_two_findings_of_a_step_have_their_own_steps():
     assert found == {"staleness": (9, 9), "broken_tools": (7, 9), "length_explosion": (1, 9)}
 
 
-def test_an_evaluation_that_fell_is_compared_with_its_best_one():
+@pytest.mark.parametrize("name", ["held-out", "task.py:env", "my-package/held-out", "harbor:/tasks/held-out"])
+def test_an_evaluation_that_fell_is_compared_with_its_best_one(name):
     steps = [{"reward_mean": 0.1 * step} for step in range(1, 11)]
     for place, reward in ((1, 0.2), (4, 0.9), (9, 0.1)):
-        steps[place] |= {"eval/held-out/reward": reward, "eval/held-out/reward_low": reward - 0.02}
-        steps[place] |= {"eval/held-out/reward_high": reward + 0.02}
+        steps[place] |= {f"eval/{name}/reward": reward, f"eval/{name}/reward_low": reward - 0.02}
+        steps[place] |= {f"eval/{name}/reward_high": reward + 0.02, f"eval/{name}/tool_calls/search": 1.0}
     found = {finding.name: finding for finding in diagnose(steps)}
     assert found["reward_hacking"].steps == (3, 10)  # the three steps up to the fifth, to the last
 
