@@ -209,7 +209,8 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
     # Learning lowers it: sums of two digits are known with 1 % of the entropy of the chatter before.
     is_gone = now < 0.02 * began and not history.has_risen()
     is_low = is_gone or ((now < 0.1 * began or is_falling_fast) and not history.is_learning())
-    if is_low and not history.is_learned():
+    has_reward = history.now("reward_mean") is not None  # SFT lowers it to that of the data
+    if is_low and has_reward and not history.is_learned():
         since = f"{before:.2g} in one step" if is_falling_fast else f"{began:.2g}"
         yield Finding(
             "entropy_collapse",

@@ -43,7 +43,8 @@ BOUNDS = {
     "skipped": [[{"is_skipped": a}, {"is_skipped": b}] for a, b in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0))],
     "no_signal": [[{"groups_all_equal": value, "groups_all_wrong": value}] * 3 for value in (0.49, 0.51, 0.91)],
     "entropy_collapse": [
-        [{"entropy": value} for value in (1.0, 1.0, 1.0, 0.6, 0.4, 0.2, last)] for last in (0.11, 0.09, 0.019)
+        [{"entropy": value, "reward_mean": 0.5} for value in (1.0, 1.0, 1.0, 0.6, 0.4, 0.2, last)]
+        for last in (0.11, 0.09, 0.019)
     ],
     "entropy_explosion": [series({"entropy": 1.0}, {"entropy": value}) for value in (2.9, 3.1, 6.1)],
     "answers_cut": [[{"cut_share": value}] * 3 for value in (0.19, 0.21, 0.51)],
@@ -143,14 +144,21 @@ def test_one_noisy_step_is_none_and_a_run_that_began_so_has_not_changed():
 
 
 def test_an_entropy_that_halves_in_one_step_is_looked_at_before_it_is_gone():
-    steps = [{"entropy": value} for value in (10.79, 10.77, 10.67, 4.29, 1.81, 0.5)]  # of a learning rate of 0.1
+    entropies = (10.79, 10.77, 10.67, 4.29, 1.81, 0.5)  # of a learning rate of 0.1
+    steps = [{"entropy": value, "reward_mean": 0.0} for value in entropies]
     assert [verdicts(steps[:end]).get("entropy_collapse") for end in range(1, 7)] == [None] * 3 + [
         "look",
         "look",
         "look",
     ]
     assert "in one step" in diagnose(steps[:4])[0].says
-    assert verdicts([{"entropy": value} for value in (1.0, 0.4, 0.2)]) == {}  # too early to say
+    assert verdicts([{"entropy": value, "reward_mean": 0.0} for value in (1.0, 0.4, 0.2)]) == {}  # too early to say
+
+
+def test_an_entropy_may_fall_to_that_of_the_data_where_nothing_is_rewarded():
+    """SFT of 24 steps on conversations with calls."""
+    entropies = (0.87, 0.6, 0.4, 0.25, 0.15, 0.1, 0.08, 0.05, 0.03, 0.02)
+    assert verdicts([{"entropy": value, "loss": value} for value in entropies]) == {}
 
 
 def test_a_model_that_learns_fast_may_become_sure_fast():
