@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tensordict import TensorDictBase
 
@@ -63,7 +63,7 @@ def as_dry_run(cfg: Config) -> Config:
     return cfg
 
 
-def _problems(env: EnvConfig | EvalEnvConfig) -> Any:
+def _problems(env: EnvConfig | EvalEnvConfig) -> object:
     is_local = isinstance(env.data, str) and Path(env.data).expanduser().exists()
     return env.data if is_local else _ROWS.get(env.name, env.data)
 

@@ -206,11 +206,10 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
     before = history.values("entropy")[-2]
     margin = history.margin("entropy")
     is_falling_fast = now < 0.5 * before - margin and before > 0.25 * began
-    # Learning lowers it: sums of two digits are known with 1 % of the entropy of the chatter before.
+    # Learning lowers it: sums of two digits are known with 1 % of the entropy of the chatter before. So does SFT.
     is_gone = now < 0.02 * began and not history.has_risen()
     is_low = is_gone or ((now < 0.1 * began or is_falling_fast) and not history.is_learning())
-    has_reward = history.now("reward_mean") is not None  # SFT lowers it to that of the data
-    if is_low and has_reward and not history.is_learned():
+    if is_low and history.now("reward_mean") is not None and not history.is_learned():
         since = f"{before:.2g} in one step" if is_falling_fast else f"{began:.2g}"
         yield Finding(
             "entropy_collapse",
