@@ -48,6 +48,11 @@ VARIED: Mapping[str, Mapping[str, str]] = {
     },
     "adapters": {"all weights": "", "rank 8": _LORA.format(8), "rank 32": _LORA.format(32)},
     "dtype": {"float32": "", "bfloat16": "model.dtype=bfloat16"},
+    "engine": {
+        "float32": "",
+        "int8": "engine.quantization=int8",
+        "int8, ratio to the engine": "engine.quantization=int8 train.importance_cap=null",
+    },
 }
 """Entries of each value, by what is varied."""
 
