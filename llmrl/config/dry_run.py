@@ -19,6 +19,7 @@ from llmrl.config.engine import EngineConfig, RayConfig
 from llmrl.config.fit import GIB, lines_of, shape_of, training_shape
 from llmrl.config.imitation import SFTConfig
 from llmrl.config.sections import EnvConfig, EvalEnvConfig, RunConfig, ScriptConfig
+from llmrl.envs.sources import is_local
 from llmrl.trainer.memory_plan import plan_memory
 
 Config = TypeVar("Config", bound=ScriptConfig)
@@ -64,8 +65,7 @@ def as_dry_run(cfg: Config) -> Config:
 
 
 def _problems(env: EnvConfig | EvalEnvConfig) -> object:
-    is_local = isinstance(env.data, str) and Path(env.data).expanduser().exists()
-    return env.data if is_local else _ROWS.get(env.name, env.data)
+    return env.data if isinstance(env.data, str) and is_local(env.data) else _ROWS.get(env.name, env.data)
 
 
 def plan_of(cfg: ScriptConfig) -> list[str]:

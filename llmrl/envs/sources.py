@@ -117,13 +117,25 @@ def _check(rows: Sequence[Row], columns: list[str], label: str) -> None:
                 raise ValueError(f"row {index} of the {label} has no column {column!r}, only {sorted(map(str, row))}.")
 
 
+def is_local(source: str | Path) -> bool:
+    """Return whether `load_rows` takes a source for a file or folder, which may be missing, and not for a hub name.
+
+    Example:
+        >>> is_local("rows.jsonl"), is_local("openai/gsm8k")
+        (True, False)
+    """
+    path = Path(source).expanduser()
+    is_path = isinstance(source, Path) or path.suffix in _READERS or str(source)[:1] in ("/", ".", "~")
+    return is_path or path.exists()
+
+
 def _open(source: str | Path, split: str | None, subset: str | None, label: str) -> object:
     path = Path(source).expanduser()
     if path.is_dir():
         return _read_folder(path, split)
     if path.is_file():
         return _read_file(path)
-    if isinstance(source, Path) or path.suffix in _READERS or str(source)[:1] in ("/", ".", "~"):
+    if is_local(source):
         raise FileNotFoundError(f"no file or folder {str(path)!r}; the current folder is {Path.cwd()}.")
     datasets = require("datasets", extra="data")
     try:

@@ -344,8 +344,7 @@ def _reward(history: MetricHistory) -> Iterator[Finding]:
 def _held_out(history: MetricHistory) -> Iterator[Finding]:
     """Check whether the training reward rises while results on held-out problems fall."""
     names = {name for step in history.steps for name in step if name.startswith("eval/")}
-    measured = {name.rpartition("/")[0] for name in names if name.endswith(("/pass@1", "/reward"))}
-    for held_out in sorted(measured):
+    for held_out in sorted({name.rpartition("/")[0] for name in names if name.endswith(("/pass@1", "/reward"))}):
         found = (_fell(history, f"{held_out}/{metric}") for metric in ("pass@1", "reward"))
         yield from [finding for finding in found if finding is not None][:1]
 

@@ -337,6 +337,9 @@ def test_a_dry_run_reads_a_local_file_of_problems_and_needs_no_hub(tmp_path):
     file.write_text('{"question": "1 + 1 =", "answer": "2"}\n')
     own = as_dry_run(config("grpo", "task=gsm8k", f"env.data={file}"))
     assert own.env.data == str(file)
+    missing = as_dry_run(config("grpo", "task=gsm8k", f"env.data={tmp_path / 'none.jsonl'}"))
+    with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
+        make_env(missing)
     for data in ("null", "openai/gsm8k"):
         assert isinstance(as_dry_run(config("grpo", "task=gsm8k", f"env.data={data}")).env.data, list)
 

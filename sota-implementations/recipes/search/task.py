@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -83,16 +84,15 @@ def env(split: str = "train", repeats: int = 8, seed: int = 0) -> DatasetChatEnv
 
 def conversations(count: int) -> list[dict[str, Any]]:
     """Return the first questions for training as conversations with their searches, which `sft.jsonl` holds."""
-    tools = list(env().reset()["tools"])
-    searched = index()
+    tool = index().tool()
     chosen = []
     for row in problems("train")[:count]:
         messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": row["query"]}]
         for query in row["searches"]:
-            call = make_tool_call("search", {"query": query})
-            found = "\n".join(f"[{place}] {text}" for place, (_, text) in enumerate(searched.search(query), 1))
+            call = make_tool_call(tool.name, {"query": query})
+            found = asyncio.run(tool.run({"query": query}, ""))
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            messages.append({"role": "tool", "content": found, "name": "search"})
+            messages.append({"role": "tool", "content": found, "name": tool.name})
         messages.append({"role": "assistant", "content": row["answer"]})
-        chosen.append({"messages": messages, "tools": tools})
+        chosen.append({"messages": messages, "tools": [tool.schema]})
     return chosen
