@@ -13,6 +13,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 _LOOK_SECONDS = 0.1
+_REPEAT_SECONDS = 1.0  # Python drops an exception that is raised in a finalizer, so it is raised again after this time
 
 
 class CpuLimitError(Exception):
@@ -80,8 +81,9 @@ def _watch() -> None:
         _is_called.clear()
         with _lock:
             for thread, call in _calls.items():
-                if not call.is_expired and call.seconds() > call.end_s:
+                if call.seconds() > call.end_s:
                     call.is_expired = True
+                    call.end_s += _REPEAT_SECONDS
                     _set_exception(thread, _Expired)
             if _calls:
                 _is_called.set()

@@ -119,6 +119,7 @@ def test_a_request_that_is_ended_returns_what_it_has(servers):
 @pytest.mark.parametrize("backend", ["llmrl", "llmrl by files", None])
 def test_weights_arrive_while_the_server_is_paused_and_are_labelled(servers, tmp_path, backend):
     server = servers(backend and "llmrl", device="cuda")
+    server.resets_old_connections = True
     weights = model_of(1)
     is_file = backend != "llmrl"
     scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path)) if is_file else VLLMWeightSyncScheme()

@@ -12,14 +12,18 @@ from llmrl.weight_sync.buffers import PackedLayout, open_shared
 
 
 class VLLMServer:
-    """Answers each request with two tokens of the weights that it holds; `is_held` makes it wait before."""
+    """Answers each request with two tokens of the weights that it holds; `is_held` makes it wait before.
+
+    `resets_old_connections` makes it close a connection that is used again for anything but completions.
+    """
 
     def __init__(self, backend="llmrl", *, port=0, device="cuda", is_scaled_out=True, is_dev=True, parameters=()):
         self.backend, self.device, self.is_scaled_out, self.is_dev = backend, device, is_scaled_out, is_dev
         self.parameters = parameters
         self.fails_at = self.stalls_at = self.answer = None
         self.is_stalled = False
-        self.is_held = False
+        self.is_held = self.resets_old_connections = False
+        self.connections = set()
         self.calls, self.bodies, self.served, self.aborted = [], [], [], set()
         self.num_restarts = -1
         self.restart()
@@ -57,6 +61,10 @@ class VLLMServer:
         if path not in ("v1/models", "weight_info"):
             self.calls.append(path)
             self.bodies.append(body)
+        is_old = request.transport in self.connections
+        self.connections.add(request.transport)
+        if self.resets_old_connections and is_old and not path.startswith(("v1/", "inference/")):
+            request.transport.abort()
         if path == self.fails_at:
             return self._refuse(500, f"{path} went wrong")
         if path == self.stalls_at:

@@ -77,3 +77,21 @@ def test_calls_of_several_threads_are_ended_each_and_no_other():
     assert call_within(lambda: 3, 5.0) == 3
     with pytest.raises(ZeroDivisionError):
         call_within(lambda: 1 // 0, 5.0)
+
+
+class SlowToDelete:
+    def __del__(self):
+        end = time.thread_time() + 0.5
+        while time.thread_time() < end:
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_limit_that_a_finalizer_swallowed_is_enforced_again():
+    def delete_slowly():
+        SlowToDelete()  # the exception is raised in here, where Python drops it
+        while True:
+            pass
+
+    with pytest.raises(CpuLimitError):
+        call_within(delete_slowly, 0.1)

@@ -41,6 +41,8 @@ _CONTROL_TIMEOUT_S = 30.0
 """Time limit for quick requests."""
 _ABORT_TIMEOUT_S = 10.0
 """Time limit for the answer of an aborted request, after which its connection is closed."""
+_KEEP_ALIVE_S = 1.0
+"""Time for which an idle connection is used again: well below the 5 s after which vLLM closes it."""
 # Limits of an answer's size; a token with its text, id and log-prob takes some hundred bytes.
 _NUM_BASE_BYTES = 1 << 20
 _NUM_TOKEN_BYTES = 1 << 12
@@ -116,6 +118,7 @@ class ServerEngine(ServerUpdates):
         self._version = self._first_version = policy_version
         self._background = BackgroundLoop("llmrl-server-engine")
         try:
+            self._api_key = api_key
             self._session: aiohttp.ClientSession = self._background.run(_open_session(api_key))
             self._finalizer = weakref.finalize(self, _close_session, self._session, self._background)
             served = read_models(self._first_answer(start_timeout_seconds), self._base_url)
@@ -333,7 +336,10 @@ class ServerEngine(ServerUpdates):
 
         async def call() -> object:
             try:
-                status, text = await self._fetch(method, path, body, seconds, _NUM_BASE_BYTES)
+                # A server that was busy for longer than its keep-alive time closes an idle connection with the request
+                # in it, and this request must not be sent twice: it gets a new connection.
+                async with await _open_session(self._api_key) as session:
+                    status, text = await self._fetch(method, path, body, seconds, _NUM_BASE_BYTES, session=session)
             except EngineError:
                 self._is_left = True
                 raise
@@ -378,6 +384,7 @@ class ServerEngine(ServerUpdates):
         max_bytes: int,
         *,
         advice: str = "",
+        session: aiohttp.ClientSession | None = None,
     ) -> tuple[int, bytes]:
         """Return status and body of a response. Raises EngineError if it is late or too long."""
         import aiohttp
@@ -386,7 +393,8 @@ class ServerEngine(ServerUpdates):
         try:
             async with asyncio.timeout(seconds) as deadline:
                 self._deadlines.add(deadline)
-                async with self._session.request(method, url, json=body, allow_redirects=False) as response:
+                session = session or self._session
+                async with session.request(method, url, json=body, allow_redirects=False) as response:
                     return response.status, await _read_body(response, max_bytes)
         except (aiohttp.ClientConnectionError, OSError) as error:
             self._lose()
@@ -425,7 +433,7 @@ async def _open_session(api_key: str | None) -> aiohttp.ClientSession:
     aiohttp = require("aiohttp", extra="server")
     return aiohttp.ClientSession(
         headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
     )
 
