@@ -40,7 +40,13 @@ VARIED: Mapping[str, Mapping[str, str]] = {
         "2e-5": "",
         "4e-5": "train.learning_rate=4e-5",
     },
-    "staleness": {"in turn": "", "at most 1": "collect.max_staleness=1", "at most 4": "collect.max_staleness=4"},
+    "staleness": {
+        "in turn": "",
+        "at most 1": "collect.max_staleness=1",
+        "at most 4": "collect.max_staleness=4",
+        "at most 8": "collect.max_staleness=8",
+    },
+    "dynamic-sampling": {"smaller batches": "", "other prompts": "collect.replace_constant_groups=true"},
     "kl": {"none": "", "0.01": "train.kl_to_ref_coeff=0.01", "0.1": "train.kl_to_ref_coeff=0.1"},
     "clip-higher": {
         "0.2 and 0.2": f"{_TWO_EPOCHS} train.clip_epsilon=0.2",

@@ -18,7 +18,7 @@ from llmrl._utils.types import Row
 from llmrl.config.engine import EngineConfig, RayConfig
 from llmrl.config.fit import GIB, lines_of, shape_of, training_shape
 from llmrl.config.imitation import SFTConfig
-from llmrl.config.sections import EnvConfig, EvalEnvConfig, RunConfig, ScriptConfig
+from llmrl.config.sections import EnvConfig, EvalEnvConfig, GRPOConfig, RunConfig, ScriptConfig
 from llmrl.envs.sources import is_local
 from llmrl.trainer.memory_plan import plan_memory
 
@@ -58,6 +58,8 @@ def as_dry_run(cfg: Config) -> Config:
     if isinstance(cfg, SFTConfig):
         cfg.conversations = replace(cfg.conversations, path=_conversations(), held_out=_conversations())
     cfg.collect = replace(cfg.collect, groups_per_batch=2, max_new_tokens=8, num_collectors=None)
+    if isinstance(cfg, GRPOConfig):
+        cfg.collect = replace(cfg.collect, replace_constant_groups=False)  # the tiny model's answers are all wrong
     warmup_steps = min(cfg.train.warmup_steps, 1)
     cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
     cfg.train = replace(cfg.train, device="cpu", num_ranks=1, cpu_threads=None, head_kernel="torch")

@@ -153,6 +153,14 @@ class CollectConfig(Section):
 
 
 @dataclass(slots=True, kw_only=True)
+class GRPOCollectConfig(CollectConfig):
+    """Collection of groups whose rewards are compared."""
+
+    replace_constant_groups: bool = False
+    """Whether another prompt replaces a group of equal rewards (dynamic sampling); otherwise the batch is smaller."""
+
+
+@dataclass(slots=True, kw_only=True)
 class TrainerConfig(Section):
     """Placement and computation of the trainer's model."""
 
@@ -427,6 +435,7 @@ class GRPOTrainConfig(ClippedTrainConfig):
 class GRPOConfig(ScriptConfig):
     """Configuration of `sota-implementations/grpo/grpo.py`."""
 
+    collect: GRPOCollectConfig
     train: GRPOTrainConfig
     loss: LossName = field(default="grpo", metadata=one_of(*LOSSES))
     """Name of the loss; it also sets the normalisation of advantages."""

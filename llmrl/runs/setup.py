@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
 from llmrl._utils.types import Tokenizer
-from llmrl.collectors import LLMCollector, RayLLMCollector
+from llmrl.collectors import GroupRules, LLMCollector, RayLLMCollector
 from llmrl.collectors.weights import WeightScheme
 from llmrl.config.dry_run import with_differing_rewards
 from llmrl.config.imitation import DistillationConfig, SFTConfig
@@ -161,7 +161,12 @@ class PolicyFactory:
 
 
 def make_collector(
-    cfg: ScriptConfig, env: EnvBase | MixedEnv, *, policy: LLMWrapperBase, postproc: Postproc | None
+    cfg: ScriptConfig,
+    env: EnvBase | MixedEnv,
+    *,
+    policy: LLMWrapperBase,
+    postproc: Postproc | None,
+    group_rules: GroupRules | None = None,
 ) -> LLMCollector:
     """Return the collector of `env` that `collect` configures, on Ray if `collect.num_collectors` is set.
 
@@ -174,6 +179,7 @@ def make_collector(
         "limits": cfg.collect.limits,
         "weight_sync_schemes": {"policy": sync_scheme(cfg, policy.engine)},
         "postproc": postproc,
+        "group_rules": group_rules,
     }
     if cfg.collect.num_collectors is None or this_rank() > 0:
         return LLMCollector(env, policy=policy, **arguments)

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 
 from torchrl.envs import EnvBase
 
+from llmrl.collectors import GroupRules
 from llmrl.config.launch import launch
 from llmrl.config.sections import GRPOConfig
 from llmrl.engines import Engine
@@ -69,7 +70,8 @@ def grpo(
 
     # What plays: groups of answers to the same prompt, compared with each other (of a game those of the same role).
     advantage = MCAdvantage(grpo_size=cfg.collect.group_size, normalization=cfg.normalization, by="role")
-    collector = run.enter(make_collector(cfg, env, policy=policy, postproc=advantage))
+    rules = GroupRules(group_filter=advantage.has_signal if cfg.collect.replace_constant_groups else None)
+    collector = run.enter(make_collector(cfg, env, policy=policy, postproc=advantage, group_rules=rules))
     evaluator = run.enter(Evaluator(eval_envs, policy, limits=cfg.collect.limits, num_problems=cfg.eval.num_problems))
 
     run.track(collector, engine, tokenizer=tokenizer, model=model, optimizer=optimizer, schedule=schedule)

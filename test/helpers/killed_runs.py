@@ -31,9 +31,9 @@ from llmrl._utils.files import write_folder_atomically
 from llmrl.collectors import LLMCollector
 from llmrl.config.model import ModelConfig
 from llmrl.config.sections import (
-    CollectConfig,
     EnvConfig,
     EvalConfig,
+    GRPOCollectConfig,
     GRPOConfig,
     GRPOTrainConfig,
     RunConfig,
@@ -152,7 +152,7 @@ def train(
         run=RunConfig(path=str(path), trackers=[], checkpoint_every=2),
         model=ModelConfig(path="a-line"),
         env=EnvConfig(name="sums"),
-        collect=CollectConfig(groups_per_batch=2, group_size=3, max_new_tokens=64, max_staleness=max_staleness),
+        collect=GRPOCollectConfig(groups_per_batch=2, group_size=3, max_new_tokens=64, max_staleness=max_staleness),
         train=GRPOTrainConfig(num_steps=num_steps, learning_rate=0.1, schedule="linear", warmup_steps=2),
         eval=evaluation or EvalConfig(every=2),
         resume=resume,

@@ -20,10 +20,10 @@ import llmrl
 from llmrl.config.model import LoRAEntries, ModelConfig
 from llmrl.config.ranks import broadcast_from_rank0, this_rank
 from llmrl.config.sections import (
-    CollectConfig,
     EnvConfig,
     EvalConfig,
     ExportConfig,
+    GRPOCollectConfig,
     GRPOConfig,
     GRPOTrainConfig,
     RunConfig,
@@ -72,7 +72,7 @@ def train(path, model, *, num_steps=2, checkpoint_every=9, evaluation=None, expo
         run=RunConfig(path=str(path), trackers=[], checkpoint_every=checkpoint_every),
         model=ModelConfig(path=model, lora=LoRAEntries(rank=lora)),
         env=EnvConfig(name="train"),
-        collect=CollectConfig(groups_per_batch=1, group_size=4, max_new_tokens=8),
+        collect=GRPOCollectConfig(groups_per_batch=1, group_size=4, max_new_tokens=8),
         eval=EvalConfig(**(evaluation or {})),
         export=ExportConfig(every=export),
         train=GRPOTrainConfig(num_steps=num_steps, learning_rate=1e-4, token_budget=24, bin_length=24),

@@ -31,10 +31,10 @@ from llmrl import DatasetChatEnv, RubricReward
 from llmrl.config.model import LoRAEntries, ModelConfig
 from llmrl.config.ranks import this_rank
 from llmrl.config.sections import (
-    CollectConfig,
     EnvConfig,
     EvalConfig,
     ExportConfig,
+    GRPOCollectConfig,
     GRPOConfig,
     GRPOTrainConfig,
     RunConfig,
@@ -100,7 +100,7 @@ def train(path, model, *, resume=False, lora=None, keep_batches=False, **entries
         run=RunConfig(path=str(path), trackers=[], checkpoint_every=2, keep_batches=keep_batches),
         model=ModelConfig(path=model, lora=LoRAEntries(rank=lora)),
         env=EnvConfig(name="train"),
-        collect=CollectConfig(groups_per_batch=2, group_size=4, max_new_tokens=8),
+        collect=GRPOCollectConfig(groups_per_batch=2, group_size=4, max_new_tokens=8),
         eval=EvalConfig(every=3, metric="eval/held-out/reward"),
         export=ExportConfig(every=2, save_total_limit=1, max_shard_size="1MB"),
         train=GRPOTrainConfig(num_steps=5, **settings),

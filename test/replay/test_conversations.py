@@ -15,7 +15,7 @@ from llmrl.cli.app import app
 from llmrl.collectors import Demonstrations, LLMCollector
 from llmrl.config.model import ModelConfig
 from llmrl.config.resumed import save_config
-from llmrl.config.sections import CollectConfig, EnvConfig, GRPOConfig, GRPOTrainConfig, RunConfig
+from llmrl.config.sections import EnvConfig, GRPOCollectConfig, GRPOConfig, GRPOTrainConfig, RunConfig
 from llmrl.endpoint.chat_logs import read_chat_log
 from llmrl.envs import AgentEnv, DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
@@ -48,7 +48,7 @@ def record(path, env, renderer, answers):
         run=RunConfig(path=str(path)),
         model=ModelConfig(path="embedded"),
         env=EnvConfig(name="train"),
-        collect=CollectConfig(groups_per_batch=2, group_size=2, max_new_tokens=64),
+        collect=GRPOCollectConfig(groups_per_batch=2, group_size=2, max_new_tokens=64),
         train=GRPOTrainConfig(num_steps=1, learning_rate=1e-3),
     )
     folder = RunFolder(path, trackers=[])

@@ -23,9 +23,9 @@ from llmrl.cli.app import app
 from llmrl.cli.models import model_path
 from llmrl.config.model import LoRAEntries, ModelConfig
 from llmrl.config.sections import (
-    CollectConfig,
     EnvConfig,
     ExportConfig,
+    GRPOCollectConfig,
     GRPOConfig,
     GRPOTrainConfig,
     RunConfig,
@@ -49,7 +49,7 @@ def make_exports(tmp_path):
             run=RunConfig(path=str(tmp_path / "run"), trackers=[]),
             model=ModelConfig(path="maker/base-model", lora=LoRAEntries(rank=lora)),
             env=EnvConfig(name="sums", data="sums.jsonl"),
-            collect=CollectConfig(groups_per_batch=2, group_size=3, max_new_tokens=64),
+            collect=GRPOCollectConfig(groups_per_batch=2, group_size=3, max_new_tokens=64),
             train=GRPOTrainConfig(num_steps=9, learning_rate=1e-5),
             export=ExportConfig(**{"every": 1, "max_shard_size": "4KB", **entries}),
         )
