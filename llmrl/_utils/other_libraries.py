@@ -299,6 +299,7 @@ _SAME: tuple[tuple[str, str], ...] = (
     ("max_tool_calling_iterations max_assistant_turns max_user_turns", "max_turns"),
     ("max_async_level async_level strict_async_level max_off_policy_steps", "max_staleness"),
     ("max_concurrent", "max_concurrent_rollouts"),
+    ("filter_groups dynamic_sampling use_dynamic_sampling", "replace_constant_groups"),
     ("resume_from_checkpoint resume_mode", "resume"),
     ("keep_last save_total", "save_total_limit"),
     ("metric_for_best_model", "best_by"),
@@ -382,7 +383,7 @@ _OTHER: tuple[tuple[str, str], ...] = (
     ("args", "options are keywords of train itself: train(model, env, num_steps=100)"),
     (
         "oversampling_factor online_difficulty_filtering easy_fraction hard_fraction",
-        "groups without signal are replaced, and max_staleness collects ahead",
+        "replace_constant_groups=True replaces groups without signal, and max_staleness collects ahead",
     ),
     (
         "train_files prompt_key reward_fn_key",

@@ -55,6 +55,7 @@ class TrainOptions(TypedDict, total=False):
     max_turns: int
     temperature: float
     max_staleness: int | None
+    replace_constant_groups: bool
     max_model_len: int | None
     dtype: ComputeDtype
     chat_template: str | Path | None

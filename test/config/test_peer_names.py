@@ -56,6 +56,7 @@ def answer(name):
         ("tensor_model_parallel_size", "the script has it, as engine.tensor_parallel_size"),
         ("rollouts_per_example", "repeats=8"),
         ("max_async_level", "did you mean 'max_staleness'"),
+        ("filter_groups", "did you mean 'replace_constant_groups'"),
         ("learning_rat", "did you mean 'learning_rate'"),
     ],
 )

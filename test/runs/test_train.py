@@ -192,6 +192,20 @@ def test_on_a_gpu_it_is_configured_as_the_file_for_one_gpu(monkeypatch, configur
             assert getattr(getattr(cfg, section), entry) == value, f"{section}.{entry}"
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_group_of_equal_rewards_is_left_out_or_replaced_by_another_prompt(train_tiny, is_replaced):
+    def of_even_sums(completion, query):
+        return number_of_digits(completion) if int(query.split()[0]) % 2 == 0 else 0.0
+
+    env = DatasetChatEnv([f"{a} + 1 =" for a in range(6)], repeats=4, name="train", shuffle=True)
+    env = env.append_transform(RubricReward(of_even_sums))
+    path, _ = train_tiny(env, groups_per_batch=3, max_new_tokens=12, replace_constant_groups=is_replaced)
+    metrics = [row for row in RunFolder(path, read_only=True).read_metrics() if int(row["step"])]
+    num_trained = [row["num_rows"] for row in metrics]
+    assert num_trained == [12, 12] if is_replaced else max(num_trained) < 12
+    assert all(row["num_rollouts"] - row["num_dropped"] == row["num_rows"] and row["num_dropped"] for row in metrics)
+
+
 def test_a_conversation_may_have_as_many_turns_as_on_the_command_line(configured):
     assert configured().collect.max_turns == config("grpo", "task=own").collect.max_turns == 8
 
@@ -207,6 +221,7 @@ def test_every_keyword_is_an_entry_of_the_configuration_and_has_its_type(configu
         "max_turns": 2,
         "temperature": 0.5,
         "max_staleness": 1,
+        "replace_constant_groups": True,
         "max_model_len": 64,
         "chat_template": "{{ a }}",
         "lora_rank": 2,
