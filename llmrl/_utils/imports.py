@@ -1,8 +1,9 @@
-"""Imports of optional dependencies, with the command that installs them in the error."""
+"""Imports of optional packages, and the names of functions in files of one's own."""
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 
 
@@ -24,3 +25,14 @@ def require(module: str, *, extra: str) -> ModuleType:
             f"Install it with: pip install 'llmrl[{extra}]'",
             name=package,
         ) from error
+
+
+def own_function(name: str) -> tuple[Path, str] | None:
+    """Return the file and the function of `FILE.py:FUNCTION`, or None if a name is another.
+
+    Example:
+        >>> own_function("tasks/sums.py:env"), own_function("verifiers:wordle")
+        ((PosixPath('tasks/sums.py'), 'env'), None)
+    """
+    file, _, function = name.rpartition(":")
+    return (Path(file), function) if file.endswith(".py") else None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from llmrl._utils.imports import own_function
 from llmrl._utils.json_values import by_dotted_name
 
 MODULE = "llmrl.scripts.grpo"
@@ -38,14 +39,14 @@ def entries_of(words: Sequence[str]) -> list[str]:
     """
     if not words or "=" in words[0] or words[0].startswith("-"):
         return list(words)
-    file, _, function = words[0].rpartition(":")
-    if not function or not file.endswith(".py"):
+    own = own_function(words[0])
+    if own is None or not own[1]:
         raise ValueError(
             f"llmrl train {words[0]}: give an environment of your own, FILE.py:FUNCTION, or a task, task=gsm8k."
         )
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"there is no file {file!r} to take the environment {words[0]!r} from.")
-    return ["task=own", f"env.name={words[0]}", *_entries_beside(Path(file)), *words[1:]]
+    if not own[0].is_file():
+        raise FileNotFoundError(f"there is no file {str(own[0])!r} to take the environment {words[0]!r} from.")
+    return ["task=own", f"env.name={words[0]}", *_entries_beside(own[0]), *words[1:]]
 
 
 def _entries_beside(file: Path) -> list[str]:

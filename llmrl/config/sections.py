@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from llmrl._utils.imports import own_function
 from llmrl.collectors import RolloutLimits
 from llmrl.config.engine import EngineConfig, RayConfig, SyncConfig
 from llmrl.config.entries import NAMED, Section, above, any_value, at_least, matching, one_of, within
@@ -86,8 +86,8 @@ class EnvConfig(Section):
     @property
     def label(self) -> str:
         """Name in metrics, the same on every machine: a file without its folders."""
-        file, _, function = self.name.rpartition(":")
-        return f"{Path(file).name}:{function}" if file.endswith(".py") else self.name
+        own = own_function(self.name)
+        return self.name if own is None else f"{own[0].name}:{own[1]}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class CollectConfig(Section):
 
 @dataclass(slots=True, kw_only=True)
 class GRPOCollectConfig(CollectConfig):
-    """Collection of groups whose rewards are compared."""
+    """Collection of groups that are compared by reward."""
 
     replace_constant_groups: bool = False
     """Whether another prompt replaces a group of equal rewards (dynamic sampling); otherwise the batch is smaller."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import cast
 
 from llmrl._utils.asynchronous import run_sync
+from llmrl._utils.imports import own_function
 from llmrl.data import RolloutStatus
 from llmrl.envs.tasks.registry import TASKS, load_function
 from llmrl.objectives.advantages.normalization import Normalization, group_advantages
@@ -24,16 +24,15 @@ def own_rubric(reward: str) -> Rubric:
 
     Raises FileNotFoundError or ValueError if the file or the function does not exist, or if the file raises an error.
     """
-    file, _, name = reward.rpartition(":")
-    if not file.endswith(".py"):
+    if (own := own_function(reward)) is None:
         raise ValueError(f"reward must be FILE.py:FUNCTION, got {reward!r}.")
     try:
-        function = cast("Callable[..., float]", load_function(Path(file), name))
+        function = cast("Callable[..., float]", load_function(*own))
     except (FileNotFoundError, ValueError):
         raise
     except Exception as error:  # a person's file may raise any, such as the import of a package that is not here
-        raise ValueError(f"{file} raises {type(error).__name__} when it is executed: {error}.") from error
-    return Rubric(RewardFn(function, name=name))
+        raise ValueError(f"{own[0]} raises {type(error).__name__} when it is executed: {error}.") from error
+    return Rubric(RewardFn(function, name=own[1]))
 
 
 def rubric_of(run: RecordedRun) -> Rubric | None:

@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 
 from llmrl._utils.arguments import keywords_of, nearest, parameters_of, refuse_unknown
 from llmrl._utils.failure import describe
+from llmrl._utils.imports import own_function
 from llmrl.envs.hubs.gymnasium import GymnasiumEnv
 from llmrl.envs.hubs.harbor import HarborEnv
 from llmrl.envs.hubs.miniwob import MiniWoBEnv
@@ -101,7 +102,12 @@ def origin_of(point: EntryPoint) -> str:
 
 def is_env_name(name: str) -> bool:
     """Return whether `make_task_env` knows a name; no file is executed, and no package imported."""
-    return ".py:" in name or _hub_of(name) in HUBS or name in TASKS or _announced_as(name) in announced_environments()
+    return (
+        own_function(name) is not None
+        or _hub_of(name) in HUBS
+        or name in TASKS
+        or _announced_as(name) in announced_environments()
+    )
 
 
 def find_env(name: str) -> NamedEnv:
@@ -113,9 +119,8 @@ def find_env(name: str) -> NamedEnv:
         >>> find_env("addition").origin
         'llmrl'
     """
-    file, _, function = name.rpartition(":")
-    if file.endswith(".py"):
-        return NamedEnv(name, load_function(Path(file), function), file, is_foreign=True)
+    if (own := own_function(name)) is not None:
+        return NamedEnv(name, load_function(*own), str(own[0]), is_foreign=True)
     hub = _hub_of(name)
     if hub in HUBS:
         make, about = HUBS[hub]
