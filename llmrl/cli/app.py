@@ -66,11 +66,11 @@ def doctor(
         str | None,
         typer.Option(metavar="URL", help="Check a server instead: what it supports as an engine."),
     ] = None,
-    fix: Annotated[bool, typer.Option("--fix", help="Let pip fix what it can in this environment first.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="First let pip fix what it can in this environment.")] = False,
     as_json: AsJSON = False,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="Check a model instead: what becomes of its checkpoint in training."),
+        typer.Option(metavar="MODEL", help="Check a model instead: whether its checkpoint can be trained and served."),
     ] = None,
     entries: Annotated[
         list[str] | None,
@@ -118,10 +118,10 @@ def view(
         typer.Argument(metavar="RUN", help="Folders of runs; the last one in `runs/` by default.", show_default=False),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; view.html in the first run by default.")] = None,
-    terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Print the run here; write no page.")] = False,
+    terminal: Annotated[bool, typer.Option("--terminal", "-t", help="Print the run here and write no page.")] = False,
     png: Annotated[bool, typer.Option("--png", help="Draw the curves to RUN/curve.png and write no page.")] = False,
     max_rollouts: Annotated[
-        int | None, typer.Option(min=1, help="Number of rollouts to keep of each run, the last ones.")
+        int | None, typer.Option(min=1, help="Number of last rollouts to keep of each run.")
     ] = None,
     as_json: AsJSON = False,
 ) -> None:
@@ -199,12 +199,12 @@ def audit(
     data: Data = None,
     limit: Annotated[int, typer.Option(min=2, help="Maximum number of problems to answer.")] = 32,
     chat_template: ChatTemplate = None,
-    out: Annotated[Path | None, typer.Option(help="File to write the result to, as a page.")] = None,
+    out: Annotated[Path | None, typer.Option(help="HTML file to write the result to.")] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Look for what is wrong with an environment before training in it: what do answers earn that deserve nothing?
+    """Find errors of an environment before training, such as rewards for answers that deserve none.
 
-    It plays prepared answers, without a model, in its chat template. Exits with 1 if something is broken.
+    It plays prepared answers in a model's chat template, without the model. Exits with 1 if something is broken.
     """
     from llmrl.cli import audit as command
     from llmrl.cli.evaluate import options_of
@@ -236,7 +236,7 @@ def chat(
     model: Model = "embedded",
     env: Annotated[
         str | None,
-        typer.Option("--env", "-e", help="Environment: a name, or FILE.py:FUNCTION; `/problem` asks a problem of it."),
+        typer.Option("--env", "-e", help="Environment: a name, or FILE.py:FUNCTION; `/problem` poses a problem."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     tool: Annotated[list[str] | None, typer.Option(help="Tool that the model may call: `python`.")] = None,
@@ -351,9 +351,9 @@ def new(
     name: Annotated[str, typer.Argument(help="Name of the folder and of its module.")],
     as_json: AsJSON = False,
 ) -> None:
-    """Start a folder of your own: a task, an environment, an agent or a training loop, with a configuration and a test.
+    """Create a folder with a task, an environment, an agent or a training loop, a configuration and a test.
 
-    A task scores one answer, an env has several turns, an agent is a program of yours, a loop is the training script.
+    A task scores one answer, an env has several turns, an agent is your program, and a loop is the training script.
     """
     from llmrl.cli.new import make_project
 
@@ -374,7 +374,7 @@ _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 @app.command(context_settings=_SCRIPT, add_help_option=False)
 def train(context: typer.Context, as_json: AsJSON = False) -> None:
-    """Train by GRPO: FILE.py:FUNCTION for an environment of your own, or task=NAME, then entries such as seed=1.
+    """Train with GRPO. Give FILE.py:FUNCTION for your own environment, or task=NAME, then entries such as seed=1.
 
     `llmrl train --help` lists all entries.
     """
@@ -389,12 +389,12 @@ def train(context: typer.Context, as_json: AsJSON = False) -> None:
 
 @app.command(context_settings=_SCRIPT)
 def demo(context: typer.Context, as_json: AsJSON = False) -> None:
-    """Post-train the embedded model on one-digit sums; further words are entries, such as `seed=1`."""
+    """Post-train the embedded model on one-digit sums; further arguments are entries, such as `seed=1`."""
     _run_script(context.args, as_json=as_json)
 
 
 def _run_script(entries: list[str], *, as_json: bool) -> None:
-    """Run the script in place of this process, or below it where the run is printed as JSON at its end."""
+    """Run the script in place of this process, or as a child process if the run is printed as JSON at its end."""
     if as_json:
         from llmrl.cli.run_report import run_and_report
 

@@ -1,4 +1,4 @@
-"""`llmrl audit`: what is wrong with an environment, before a run costs money."""
+"""`llmrl audit`: find errors of an environment before a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_audit(
     def make(split: str) -> EnvBase:
         return make_task_env(env, split, repeats=2, **takes_data, **options)  # type: ignore[arg-type]
 
-    # With data of one's own, both splits would be the same rows.
+    # With `data`, both splits would have the same rows.
     splits = (find_env(env).splits if data is None else ()) or ("train",)
     with console.status("") as status:
         return audit(

@@ -1,4 +1,4 @@
-"""`llmrl doctor`: checks of this machine, with the commands that fix what is missing."""
+"""`llmrl doctor`: checks of this machine, with the commands that fix problems."""
 
 from __future__ import annotations
 

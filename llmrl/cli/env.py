@@ -1,4 +1,4 @@
-"""`llmrl env`: which environments there are, what one of them is, whether it keeps its contract; one as a server."""
+"""`llmrl env`: list environments, describe one, check its contract, serve it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from llmrl.audit import Contract
     from llmrl.envs import OpenEnvServer
 
-app = typer.Typer(help="Environments: list them, look at one, check one, serve one.", no_args_is_help=True)
+app = typer.Typer(help="Environments: list them, describe one, check one, serve one.", no_args_is_help=True)
 
 _STYLES = {"fine": "green", "look": "yellow", "broken": "bold red"}
 _SILENCE_S = 300.0
@@ -48,7 +48,7 @@ _REFUSED = (ValueError, TypeError, FileNotFoundError, ImportError)
 
 @app.command("list")
 def list_environments(as_json: AsJSON = False) -> None:
-    """Print the environments that commands and scripts take by name, and where they come from."""
+    """Print the environments that commands and scripts accept by name, with their origin."""
     from llmrl.envs import task_environments
     from llmrl.envs.tasks.registry import HUBS, announced_environments, origin_of
 
@@ -101,7 +101,7 @@ def check(
 ) -> None:
     """Check an environment's contract: specs, seeds, groups, resume, hostile answers, rewards, time.
 
-    It plays prepared answers in a process of its own, without a model. Exits with 1 if something is broken.
+    It plays prepared answers in a separate process, without a model. Exits with 1 if something is broken.
     """
     chosen = _Chosen(env, split, data, options or [])
     shown = Console(stderr=True)
@@ -129,7 +129,7 @@ def serve(
     port: Port = 8000,
     api_key: ApiKey = None,
 ) -> None:
-    """Serve an environment by OpenEnv's protocol, so that trainers of other libraries play in it."""
+    """Serve an environment with OpenEnv's protocol to trainers of other libraries."""
     from llmrl.cli.serve import check_key
     from llmrl.envs import OpenEnvServer
 
@@ -166,7 +166,7 @@ class _Chosen:
     words: list[str]
 
     def make(self, **changes: JSON) -> EnvBase:
-        """Make it anew; `changes` are further arguments of `make_task_env`."""
+        """Make the environment; `changes` are further arguments of `make_task_env`."""
         from llmrl.cli.evaluate import options_of
         from llmrl.envs import make_task_env
 
@@ -179,7 +179,7 @@ class _Chosen:
 def _checked_apart(
     chosen: _Chosen, model: str, chat_template: Path | None, num_groups: int, on_step: Callable[[str], None]
 ) -> Contract | str:
-    """Check in another process, which an environment may end; return the contract, or why there is none."""
+    """Check in another process, which an environment may end; return the contract, or the error."""
     from llmrl.audit import Contract
     from llmrl.watch.findings import Finding, Verdict
 
@@ -207,7 +207,7 @@ def _checked_apart(
 
 
 def _check(connection: Connection, chosen: _Chosen, model: str, chat_template: Path | None, num_groups: int) -> None:
-    os.dup2(2, 1)  # what the environment prints is no result
+    os.dup2(2, 1)  # the environment's output is not part of the result
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     from llmrl.audit import check_env
     from llmrl.cli.models import make_chat_renderer, model_path

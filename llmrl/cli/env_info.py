@@ -1,4 +1,4 @@
-"""What `llmrl env info` says about an environment."""
+"""Facts about an environment for `llmrl env info`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _num_rows(named: NamedEnv, make: Callable[..., EnvBase], env: EnvBase) -> di
     for split in named.splits or ("",):
         try:
             drawing = dataset_env_of(make(split=split) if split else env)
-        except Exception:  # a split that is not there
+        except Exception:  # the split does not exist
             continue
         if drawing is not None:
             found[split] = getattr(drawing.prompts.items, "__len__", lambda: None)()

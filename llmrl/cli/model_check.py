@@ -1,4 +1,4 @@
-"""`llmrl doctor --model`: what becomes of a checkpoint in training, from its configuration."""
+"""`llmrl doctor --model`: whether a checkpoint can be trained and served, from its configuration."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _engine(model: PreTrainedModel, name: str, config: PreTrainedConfig) -> Iter
 
 
 def _adapters(model: PreTrainedModel) -> Check:
-    """Add LoRA adapters as a run does, which must leave what is sent as it is."""
+    """Add LoRA adapters as a run does, and check that the weights to send stay the same."""
     from llmrl.trainer.loading import LoRAConfig, add_adapters
     from llmrl.weight_sync import get_model_metadata
 
@@ -119,7 +119,7 @@ def _adapters(model: PreTrainedModel) -> Check:
 
 
 def _cost(folder: Path, num_parameters: int) -> Check:
-    """Say what lasts in memory; a plan adds activations, for dense models."""
+    """Return the memory that is always in use; a plan adds activations, for dense models."""
     parts = {"weights, gradients and Adam": 16, "with adapters": 4, "engine in bfloat16": 2}
     found = ", ".join(f"{name} {size * num_parameters / 2**30:.3g} GiB" for name, size in parts.items())
     return Check("memory", "good", f"{found}; activations: llmrl doctor --plan {folder} hardware=gpu8")

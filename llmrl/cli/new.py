@@ -1,4 +1,4 @@
-"""`llmrl new`: a folder of your own to start from, made of the project's tested examples."""
+"""`llmrl new`: a new folder to start from, made of the project's tested examples."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def make_project(kind: str, name: str, folder: Path) -> list[Path]:
     """Write a project into a new folder, and return its files, the one to edit first.
 
     Args:
-        kind: `task` (prompts and a reward), `env` (several turns), `agent` (a program that asks a URL) or `loop` (the
+        kind: `task` (prompts and a reward), `env` (several turns), `agent` (a program that calls a URL) or `loop` (the
             training script itself).
         name: name of the folder and of its module.
         folder: folder to create it in.
 
     Raises:
-        ValueError: if the kind is unknown, or if the name is no name of a module, or that of an installed one.
+        ValueError: if the kind is unknown, or if the name is not a module name, or that of an installed module.
         FileExistsError: if the folder exists.
     """
     if kind not in KINDS:
@@ -50,7 +50,7 @@ def _files_of(kind: str) -> dict[str, Path]:
 
 
 def _write(source: Path, path: Path, kind: str, name: str) -> Path:
-    """Copy a file under the project's name, which stands for the kind's in imports and for NAME in the README."""
+    """Copy a file; the project's name replaces the kind in imports and in the file's name, and NAME in the README."""
     text = source.read_text(encoding="utf-8")
     if path.suffix == ".md":
         text = text.replace("NAME", name)

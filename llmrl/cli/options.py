@@ -1,4 +1,4 @@
-"""What commands share: their common options, the console, and how one fails."""
+"""Common options of commands, their console, and their exit after an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmrl._utils.terminal import printable
 
 console = Console()
 Model = Annotated[str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")]
-EnvName = Annotated[str, typer.Argument(metavar="ENV", help="Environment: a name, or your own, FILE.py:FUNCTION.")]
+EnvName = Annotated[str, typer.Argument(metavar="ENV", help="Environment: a name, or FILE.py:FUNCTION for your own.")]
 EnvOptions = Annotated[
     list[str] | None, typer.Argument(help="Options of the environment, such as num_digits=2.", show_default=False)
 ]
@@ -23,7 +23,7 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="Maximum length of an ans
 MaxModelLen = Annotated[int, typer.Option(min=16, help="Maximum number of tokens of the whole conversation.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON object, and everything else on stderr.")]
-Host = Annotated[str, typer.Option(help="Address to listen on; one that other machines reach needs a key.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; if other machines can reach it, a key is needed.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="LLMRL_API_KEY", help="API key that clients must send.")]
 ChatTemplate = Annotated[

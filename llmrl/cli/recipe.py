@@ -1,4 +1,4 @@
-"""`llmrl recipe`: configurations that are known to learn, run again and judged by their bands."""
+"""`llmrl recipe`: configurations with recorded learning curves; new runs are compared with their bands."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from llmrl.cli.options import AsJSON, console, fail
 if TYPE_CHECKING:
     from llmrl.recipes import Recipe
 
-app = typer.Typer(help="Recipes: configurations with the curves that they draw.", no_args_is_help=True)
+app = typer.Typer(help="Recipes: configurations with their recorded learning curves.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a recipe, or a folder with a recipe.yaml.")]
 Entries = Annotated[
-    list[str] | None, typer.Argument(metavar="ENTRY", help="Entries to change: train.learning_rate=2e-4")
+    list[str] | None, typer.Argument(metavar="ENTRY", help="Entries to change, such as train.learning_rate=2e-4.")
 ]
 Seeds = Annotated[
-    list[int] | None, typer.Option("--seed", help="Seed to train with, may be repeated; by default the band's.")
+    list[int] | None, typer.Option("--seed", help="Seed to train with; may be repeated. By default the band's seeds.")
 ]
 RUNS = Path("runs/recipes")
 
 
 @app.command("list")
 def list_recipes(as_json: AsJSON = False) -> None:
-    """Print the recipes, with the last value of each measure before and after, the mean of the seeds."""
+    """Print the recipes, with the last measure before and after training, as the mean over the seeds."""
     from rich.table import Column, Table
 
     from llmrl.recipes import known_recipes
@@ -70,7 +70,7 @@ def _mean(by_seed: dict[str, float], digits: int = 2) -> float:
 
 @app.command()
 def run(name: Name, entries: Entries = None, seed: Seeds = None, as_json: AsJSON = False) -> None:
-    """Train a recipe with each of its seeds in runs/recipes/NAME; what has ended is not run again."""
+    """Train a recipe with each of its seeds in runs/recipes/NAME; finished runs are not repeated."""
     from llmrl.recipes import find_recipe
 
     with _refusals():
@@ -82,7 +82,7 @@ def run(name: Name, entries: Entries = None, seed: Seeds = None, as_json: AsJSON
 
 @app.command()
 def record(name: Name, as_json: AsJSON = False) -> None:
-    """Train what is missing of a recipe's seeds, and write band, figures and picture to its folder."""
+    """Train the seeds of a recipe that have no finished run, and write band, figures and picture to its folder."""
     from llmrl.recipes import find_recipe
     from llmrl.recipes import record as record_runs
 
@@ -98,18 +98,18 @@ def verify(
     name: Name,
     entries: Entries = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed; by default one that the band was not made of.", show_default=False)
+        int | None, typer.Option(help="Seed; by default one that is not in the band.", show_default=False)
     ] = None,
     script: Annotated[
         Path | None,
-        typer.Option(help="Training script to judge in place of the recipe's, such as a changed copy.", exists=True),
+        typer.Option(help="Training script to test in place of the recipe's, such as a changed copy.", exists=True),
     ] = None,
     finished: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN", help="Judge this run; train none.", exists=True)
+        Path | None, typer.Option("--run", metavar="RUN", help="Judge this run and train none.", exists=True)
     ] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Train a recipe once more, and say whether the run is inside the band, or at which step it left.
+    """Train a recipe once more, and print whether the run is inside the band, or at which step it left the band.
 
     Exits with 1 if it is outside, and with 2 if it cannot be judged.
     """
@@ -124,7 +124,7 @@ def verify(
             folder = RUNS / recipe.name / time.strftime(f"verify-%Y%m%d-%H%M%S-{os.getpid()}")
             finished = train_seed(recipe, chosen, folder, entries=entries or [], script=script)
         curves = curves_of(recipe, finished, entries or [])
-        num_steps = recipe.config(entries or []).train.num_steps  # fewer are judged as far as they go
+        num_steps = recipe.config(entries or []).train.num_steps  # a shorter run is judged up to its last step
         bands = {name: {step: ends for step, ends in band.items() if step <= num_steps} for name, band in bands.items()}
         curves[DIFFERENCE], bands[DIFFERENCE] = log_prob_difference(finished)
     verdict = judge(curves, bands)
@@ -145,7 +145,7 @@ def verify(
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Print what is wrong with a recipe or its entries, or which script failed, and exit with 2."""
+    """Print the error of a recipe or its entries, or the script that failed, and exit with 2."""
     from llmrl.recipes.run import RecipeRunError
 
     try:

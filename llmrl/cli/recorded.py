@@ -1,4 +1,4 @@
-"""Commands about a recorded run: its steps again, its rewards anew, its conversations, two runs, a fork."""
+"""Commands for a recorded run: replay, rescore, conversations, bisect, fork."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def replay(
     entries: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Entries to change, to see what the step would have been: loss=dapo, train.clip_epsilon=0.3"
+            help="Entries to change before the step is computed again, such as loss=dapo or train.clip_epsilon=0.3"
         ),
     ] = None,
     quantities: Annotated[
-        str, typer.Option(help="What to compare, separated by commas; rewards and advantages need no model.")
+        str, typer.Option(help="Quantities to compare, separated by commas; rewards and advantages need no model.")
     ] = "prompts,rewards,advantages,log_probs,metrics,weights",
     reward: Annotated[
         str | None,
         typer.Option(help="Reward function of the run, FILE.py:FUNCTION; with --what-if, another one to train with."),
     ] = None,
     what_if: Annotated[
-        bool, typer.Option("--what-if", help="Compare with the step under --reward; changed entries imply it.")
+        bool, typer.Option("--what-if", help="Compare with the step under --reward; changed entries imply this option.")
     ] = False,
     drop_rollout: Annotated[list[str] | None, typer.Option(help="Rollout to leave out of batch and baseline.")] = None,
     last_step: Annotated[
-        int | None, typer.Option(help="Last of several steps; of a what-if, each side goes on with its own weights.")
+        int | None, typer.Option(help="Last of several steps; in a what-if, each side continues with its own weights.")
     ] = None,
-    page: Annotated[Path | None, typer.Option(help="HTML file to write, with the what-if beside the steps.")] = None,
+    page: Annotated[Path | None, typer.Option(help="HTML file for a what-if, with changed and recorded steps.")] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Compute recorded steps again and name the first quantity that differs; or compute them with something changed.
@@ -69,11 +69,11 @@ def rescore(
     ],
     reward: Annotated[str, typer.Option(help="Reward function: FILE.py:FUNCTION.")],
     page: Annotated[
-        Path | None, typer.Option(help="HTML file to write, the rollouts with large changes first.")
+        Path | None, typer.Option(help="HTML file to write, with the rollouts of large changes first.")
     ] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Score the rollouts of a run, or the conversations of a file, by a reward function, and compare the rewards."""
+    """Score the rollouts of a run, or the conversations of a file, with a reward function, and compare the rewards."""
     from llmrl.cli.replay import run_rescore
 
     try:
@@ -86,7 +86,7 @@ def conversations(
     run: Run,
     file: Annotated[Path | None, typer.Argument(help="New JSON lines file.")] = None,
     form: Annotated[
-        str, typer.Option("--as", help="messages, sft, preferences, or spans (OpenTelemetry, to its OTLP endpoint).")
+        str, typer.Option("--as", help="Form: messages, sft, preferences, or spans (to OpenTelemetry's OTLP endpoint).")
     ] = "messages",
     split: Annotated[str, typer.Option(help="train, or the name of an evaluation: eval/sums.")] = "train",
     as_json: AsJSON = False,
@@ -108,7 +108,7 @@ def bisect(
 ) -> None:
     """Name the first step, row, token and quantity in which two runs differ.
 
-    Exits with 1 if they do.
+    Exits with 1 if they differ.
     """
     from llmrl.cli.replay import run_bisect
 
@@ -125,7 +125,7 @@ def fork(
     step: Annotated[int, typer.Option(min=1, help="Last step that both runs share.")],
     as_json: AsJSON = False,
 ) -> None:
-    """Make a new run from the middle of an old one; resuming it trains on."""
+    """Make a new run from the middle of an old one; resume the new run to continue training."""
     from llmrl.cli.replay import run_fork
 
     try:

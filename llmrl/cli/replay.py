@@ -73,12 +73,12 @@ def run_replay(
 
 
 def _shown(text: str) -> str:
-    """Return text of a folder as the console prints it: without markup, and without sequences that steer terminals."""
+    """Return a folder's text as the console prints it: without markup and without terminal control sequences."""
     return escape(printable(text))
 
 
 def _announcing(console: Console, *, is_json: bool) -> OnStep:
-    """Return what names each step before it is computed; nothing does beside a JSON object."""
+    """Return a function that names each step before it is computed; with JSON output it prints nothing."""
     if is_json:
         return pass_over
     return lambda number: console.print(f"[dim]computing step {number}[/dim]", highlight=False)

@@ -1,4 +1,4 @@
-"""`llmrl serve`: a model behind a URL with the APIs that agents use; conversations are saved if a folder is given."""
+"""`llmrl serve`: a model as a server with the APIs that agents use; conversations are saved if a folder is given."""
 
 from __future__ import annotations
 

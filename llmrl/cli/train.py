@@ -1,4 +1,4 @@
-"""`llmrl train` and `llmrl demo`: the GRPO script, for an environment of your own or a task of its configuration."""
+"""`llmrl train` and `llmrl demo`: the GRPO script, for your own environment or a task of its configuration."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def run_script(entries: Sequence[str]) -> NoReturn:
 
 
 def entries_of(words: Sequence[str]) -> list[str]:
-    """Return the script's entries for the words of `llmrl train`.
+    """Return the script's entries for the arguments of `llmrl train`.
 
-    A first word FILE.py:FUNCTION becomes `env.name`, with the entries of `task/own.yaml`, then those of FILE.yaml if
-    there is one. Entries on the command line come last, so they win.
+    A first argument FILE.py:FUNCTION becomes `env.name`, with the entries of `task/own.yaml`, then those of FILE.yaml
+    if there is one. Entries on the command line come last, so they win.
 
     Raises:
         FileNotFoundError: if there is no file FILE.py.

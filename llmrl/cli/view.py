@@ -38,12 +38,12 @@ def draw_curves(paths: Sequence[Path], console: Console) -> None:
 
 
 def print_reports(paths: Sequence[Path]) -> None:
-    """Print what `report_of` gives of each run."""
+    """Print the result of `report_of` for each run."""
     print_json({"runs": [report_of(read_run(path, max_rollouts=1), path) for path in paths]})
 
 
 def report_of(run: RunData, path: Path) -> dict[str, object]:
-    """Return what `--json` prints of a run: its folder, its metrics step by step, its evaluations and its health."""
+    """Return the JSON report of a run: its folder, its metrics step by step, its evaluations and its health."""
     model = path / "model"
     return {
         "run": str(path),

@@ -41,7 +41,7 @@ def as_dry_run(cfg: Config) -> Config:
     """Return the configuration of a dry run: two CPU steps with a tiny model, two groups and a temporary folder.
 
     Hardware settings are replaced; the task and the algorithm stay the same, but smaller. Problems in a local file are
-    read, and those that a hub has are replaced, if the task is one of ours.
+    read. Problems on a hub are replaced if the task is one of llmrl's.
     """
     cfg = copy.deepcopy(cfg)
     cfg.resume = False

@@ -38,10 +38,10 @@ class EngineConfig(Section):
     quantization: Quantization | None = field(default=None, metadata=one_of("int8"))
     """`int8` quantises the linear layers of an engine on CPU; `train.importance_cap` corrects for it."""
     speculative: Speculative | None = field(default=None, metadata=one_of("ngram"))
-    """`ngram` drafts tokens from what followed the same tokens earlier in the request, and keeps what the model
-    confirms: faster where answers repeat their prompt, and the same distribution."""
+    """`ngram` drafts the tokens that followed the same tokens earlier in the request, and keeps those that the model
+    confirms. It is faster if answers repeat their prompt, and keeps the distribution."""
     sleep_while_training: bool | None = None
-    """Whether the engine frees a shared GPU for the trainer (`sync.transport=ipc`); null: if they alternate."""
+    """Whether the engine frees a shared GPU for the trainer (`sync.transport=ipc`); null: only if they alternate."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Other arguments of vLLM, by name, as `engine_args` of `AsyncVLLM` takes them."""
     use_ray: bool = False
@@ -76,7 +76,7 @@ class SyncConfig(Section):
     """Whether LoRA adapters are merged into the weights, or sent alone (`adapter`) so that requests finish with their
     own."""
     max_adapters: int = field(default=4, metadata=at_least(2))
-    """Maximum number of versions with requests in flight for `lora=adapter`; an update waits for a free place."""
+    """Maximum number of versions with requests in flight for `lora=adapter`; an update waits until one is free."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)

@@ -67,8 +67,8 @@ def shape_of(cfg: ScriptConfig) -> ModelShape | None:
 def check_fit(cfg: ScriptConfig) -> None:
     """Raise ValueError if the trainer needs more GPU memory than there is; the message says what would fit.
 
-    So does a number of `train.context_ranks` that does not divide the model's heads. Memory is not checked of a CPU
-    run, nor of a model on a hub, of another architecture, or without a GPU here.
+    It also raises ValueError if `train.context_ranks` does not divide the model's heads. Memory is not checked for a
+    CPU run, a model on a hub, another architecture, or without a GPU here.
     """
     model = shape_of(cfg)
     training = training_shape(cfg.model, cfg.train, budget=cfg.collect.budget)
@@ -107,7 +107,7 @@ def check_fit(cfg: ScriptConfig) -> None:
 
 
 def parts_of(plan: MemoryPlan) -> dict[str, float]:
-    """Return the parts of a plan in GiB, the largest first, after `loading` where that is the peak."""
+    """Return the parts of a plan in GiB, the largest first; `loading` comes before them if it is the peak."""
     parts = sorted((plan.lasting | plan.passing).items(), key=lambda pair: -pair[1])
     loading = [("loading", plan.loading)] if plan.total == plan.loading else []
     return {name: part / GIB for name, part in (*loading, *parts)}

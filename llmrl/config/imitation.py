@@ -59,7 +59,7 @@ class TeacherConfig(Section):
     coeff: float = field(default=1.0, metadata=above(0))
     """Weight of the teacher's part of each token's advantage; 1 gives the gradient of the KL."""
     top_k: int | None = field(default=None, metadata=at_least(1))
-    """Number of the teacher's likeliest ids over which whole distributions are compared, with all other ids as one."""
+    """Number of the teacher's likeliest ids when whole distributions are compared; all other ids count as one."""
     use_reward: bool = False
     """Whether to add the teacher's part to GRPO's advantage; otherwise rewards are not used."""
 

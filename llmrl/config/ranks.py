@@ -37,10 +37,10 @@ def start_ranks(cfg: ScriptConfig) -> None:
 
 
 def call_on_ranks(num_ranks: int, function: Callable[..., T], *args: object) -> T:
-    """Call a function in so many new processes of a process group, and return rank 0's result.
+    """Call a function in `num_ranks` new processes of a process group, and return rank 0's result.
 
     The function is called in this process if one rank suffices, or if this process is one of several. Function and
-    arguments are pickled, and what the processes print is discarded.
+    arguments are pickled, and the output of the processes is discarded.
     """
     if num_ranks == 1 or dist.is_initialized() or "RANK" in os.environ:
         return function(*args)
@@ -65,7 +65,7 @@ def call_on_ranks(num_ranks: int, function: Callable[..., T], *args: object) -> 
 
 
 def _on_rank(function: Callable[..., T], args: Sequence[object]) -> tuple[T | None, Exception | None]:
-    """Return the result of a function, or what it refused, which torchrun would report as a crash."""
+    """Return the result of a function, or its error, which torchrun would report as a crash."""
     try:
         return function(*args), None
     except (ValueError, OSError) as error:

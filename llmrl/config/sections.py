@@ -51,7 +51,7 @@ class RunConfig(Section):
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"], metadata=one_of(*TRACKERS))
     """Destinations of metrics in addition to `metrics.csv`: `tensorboard`, `wandb`, `trackio`, `mlflow`."""
     traces: int = field(default=0, metadata=at_least(0))
-    """Number of conversations per step that trackers show; 0, since some trackers are on other machines."""
+    """Number of conversations per step that trackers show; 0 by default, since some trackers are on other machines."""
     spans: bool = False
     """Whether to send OpenTelemetry spans of rollouts to `OTEL_EXPORTER_OTLP_ENDPOINT`."""
     checkpoint_every: int = field(default=5, metadata=at_least(1))
@@ -114,7 +114,7 @@ class CollectConfig(Section):
     max_staleness: int | None = field(default=None, metadata=at_least(0))
     """Maximum age of a group in versions when it is trained on; null generates on demand, and not while training."""
     max_concurrent_rollouts: InFlight = None
-    """Conversations in flight; null is all of a batch and those ahead, `auto` adapts to the engine's memory."""
+    """Conversations in flight; null allows a whole batch and those ahead, `auto` adapts to the engine's memory."""
     num_collectors: int | None = field(default=None, metadata=at_least(1))
     """Number of collector actors on Ray; null collects in this process."""
     cpus_per_collector: int | None = field(default=None, metadata=at_least(1))
@@ -170,7 +170,7 @@ class TrainerConfig(Section):
     num_ranks: int = field(default=1, metadata=at_least(1))
     """Number of processes that the trainer is sharded over, one per GPU; `torchrun` sets it to its own number."""
     context_ranks: int = field(default=1, metadata=at_least(1))
-    """Number of ranks that compute each row together, so that rows may be that many times as long; of `num_ranks`."""
+    """Number of ranks, of `num_ranks`, that compute each row together; rows may then be that many times as long."""
     cpu_threads: int | None = field(default=None, metadata=at_least(1))
     """Threads per trainer process; null is all cores, which ranks on a CPU divide."""
     token_budget: int = field(default=8192, metadata=at_least(1))
@@ -185,7 +185,7 @@ class TrainerConfig(Section):
     offload_activations: bool = False
     """Whether to store checkpointed activations in host memory, for long rows of deep models; slower."""
     moments: MomentsName = field(default="float32", metadata=one_of("float32", "8bit"))
-    """AdamW's two moments: `8bit` needs 2 bytes for each parameter in place of 8, on one rank, by bitsandbytes."""
+    """Format of AdamW's two moments: `8bit` (bitsandbytes, one rank only) needs 2 instead of 8 bytes per parameter."""
     compile_layers: bool = False
     """Whether to compile the model's layers: steps are faster, but the first takes a minute."""
 
@@ -215,11 +215,11 @@ class TrainConfig(TrainerConfig):
     schedule: Schedule = field(default="constant", metadata=one_of("constant", "linear", "cosine"))
     """Schedule after the warm-up; `linear` and `cosine` decay to 0 at `num_steps`."""
     warmup_steps: int = field(default=0, metadata=at_least(0))
-    """Warm-up steps of the learning rate; 0, since AdamW's first steps are small enough for fine-tuning."""
+    """Warm-up steps of the learning rate; 0 by default, since AdamW's first steps are small enough for fine-tuning."""
     weight_decay: float = field(default=0.0, metadata=at_least(0))
-    """Weight decay of matrices; 0, since it has little effect over a few hundred small steps."""
+    """Weight decay of matrices; 0 by default, since it has little effect over a few hundred small steps."""
     max_grad_norm: float | None = field(default=1.0, metadata=above(0))
-    """Maximum norm of the gradient, by scaling; the norms of the first steps are 5 and more."""
+    """Maximum norm of the gradient; larger gradients are scaled down. The first steps have norms of 5 and more."""
     target_reward: float | None = field(default=None, metadata=any_value("rewards are of any size"))
     """Mean reward of a batch at which training ends; null: never."""
 

@@ -140,8 +140,8 @@ class EngineOptions(TypedDict, total=False):
     quantization: Literal["int8"] | None
     """`int8` quantises the linear layers of the model and of each update; only on a CPU."""
     speculative: Literal["ngram"] | None
-    """`ngram` drafts tokens from what followed the same tokens earlier in the request, and samples those that the model
-    confirms: fewer steps for answers that repeat their prompt, the same distribution."""
+    """`ngram` drafts the tokens that followed the same tokens earlier in the request, and keeps those that the model
+    confirms. It is faster if answers repeat their prompt, and keeps the distribution."""
     enable_sleep: bool
     """Whether to allow `sleep`, on a GPU shared with a trainer."""
     cpu_threads: int | None
