@@ -46,7 +46,10 @@ VARIED: Mapping[str, Mapping[str, str]] = {
         "at most 4": "collect.max_staleness=4",
         "at most 8": "collect.max_staleness=8",
     },
-    "dynamic-sampling": {"smaller batches": "", "other prompts": "collect.replace_constant_groups=true"},
+    "dynamic-sampling": {
+        "smaller batches": "",
+        "other prompts": "collect.replace_constant_groups=true train.num_steps=7",  # later steps have no bound
+    },
     "kl": {"none": "", "0.01": "train.kl_to_ref_coeff=0.01", "0.1": "train.kl_to_ref_coeff=0.1"},
     "clip-higher": {
         "0.2 and 0.2": f"{_TWO_EPOCHS} train.clip_epsilon=0.2",

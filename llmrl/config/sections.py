@@ -157,7 +157,8 @@ class GRPOCollectConfig(CollectConfig):
     """Collection of groups that are compared by reward."""
 
     replace_constant_groups: bool = False
-    """Whether another prompt replaces a group of equal rewards (dynamic sampling); otherwise the batch is smaller."""
+    """Whether another prompt replaces a group of equal rewards (dynamic sampling); otherwise the batch is smaller. It
+    may take many prompts: see docs/what-matters.md."""
 
 
 @dataclass(slots=True, kw_only=True)
