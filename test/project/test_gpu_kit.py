@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from llmrl.recipes import known_recipes
+
 KIT = Path(__file__).resolve().parents[2] / "tools" / "gpu"
 
 
@@ -40,6 +42,12 @@ def test_families_are_compared_with_eager(results: dict) -> None:
 def test_heads_of_any_chunk_agree(results: dict) -> None:
     assert list(results) == ["chunks of 16", "chunks of 64", "default"]
     assert all(way["difference"] < 1e-4 for way in results.values())
+
+
+@pytest.mark.parametrize("results", ["recipes"], indirect=True)
+def test_every_recipe_for_gpus_takes_steps_and_has_a_plan(results: dict) -> None:
+    assert set(results) == {name for name, recipe in known_recipes().items() if recipe.target and not recipe.record()}
+    assert all(part["seconds"] > 0 and part["planned_gib"] > 0 for part in results.values()), results
 
 
 @pytest.mark.parametrize("results", ["attention", "train"], indirect=True)
@@ -95,6 +103,9 @@ def test_what_is_packed_is_what_the_kit_imports(kit: dict[str, ModuleType], tmp_
     assert (tmp_path / "tools/gpu/run.py").exists() and (tmp_path / "llmrl/trainer/packing/masks.py").exists()
     assert "tensordict" in kit["pack"].WHEELS and kit["pack"].liger().startswith("liger-kernel==")
     assert not list(tmp_path.rglob("*.pyc"))
+    packed = json.loads((tmp_path / "tools/gpu/recipes.json").read_text())
+    assert {each["model"] for each in packed.values()} == {"0.5B", "1.5B", "1.7B", "3B"} <= kit["sizes"].MODELS.keys()
+    assert packed["dapo-1.7b"]["training"]["longest_row"] == 10_240
 
 
 def test_long_files_are_carried_in_parts(kit: dict[str, ModuleType], tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import recipe_settings
+
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ("causal_types", "engine_checkpoints", "engine_halves", "warm_processes", "weight_sync_tools")
 COPIED = ("llmrl", "tools/gpu", *(f"test/helpers/{name}.py" for name in HELPERS), "pyproject.toml", "LICENSE")
@@ -52,6 +54,7 @@ def copy_sources(folder: Path) -> None:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
         else:
             shutil.copy(source, target)
+    (folder / "tools/gpu" / recipe_settings.FILE.name).write_text(json.dumps(recipe_settings.composed()))
     start = folder / "start.sh"
     start.write_text(START)
     start.chmod(0o755)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from engine_stages import engine, stream, types
+from recipe_settings import settings
 from sizes import MODELS, Rows, Sizes, flops_of, make_batch, make_model
 
 Result = dict[str, Any]
@@ -383,6 +385,40 @@ def learning(sizes: Sizes, device: str) -> Result:
     return {"first_reward": rewards[0], "last_reward": sum(rewards[-3:]) / 3}
 
 
+def recipes(sizes: Sizes, device: str) -> Result:
+    """Steps of each recipe for GPUs with its longest rows and a model of its size: seconds, memory beside the plan."""
+    return {name: attempted(lambda each=each: _recipe(sizes, device, **each)) for name, each in settings().items()}
+
+
+def _recipe(sizes: Sizes, device: str, *, model: str, training: dict[str, Any]) -> Result:
+    from llmrl.objectives import GRPOLoss
+    from llmrl.trainer import TransformersWrapper, make_optimizer, train_step
+    from llmrl.trainer.memory_plan import ModelShape, TrainingShape, plan_memory
+
+    # Adapters need peft, which is not in the kit: all weights are trained, which takes more.
+    shape = dataclasses.replace(TrainingShape(**training), lora_rank=None, is_gpu=device == "cuda")
+    if sizes.models == ("tiny",):
+        model, shape = "tiny", dataclasses.replace(shape, token_budget=128, longest_row=60, bin_length=60)
+    rows = make_batch((shape.token_budget // shape.longest_row, 0, shape.longest_row), MODELS[model]["vocab_size"])
+    with measured(device) as result:
+        actor = make_model(model, device, gradient_checkpointing=shape.gradient_checkpointing)
+        loss = GRPOLoss(TransformersWrapper(actor, generate=False, token_budget=shape.token_budget))
+        optimizer, _ = make_optimizer(actor, learning_rate=1e-6)
+        train_step(loss, rows, optimizer)  # compiles, and allocates the moments
+        synchronize(device)
+        started = time.perf_counter()
+        report = train_step(loss, rows, optimizer)
+        synchronize(device)
+        seconds = time.perf_counter() - started
+    if report.is_skipped:
+        raise RuntimeError(f"the step was skipped: {report.skip_reason}")
+    with tempfile.TemporaryDirectory() as folder:
+        actor.config.save_pretrained(folder)
+        planned = plan_memory(ModelShape.read(folder), shape).total / 2**30
+    num_tokens = shape.token_budget // shape.longest_row * shape.longest_row
+    return {**result, "seconds": seconds, "planned_gib": planned, "row_tokens_per_second": num_tokens / seconds}
+
+
 STAGES: dict[str, tuple[Callable[[Sizes, str], Result], int]] = {
     "fork": (fork, 120),
     "exactness": (exactness, 500),
@@ -394,6 +430,7 @@ STAGES: dict[str, tuple[Callable[[Sizes, str], Result], int]] = {
     "stream": (stream, 120),
     "ipc": (ipc, 240),
     "learning": (learning, 400),
+    "recipes": (recipes, 400),
     "engine": (engine, 580),
     "types": (types, 580),
 }
