@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -166,7 +167,12 @@ def _check_data(recipe: Recipe, entries: list[str]) -> None:
 def _train(recipe: Recipe, seeds: list[int], entries: list[str]) -> dict[int, Path]:
     from llmrl.recipes import train_seed
 
-    name = "-".join([recipe.name, *(entry.replace("/", "_") for entry in entries)])
+    if any(entry.startswith("dry_run=") for entry in entries):
+        raise ValueError(
+            "a dry run leaves no curves: give the entries of the recipe's last stage to its script, with dry_run=true."
+        )
+    # The folder is a value on the script's command line, where hydra reads `=` and brackets.
+    name = "-".join([recipe.name, *(re.sub(r"[^\w.+-]", "_", entry) for entry in entries)])
     return {seed: train_seed(recipe, seed, RUNS / name / f"seed-{seed}", entries=entries) for seed in seeds}
 
 

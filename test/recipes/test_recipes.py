@@ -17,6 +17,7 @@ from llmrl.cli import recipe as recipe_command
 from llmrl.cli.app import app
 from llmrl.envs.tasks.registry import load_function
 from llmrl.recipes import Recipe, band_of, curves_of, judge, known_recipes, record, train_seed
+from llmrl.recipes.run import RecipeRunError
 
 runner = CliRunner()
 scores = st.floats(0, 1)
@@ -208,6 +209,24 @@ def test_a_stage_begins_with_the_model_of_the_one_before_or_has_it_as_its_teache
     assert models == ([] if given is None else [given.format(tmp_path / "seed-7-stage-0/model")])
     train_seed(known_recipes()[name], 7, folder)
     assert len(commands) == len(modules)  # what has ended is not run again
+
+
+def test_hydra_reads_the_folder_of_a_recipe_that_is_run_with_entries(own_recipe, tmp_path, monkeypatch):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    folders = []
+
+    def train_none(recipe, seed, folder, *, entries):
+        folders.append(OverridesParser.create().parse_override(f"run.path={folder}").value())
+        raise RecipeRunError("no run")
+
+    monkeypatch.setattr("llmrl.recipes.train_seed", train_none)
+    for entry in ("train.num_steps=3", "++engine.engine_args={a: 1}", "++engine.engine_args={a: -1, b: 'c/d'}"):
+        result = runner.invoke(app, ["recipe", "run", str(own_recipe), "--seed", "0", entry])
+        assert result.exit_code == 2 and "no run" in result.output
+    assert len(set(folders)) == 3  # other entries are other runs
+    result = runner.invoke(app, ["recipe", "run", str(own_recipe), "dry_run=true"])
+    assert result.exit_code == 2 and "a dry run leaves no curves" in result.output and len(folders) == 3
 
 
 def test_a_run_that_ended_early_keeps_its_last_value(own_recipe, tmp_path, takes_long):
