@@ -234,18 +234,29 @@ def _compiled_step(sizes: Sizes, device: str, name: str, batch: Rows) -> Result:
 
 
 def _train_step(sizes: Sizes, device: str, name: str, batch: Rows, **options: bool) -> Result:
+    model, step = _trained(name, device, batch, token_budget=sizes.token_budget, **options)
+    reports = []
+    result = repeated(lambda: reports.append(step()), device, sizes.num_steps)
+    return {**_rates(result, name, model, batch), "num_micro_batches": reports[-1].num_micro_batches}
+
+
+def _trained(name: str, device: str, batch: Rows, *, gradient_checkpointing: bool = True, **options: Any) -> Any:
+    """A model, and a function that takes a step on a batch and returns its report; it raises if it is skipped."""
     from llmrl.objectives import GRPOLoss
     from llmrl.trainer import TransformersWrapper, make_optimizer, train_step
 
-    model = make_model(name, device, gradient_checkpointing=True)
-    policy = TransformersWrapper(model, generate=False, token_budget=sizes.token_budget, **options)
-    loss, rows = GRPOLoss(policy), make_batch(batch, MODELS[name]["vocab_size"])
+    model = make_model(name, device, gradient_checkpointing=gradient_checkpointing)
+    loss = GRPOLoss(TransformersWrapper(model, generate=False, **options))
+    rows = make_batch(batch, MODELS[name]["vocab_size"])
     optimizer, _ = make_optimizer(model, learning_rate=1e-6)
-    reports = []
-    result = repeated(lambda: reports.append(train_step(loss, rows, optimizer)), device, sizes.num_steps)
-    if reports[-1].is_skipped:
-        raise RuntimeError(f"the step was skipped: {reports[-1].skip_reason}")
-    return {**_rates(result, name, model, batch), "num_micro_batches": reports[-1].num_micro_batches}
+
+    def step() -> Any:
+        report = train_step(loss, rows, optimizer)
+        if report.is_skipped:
+            raise RuntimeError(f"the step was skipped: {report.skip_reason}")
+        return report
+
+    return model, step
 
 
 def _padded_step(sizes: Sizes, device: str, name: str, batch: Rows) -> Result:
@@ -391,32 +402,27 @@ def recipes(sizes: Sizes, device: str) -> Result:
 
 
 def _recipe(sizes: Sizes, device: str, *, model: str, training: dict[str, Any]) -> Result:
-    from llmrl.objectives import GRPOLoss
-    from llmrl.trainer import TransformersWrapper, make_optimizer, train_step
     from llmrl.trainer.memory_plan import ModelShape, TrainingShape, plan_memory
 
     # Adapters need peft, which is not in the kit: all weights are trained, which takes more.
     shape = dataclasses.replace(TrainingShape(**training), lora_rank=None, is_gpu=device == "cuda")
     if sizes.models == ("tiny",):
         model, shape = "tiny", dataclasses.replace(shape, token_budget=128, longest_row=60, bin_length=60)
-    rows = make_batch((shape.token_budget // shape.longest_row, 0, shape.longest_row), MODELS[model]["vocab_size"])
+    batch = shape.token_budget // shape.longest_row, 0, shape.longest_row
     with measured(device) as result:
-        actor = make_model(model, device, gradient_checkpointing=shape.gradient_checkpointing)
-        loss = GRPOLoss(TransformersWrapper(actor, generate=False, token_budget=shape.token_budget))
-        optimizer, _ = make_optimizer(actor, learning_rate=1e-6)
-        train_step(loss, rows, optimizer)  # compiles, and allocates the moments
+        actor, step = _trained(
+            model, device, batch, gradient_checkpointing=shape.gradient_checkpointing, token_budget=shape.token_budget
+        )
+        step()  # compiles, and allocates the moments
         synchronize(device)
         started = time.perf_counter()
-        report = train_step(loss, rows, optimizer)
+        step()
         synchronize(device)
         seconds = time.perf_counter() - started
-    if report.is_skipped:
-        raise RuntimeError(f"the step was skipped: {report.skip_reason}")
     with tempfile.TemporaryDirectory() as folder:
         actor.config.save_pretrained(folder)
         planned = plan_memory(ModelShape.read(folder), shape).total / 2**30
-    num_tokens = shape.token_budget // shape.longest_row * shape.longest_row
-    return {**result, "seconds": seconds, "planned_gib": planned, "row_tokens_per_second": num_tokens / seconds}
+    return {**_rates({**result, "seconds": seconds}, model, actor, batch), "planned_gib": planned}
 
 
 STAGES: dict[str, tuple[Callable[[Sizes, str], Result], int]] = {
