@@ -51,8 +51,6 @@ def begin(monkeypatch, tmp_path):
         end()
         servers = [VLLMServer(backend) for _ in range(num_servers)]
         ended.extend(servers)
-        # What begins has the time that it takes on a loaded machine; what is tested has the deadlines below.
-        monkeypatch.setattr(server, "_CONTROL_TIMEOUT_S", 60.0)
         engines = [ServerEngine(one.url, weight_sync=True) for one in servers]
         together = EngineReplicas(engines) if replicas else engines[0]
         folder = tempfile.mkdtemp(dir=tmp_path)
@@ -62,9 +60,6 @@ def begin(monkeypatch, tmp_path):
         sender.init_all_workers_group(engine=together)
         ended.extend([*engines, together, sender])
         assert sender.update_weights() == 1
-        monkeypatch.setattr(server, "_CONTROL_TIMEOUT_S", 0.3)
-        for engine in engines:
-            engine.reply_timeout_seconds = 0.3
         return servers, together, sender, weights
 
     yield start
@@ -76,13 +71,24 @@ def set_to(weights, value):
         tensor.copy_(new)
 
 
+def go_on(one, engine):
+    """Answer again, within the time that an answer takes on a loaded machine."""
+    limit(engine, 60)
+    one.stalls_at, one.is_stalled = None, False
+
+
 def ask(engine):
     return asyncio.run(engine.generate([1, 2, 3], SAMPLING))
+
+
+def limit(engine, seconds):
+    engine.control_timeout_seconds = engine.reply_timeout_seconds = seconds
 
 
 def stall_at(one, route, engine):
     """Stall at the route in the next update; only an engine that is new to the update is reached first."""
     one.stalls_at = route
+    limit(engine, 0.3)
     if route == "init_weight_transfer_engine":
         engine.num_restarts += 1
 
@@ -94,7 +100,7 @@ def test_an_update_goes_on_without_a_server_that_stalls_and_takes_it_back(begin,
     set_to(weights, 5)
     assert sender.update_weights() == 2
     assert holds(second, 5) and not second.is_paused
-    first.stalls_at, first.is_stalled = None, False
+    go_on(first, engines[0])
     wait_until(lambda: engines.serving == {0, 1}, timeout_s=30)
     assert holds(first, 5) and not first.is_paused
     assert first.label == "2"
@@ -111,7 +117,7 @@ def test_the_only_server_that_stalls_fails_the_update_and_the_next_one_reaches_i
     set_to(weights, 5)
     with pytest.raises(EngineError, match="did not answer within"):
         sender.update_weights()
-    only.stalls_at, only.is_stalled = None, False
+    go_on(only, engine)
     wait_until(lambda: engine.is_alive, timeout_s=30)
     if engine.lacks_weights:
         with pytest.raises(EngineError, match="serves after the next update"):
@@ -137,8 +143,9 @@ def test_a_failed_update_gives_a_server_that_lost_its_weights_no_label_for_them(
     assert holds(first, 5) and holds(second, 5) and first.label == second.label == "2"
 
 
-def test_a_server_that_stalls_while_it_is_opened_is_refused(begin):
+def test_a_server_that_stalls_while_it_is_opened_is_refused(begin, monkeypatch):
     (one, _), *_ = begin("llmrl")
+    monkeypatch.setattr(ServerEngine, "control_timeout_seconds", 0.3)
     for route in ("server_info", "get_world_size", "weight_info", "is_paused"):
         one.stalls_at = route
         with pytest.raises(EngineError, match="did not answer within"):
@@ -157,17 +164,19 @@ def test_requests_of_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_i
 
 
 @pytest.mark.parametrize("backend", ["llmrl", None])
-def test_versions_stay_those_of_their_weights_whichever_servers_stall_or_restart(begin, backend, monkeypatch):
+def test_versions_stay_those_of_their_weights_whichever_servers_stall_or_restart(begin, backend):
     for seed in fuzz_seeds(2):
         chance = random.Random(seed)
         servers, engines, sender, weights = begin(backend)
+        for engine in engines:
+            limit(engine, 0.3)
         sent = {"1": 1}
         for value in range(2, 2 + chance.randrange(1, 7)):
             update_at_random(chance, servers, sender, weights, value, sent)
-        for one in servers:
-            one.stalls_at, one.is_stalled, one.fails_at = None, False, None
+        for one, engine in zip(servers, engines, strict=True):
+            go_on(one, engine)  # the last update must reach both
+            one.fails_at = None
         wait_until(lambda engines=engines: all(engine.is_alive for engine in engines), timeout_s=120)
-        monkeypatch.setattr(server, "_CONTROL_TIMEOUT_S", 60.0)  # the last update must reach both
         set_to(weights, 20)
         version = sender.update_weights()
         wait_until(lambda engines=engines: engines.serving == {0, 1}, timeout_s=120)

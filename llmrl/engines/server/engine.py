@@ -37,8 +37,6 @@ PROBE_INTERVAL_S = 1.0
 """Seconds between probes of an unreachable server."""
 DEFAULT_REPLY_TIMEOUT_SECONDS = 600.0
 """Default of OpenAI's client."""
-_CONTROL_TIMEOUT_S = 30.0
-"""Time limit for quick requests."""
 _ABORT_TIMEOUT_S = 10.0
 """Time limit for the answer of an aborted request, after which its connection is closed."""
 _KEEP_ALIVE_S = 1.0
@@ -86,6 +84,9 @@ class ServerEngine(ServerUpdates):
         >>> (await engine.generate([1, 2, 3], SamplingConfig())).token_ids              # doctest: +SKIP
         [4, 5]
     """
+
+    control_timeout_seconds: float = 30.0
+    """Time limit for requests that wait for no tokens and no weights."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class ServerEngine(ServerUpdates):
         """Return a number that changes with every new token; None if idle, paused or unknown."""
         if self.info is None or self._is_paused or self._is_closed or not self._in_flight:
             return None
-        fetching = self._fetch("GET", "/metrics", None, _CONTROL_TIMEOUT_S, _NUM_BASE_BYTES)
+        fetching = self._fetch("GET", "/metrics", None, self.control_timeout_seconds, _NUM_BASE_BYTES)
         status, text = await self._background.wait(fetching)
         return tokens_so_far(text.decode(errors="replace")) if status == 200 else None
 
@@ -250,7 +251,7 @@ class ServerEngine(ServerUpdates):
             if not answer.done() and self.info is not None:
                 with contextlib.suppress(EngineError):
                     ids = {"request_ids": [f"{ABORT_PREFIX}{request_id}"]}
-                    await self._fetch("POST", ABORT_PATH, ids, _CONTROL_TIMEOUT_S, _NUM_BASE_BYTES)
+                    await self._fetch("POST", ABORT_PATH, ids, self.control_timeout_seconds, _NUM_BASE_BYTES)
                 await asyncio.wait((answer,), timeout=_ABORT_TIMEOUT_S)
             if not answer.done():
                 return Completion([], [], [], "abort")
@@ -332,7 +333,7 @@ class ServerEngine(ServerUpdates):
     def _call(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, takes_time: bool = False
     ) -> object:
-        seconds = self.reply_timeout_seconds if takes_time else _CONTROL_TIMEOUT_S
+        seconds = self.reply_timeout_seconds if takes_time else self.control_timeout_seconds
 
         async def call() -> object:
             try:
@@ -360,7 +361,7 @@ class ServerEngine(ServerUpdates):
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, budget: int | None = None
     ) -> object:
         """Return the server's JSON answer to a request for `budget` tokens, or to a quick one if None."""
-        seconds = _CONTROL_TIMEOUT_S if budget is None else self.reply_timeout_seconds
+        seconds = self.control_timeout_seconds if budget is None else self.reply_timeout_seconds
         advice = "" if budget is None else "; reply_timeout_seconds says how long it may take"
         max_bytes = _NUM_BASE_BYTES + _NUM_TOKEN_BYTES * (budget or 0)
         status, text = await self._fetch(method, path, body, seconds, max_bytes, advice=advice)
