@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
 
 from llmrl._utils.types import JSON
@@ -65,3 +67,18 @@ def by_dotted_name(value: object, prefix: str = "") -> dict[str, object]:
     for key, part in value.items():
         leaves |= by_dotted_name(part, f"{prefix}.{key}" if prefix else str(key))
     return leaves
+
+
+def as_entry_value(value: object) -> str:
+    """Return a value of JSON as hydra reads it in an entry NAME=VALUE.
+
+    Example:
+        >>> print(as_entry_value(["runs/a=b", 1]))
+        ['runs/a=b',1]
+    """
+    if isinstance(value, str):
+        # A backslash is doubled only where a quote follows, the last one included.
+        return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value) + "'"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_entry_value, value))}]"
+    return json.dumps(value)

@@ -171,7 +171,6 @@ def _train(recipe: Recipe, seeds: list[int], entries: list[str]) -> dict[int, Pa
         raise ValueError(
             "a dry run leaves no curves: give the entries of the recipe's last stage to its script, with dry_run=true."
         )
-    # The folder is a value on the script's command line, where hydra reads `=` and brackets.
     name = "-".join([recipe.name, *(re.sub(r"[^\w.+-]", "_", entry) for entry in entries)])
     return {seed: train_seed(recipe, seed, RUNS / name / f"seed-{seed}", entries=entries) for seed in seeds}
 

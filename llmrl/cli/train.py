@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from llmrl._utils.imports import own_function
-from llmrl._utils.json_values import by_dotted_name
+from llmrl._utils.json_values import as_entry_value, by_dotted_name
 
 MODULE = "llmrl.scripts.grpo"
 
@@ -58,14 +56,4 @@ def _entries_beside(file: Path) -> list[str]:
     found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold sections with entries, such as collect: {{group_size: 8}}.")
-    return [f"++{name}={_value(value)}" for name, value in by_dotted_name(found).items() if name]
-
-
-def _value(value: object) -> str:
-    """Return a value as hydra reads it."""
-    if isinstance(value, str):
-        # A backslash is doubled only where a quote follows, the last one included.
-        return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value) + "'"
-    if isinstance(value, list):
-        return f"[{','.join(map(_value, value))}]"
-    return json.dumps(value)
+    return [f"++{name}={as_entry_value(value)}" for name, value in by_dotted_name(found).items() if name]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from llmrl._utils.files import open_file, read_text, write_atomically
+from llmrl._utils.json_values import as_entry_value
 from llmrl._utils.types import JSON
 from llmrl.config.launch import CONFIGS, register_schemas, typed
 from llmrl.config.sections import ScriptConfig
@@ -94,11 +96,10 @@ class Recipe:
         Args:
             model: folder of the model of the stage before, in place of `{model}`, or else the model to begin with.
         """
-        entries = [entry.replace("{recipe}", str(self.folder)) for entry in self.stages[stage][1]]
-        if model is None:
-            return [entry.replace("{model}", "embedded") for entry in entries]
-        placed = [entry.replace("{model}", model) for entry in entries]
-        return placed if placed != entries else [*entries, f"model.path={model}"]
+        entries = self.stages[stage][1]
+        if model is not None and not any("{model}" in entry for entry in entries):
+            entries = (*entries, "model.path={model}")
+        return [_filled(entry, {"{recipe}": str(self.folder), "{model}": model or "embedded"}) for entry in entries]
 
     def config(self, entries: Sequence[str] = ()) -> ScriptConfig:
         """Return the configuration of the last stage, as the script composes it, changed by further entries.
@@ -175,3 +176,10 @@ def find_recipe(name: str) -> Recipe:
             f"there is no recipe {name!r}, only {', '.join(recipes)}; or name a folder of your own."
         )
     return recipes[name]
+
+
+def _filled(entry: str, folders: Mapping[str, str]) -> str:
+    """Return an entry with folders in their places; the names of folders can contain what hydra reads as syntax."""
+    name, _, value = entry.partition("=")
+    filled = re.sub("|".join(map(re.escape, folders)), lambda found: folders[found[0]], value)
+    return entry if filled == value else f"{name}={as_entry_value(filled)}"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmrl._utils.json_values import as_entry_value
 from llmrl.recipes.recipe import Recipe
 from llmrl.runs.run_folder import RunFolder, holds_run
 
@@ -37,7 +38,11 @@ def train_seed(
             module = f"llmrl.scripts.{name.replace('-', '_')}"
             program = [str(script)] if script is not None and is_last else ["-m", module]
             words = [*recipe.entries(number, model), *(entries if is_last else ())]
-            own = [f"run.path={path}", f"seed={seed}", *(["resume=true"] if holds_run(path) else [])]
+            own = [
+                f"run.path={as_entry_value(str(path))}",
+                f"seed={seed}",
+                *(["resume=true"] if holds_run(path) else []),
+            ]
             status = subprocess.run([sys.executable, *program, *words, *own], stdout=sys.stderr.fileno()).returncode
             if status or not is_finished(path):
                 raise RecipeRunError(

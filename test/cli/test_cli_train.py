@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 from warm_processes import run_warm
 
+from llmrl._utils.json_values import as_entry_value
 from llmrl.cli import train as command
 from llmrl.cli.app import app
 
@@ -98,5 +99,5 @@ def test_json_is_one_object_and_the_rest_goes_to_stderr(tmp_path, own_programs):
 def test_hydra_reads_a_text_as_it_was_written(text):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    (override,) = OverridesParser.create().parse_overrides([f"++env.options.prompt={command._value(text)}"])
+    (override,) = OverridesParser.create().parse_overrides([f"++env.options.prompt={as_entry_value(text)}"])
     assert override.value() == text

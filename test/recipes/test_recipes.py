@@ -120,6 +120,14 @@ def write_run(folder, rewards, held_out, difference=1e-5, staleness=0):
     return folder
 
 
+def values_of(command):
+    """The values of a script's command line, as hydra reads them."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser = OverridesParser.create()
+    return {entry.key_or_group: entry.value() for entry in parser.parse_overrides(command[3:])}
+
+
 @pytest.fixture
 def own_recipe(tmp_path):
     """The recipe of one-digit sums as a folder of one's own, for three steps, not recorded."""
@@ -184,8 +192,8 @@ def test_a_run_whose_trainer_scores_other_tokens_than_were_sampled_is_outside(ow
 @pytest.mark.parametrize(
     ("name", "modules", "given"),
     [
-        ("reverse-text", ["sft", "grpo"], "model.path={}"),
-        ("distillation", ["grpo", "distillation"], "teacher.path={}"),
+        ("reverse-text", ["sft", "grpo"], "model.path"),
+        ("distillation", ["grpo", "distillation"], "teacher.path"),
         ("expert-iteration", ["expert_iteration"], None),
     ],
 )
@@ -196,28 +204,26 @@ def test_a_stage_begins_with_the_model_of_the_one_before_or_has_it_as_its_teache
 
     def run(command, **options):
         commands.append(command)
-        [path] = [Path(word.removeprefix("run.path=")) for word in command if word.startswith("run.path=")]
+        path = Path(values_of(command)["run.path"])
         (write_run(path, {1: 0.5}, {0: 0.1}) / "model").mkdir()
         (path / "config.yaml").touch()
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    folder = train_seed(known_recipes()[name], 7, tmp_path / "seed-7")
+    folder = train_seed(known_recipes()[name], 7, tmp_path / "it's [a=b], seed-7")
     assert [command[2] for command in commands] == [f"llmrl.scripts.{module}" for module in modules]
     assert all("seed=7" in command for command in commands)
-    models = [word for word in commands[-1] if word.startswith(("model.path=", "teacher.path="))]
-    assert models == ([] if given is None else [given.format(tmp_path / "seed-7-stage-0/model")])
+    models = {name: value for name, value in values_of(commands[-1]).items() if name in ("model.path", "teacher.path")}
+    assert models == ({} if given is None else {given: str(tmp_path / "it's [a=b], seed-7-stage-0/model")})
     train_seed(known_recipes()[name], 7, folder)
     assert len(commands) == len(modules)  # what has ended is not run again
 
 
-def test_hydra_reads_the_folder_of_a_recipe_that_is_run_with_entries(own_recipe, tmp_path, monkeypatch):
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
+def test_a_recipe_that_is_run_with_entries_has_a_folder_of_its_own(own_recipe, monkeypatch):
     folders = []
 
     def train_none(recipe, seed, folder, *, entries):
-        folders.append(OverridesParser.create().parse_override(f"run.path={folder}").value())
+        folders.append(folder)
         raise RecipeRunError("no run")
 
     monkeypatch.setattr("llmrl.recipes.train_seed", train_none)
@@ -227,6 +233,15 @@ def test_hydra_reads_the_folder_of_a_recipe_that_is_run_with_entries(own_recipe,
     assert len(set(folders)) == 3  # other entries are other runs
     result = runner.invoke(app, ["recipe", "run", str(own_recipe), "dry_run=true"])
     assert result.exit_code == 2 and "a dry run leaves no curves" in result.output and len(folders) == 3
+
+
+def test_the_folder_of_a_recipe_may_have_any_name(own_recipe):
+    folder = own_recipe.rename(own_recipe.with_name("it's [a=b], {c}"))
+    text = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(
+        text.replace("task=addition", "task=own\n      - env.name={recipe}/task.py:env")
+    )
+    assert Recipe.read(folder).config().env.name == f"{folder}/task.py:env"
 
 
 def test_a_run_that_ended_early_keeps_its_last_value(own_recipe, tmp_path, takes_long):
