@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -89,8 +90,6 @@ class AgentPlay:
         self.error: BaseException | None = None
         """Exception of the agent, or None."""
         self.is_over = asyncio.Event()
-        self.num_to_come = len(sessions)
-        """Number of rollouts that have not joined yet."""
 
     @property
     def failure(self) -> Exception | None:
@@ -141,6 +140,7 @@ class AgentEndpoint:
         self._names = [model_name(role) for role in self._policies]
         self._server = EndpointServer(self._sessions, model_names=dict.fromkeys((MODEL_NAME, *self._names)))
         self._plays: dict[tuple[str, int], AgentPlay] = {}
+        self._num_arrived: Counter[tuple[str, int]] = Counter()
         self._serving: asyncio.Task[None] | None = None
         self._is_listening = asyncio.Event()
 
@@ -151,7 +151,11 @@ class AgentEndpoint:
 
         Returns the run and the session of the rollout's role.
         """
-        await self._listen()
+        try:
+            await self._listen()
+        except BaseException:
+            self.skip(rollout)
+            raise
         number, role = divmod(rollout.sample_index, len(self._env.roles))
         rollout.role = self._env.roles[role]
         place = (rollout.group_id, number)
@@ -159,9 +163,7 @@ class AgentEndpoint:
         is_first = play is None
         if play is None:
             play = self._plays[place] = AgentPlay({role: self._session(rollout, role) for role in self._env.roles})
-        play.num_to_come -= 1
-        if not play.num_to_come:
-            del self._plays[place]
+        self._arrive(place)
         session = play.sessions[rollout.role]
         try:
             if is_first:
@@ -217,10 +219,14 @@ class AgentEndpoint:
 
     def skip(self, rollout: Rollout) -> None:
         """Note that a rollout failed before its agent ran; the other roles do without it."""
-        place = (rollout.group_id, rollout.sample_index // len(self._env.roles))
-        play = self._plays.get(place)
-        if play is not None and play.num_to_come == 1:
-            del self._plays[place]
+        self._arrive((rollout.group_id, rollout.sample_index // len(self._env.roles)))
+
+    def _arrive(self, place: tuple[str, int]) -> None:
+        """Count a role of a run that has joined or was skipped; the last one ends the search for the others' run."""
+        self._num_arrived[place] += 1
+        if self._num_arrived[place] == len(self._env.roles):
+            del self._num_arrived[place]
+            self._plays.pop(place, None)
 
     def _session(self, rollout: Rollout, role: str, *, is_recorded: bool = True) -> Session:
         numbers = itertools.count()

@@ -156,10 +156,14 @@ class RolloutRunner:
         rollout.seconds = asyncio.get_running_loop().time() - started
 
     async def _open_and_play(self, job: RolloutTask, rollout: Rollout, held: list[TensorDictBase]) -> None:
-        await self._open(job, rollout, held)
-        if rollout.status.is_settled:
-            if self._agent_env is not None:
+        is_open = False
+        try:
+            await self._open(job, rollout, held)
+            is_open = not rollout.status.is_settled
+        finally:
+            if not is_open and self._agent_env is not None:
                 self._endpoint.skip(rollout)
+        if not is_open:
             return
         if self._agent_env is not None:
             await self._play_agent(self._agent_env, held[0], rollout, held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 
 import openai
@@ -10,10 +11,12 @@ import pytest
 import torch
 from endpoint_agents import LoggingEngine
 from tensordict import lazy_stack
+from torchrl.envs import Transform
 from transformers import AutoModelForCausalLM
 
 from llmrl import GRPOLoss, MCAdvantage, train_step
 from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.collectors.agents import AgentPlay
 from llmrl.data.tensordicts import plain
 from llmrl.engines import TransformersEngine
 from llmrl.envs import AgentEnv
@@ -106,6 +109,37 @@ def test_an_agent_that_fails_fails_all_its_roles(renderer, fault):
     expected = {"raises": "KeyError", "hangs": "", "other roles": "scores of ['crowd']"}[fault]
     assert [one.status.name for one in rollouts] == ["TRUNCATED" if fault == "hangs" else "ERROR"] * 2
     assert all(expected in one.error for one in rollouts)
+
+
+class OpeningFails(Transform):
+    """Opens some conversations of each group not at all."""
+
+    failing = ()
+
+    def _reset(self, tensordict, tensordict_reset):
+        if int(tensordict_reset["rollout", "sample_index"]) in self.failing:
+            raise KeyError("no opening")
+        return tensordict_reset
+
+
+def test_a_run_of_which_roles_are_not_opened_is_forgotten_with_its_sessions(renderer):
+    async def play(row, model):
+        return dict.fromkeys(("a", "b", "c"), 1.0)
+
+    def num_plays():
+        gc.collect()
+        return sum(isinstance(one, AgentPlay) for one in gc.get_objects())
+
+    opening = OpeningFails()
+    env = AgentEnv(play, ROWS[:1], roles=("a", "b", "c"), repeats=3).append_transform(opening)
+    subsets = itertools.chain.from_iterable(itertools.combinations(range(3), size) for size in range(4))
+    before = num_plays()
+    with LLMCollector(env, policy=policy_of(renderer, "15"), groups_per_batch=1) as collector:
+        for opening.failing in subsets:
+            rollouts = collector.play(3)
+            assert [one.status.is_success for one in rollouts] == [role not in opening.failing for role in range(3)]
+            del rollouts
+        assert num_plays() == before
 
 
 def test_what_is_wrong_with_roles_is_said_before_anything_starts(renderer):
