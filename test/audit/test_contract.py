@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import itertools
 import json
 import math
@@ -23,6 +25,14 @@ from llmrl.watch.findings import Verdict
 NAMES = ("Oslo", "Rome", "Lima", "Bern")
 CHECKS = ["specs", "seed", "groups", "resume", "hostile", "rewards", "timing"]
 runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def renderer(renderer):
+    """The shared one; it encodes the megabyte of each check, which takes a second, once."""
+    twin = copy.copy(renderer)
+    twin.encode = functools.cache(renderer.encode)
+    return twin
 
 
 def rows(*notes):
