@@ -49,7 +49,8 @@ def as_dry_run(cfg: Config) -> Config:
     cfg.export = replace(cfg.export, push_to_hub=None)
     cfg.model = replace(cfg.model, path=_tiny_model(), max_model_len=2048, dtype="float32")
     cfg.env = replace(cfg.env, data=_problems(cfg.env))
-    cfg.eval = replace(cfg.eval, num_problems=2, num_samples=1)
+    num_problems = 0 if cfg.eval.num_problems == 0 else 2
+    cfg.eval = replace(cfg.eval, num_problems=num_problems, num_samples=1)
     for env in cfg.eval.envs.values():
         env.data = _problems(env)
     cfg.engine = EngineConfig(cpu_threads=1)

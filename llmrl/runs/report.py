@@ -109,8 +109,10 @@ def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
         ['run.path=runs/mine', 'resume=true', 'train.num_steps=40']
     """
     changed = [f"{name}={'null' if value is None else value}" for name, value in changes.items()]
-    is_ours = Path(sys.argv[0]).parent == Path(__file__).parent  # started by `llmrl train`
-    program = ["llmrl", "train"] if is_ours else ["python", sys.argv[0]]
+    script = Path(sys.argv[0])
+    program = ["python", sys.argv[0]]
+    if script.parent == Path(__file__).parents[1] / "scripts":
+        program = ["llmrl", "train"] if script.stem == "grpo" else ["python", "-m", f"llmrl.scripts.{script.stem}"]
     return shlex.join([*program, f"run.path={run_path}", "resume=true", *changed])
 
 

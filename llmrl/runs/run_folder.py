@@ -310,7 +310,7 @@ class RunFolder:
                 f"cause, or resume as it is. The error is in {note}."
             )
         self.set_aside_path.mkdir(exist_ok=True)
-        number = len(list(self.set_aside_path.glob(f"{step:06d}-*.safetensors"))) + 1
+        number = max(self._set_aside(step), default=0) + 1
         aside = self.set_aside_path / f"{step:06d}-{number}.safetensors"
         note.replace(aside.with_suffix(".failed"))
         batch.replace(aside)
@@ -322,9 +322,14 @@ class RunFolder:
 
     def load_set_aside(self, step: int) -> StateDict | None:
         """Return the last batch of a step that was set aside, or None."""
-        paths = sorted(self.set_aside_path.glob(f"{step:06d}-*.safetensors"), key=lambda path: len(path.stem))
+        paths = self._set_aside(step)
         advice = f"Remove it, and resume: step {step} is then collected from the prompts that it had."
-        return load_state(paths[-1], advice=advice) if paths else None
+        return load_state(paths[max(paths)], advice=advice) if paths else None
+
+    def _set_aside(self, step: int) -> dict[int, Path]:
+        """Return the batches of a step that were set aside, by their numbers."""
+        paths = self.set_aside_path.glob(f"{step:06d}-*.safetensors")
+        return {int(path.stem.partition("-")[2]): path for path in paths}
 
     def save_checkpoint(self, state: StateDict, *, keep_batches: bool = False) -> None:
         """Replace the checkpoint; `state["step"]` is the step after which it was taken.

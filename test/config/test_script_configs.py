@@ -205,7 +205,8 @@ def test_a_metric_that_no_evaluation_has_is_refused_before_an_engine_is_started(
 def test_metrics_that_evaluations_have_are_taken():
     for metric in ("pass@1", "pass@2_low", "reward", "completion_tokens_right", "tool_calls/answered", "reward_max"):
         assert make_eval_envs(config("grpo", f"eval.metric=eval/addition/{metric}", "eval.num_samples=2"))
-    assert make_eval_envs(config("sft", "eval.metric=eval/loss", "eval.num_problems=0")) == {}
+    cfg = config("sft", "eval.metric=eval/loss", "eval.num_problems=0")
+    assert make_eval_envs(cfg) == make_eval_envs(as_dry_run(cfg)) == {}
     entry = "+eval.envs={hard:{name:addition,options:{num_digits:3}}}"
     assert "hard" in make_eval_envs(config("grpo", entry, "eval.metric=eval/hard/pass@1"))
 

@@ -18,8 +18,9 @@ from waiting import wait_until
 from llmrl._utils.files import write_atomically
 from llmrl.config.sections import EnvConfig, RunConfig
 from llmrl.data import Rollout, RolloutStatus
-from llmrl.runs.report import print_next_steps
+from llmrl.runs.report import print_next_steps, resume_command
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder
+from llmrl.scripts import grpo, sft
 from llmrl.watch.tracking import spread
 from llmrl.weight_sync.double_buffer import FILE_NAME, DoubleBuffer
 
@@ -34,6 +35,32 @@ def test_a_folder_with_a_run_is_only_reopened_to_resume(tmp_path):
     with pytest.raises(FileExistsError, match="resume=true"):
         RunFolder(tmp_path / "run")
     RunFolder(tmp_path / "run", resume=True)
+
+
+def test_a_batch_that_is_set_aside_takes_no_others_name_and_the_last_one_is_found(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    for number in range(12):
+        folder.save_batch(3, {"number": number})
+        if number == 11:  # one was moved back
+            (tmp_path / "run/set-aside/000003-1.safetensors").unlink()
+        for _ in range(2):
+            said = folder.fail_replay(3, ValueError("no update"))
+        assert f"000003-{number + 1}.safetensors" in said
+        assert folder.load_set_aside(3)["number"] == number
+    assert len(list((tmp_path / "run/set-aside").glob("*.safetensors"))) == 11
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        (grpo.__file__, "llmrl train"),  # which becomes that script
+        (sft.__file__, "python -m llmrl.scripts.sft"),
+        ("mine/grpo.py", "python mine/grpo.py"),
+    ],
+)
+def test_a_run_is_continued_by_the_command_that_started_it(monkeypatch, script, command):
+    monkeypatch.setattr(sys, "argv", [script, "run.path=runs/mine"])
+    assert resume_command("runs/mine", {"seed": 1}) == f"{command} run.path=runs/mine resume=true seed=1"
 
 
 def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path):
