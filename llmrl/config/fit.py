@@ -107,10 +107,9 @@ def check_fit(cfg: ScriptConfig) -> None:
 
 
 def parts_of(plan: MemoryPlan) -> dict[str, float]:
-    """Return the parts of a plan in GiB, the largest first; `loading` comes before them if it is the peak."""
+    """Return the parts of a plan in GiB, the largest first."""
     parts = sorted((plan.lasting | plan.passing).items(), key=lambda pair: -pair[1])
-    loading = [("loading", plan.loading)] if plan.total == plan.loading else []
-    return {name: part / GIB for name, part in (*loading, *parts)}
+    return {name: part / GIB for name, part in parts}
 
 
 def lines_of(plan: MemoryPlan) -> Iterator[str]:

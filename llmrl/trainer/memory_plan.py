@@ -115,16 +115,15 @@ class MemoryPlan:
     """Bytes per device, by part."""
 
     lasting: dict[str, int] = field(default_factory=dict)
-    """Allocated throughout training: `weights`, `gradients`, `optimizer`, `reference`."""
+    """Allocated throughout training: `weights` (of which each rank reads its own part), `gradients`, `optimizer`,
+    `reference`."""
     passing: dict[str, int] = field(default_factory=dict)
     """Allocated during a micro-batch: `activations`, `gathered` (weights cast or gathered), `head`, `mask`."""
-    loading: int = 0
-    """Allocated when the model has been loaded; each rank reads its own part of the files."""
 
     @property
     def total(self) -> int:
         """Peak memory."""
-        return max(sum(self.lasting.values()) + sum(self.passing.values()), self.loading)
+        return sum(self.lasting.values()) + sum(self.passing.values())
 
 
 def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
@@ -153,7 +152,6 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
     # float32: 4 bytes per weight and 4 per gradient, sharded over ranks; the two moments have 4 bytes or 1 each.
     moments = trained * MOMENT_BYTES[training.moments]
     lasting = {"weights": base // ranks, "gradients": 4 * trained // ranks, "optimizer": moments // ranks}
-    loading = lasting["weights"]
     if training.has_reference and training.lora_rank is None:  # with adapters, the reference is the model without them
         lasting["reference"] = 4 * parameters // ranks
     passing = {
@@ -164,7 +162,7 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
     }
     if not training.is_gpu:
         passing["mask"] = _num_tokens(training) * training.bin_length
-    return MemoryPlan(lasting, passing, loading)
+    return MemoryPlan(lasting, passing)
 
 
 def _num_tokens(training: TrainingShape) -> int:

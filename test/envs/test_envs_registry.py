@@ -63,6 +63,13 @@ def test_a_question_that_is_no_message_is_refused(name):
 
 
 @pytest.mark.skipif(is_without_reasoning_gym, reason="reasoning-gym is not installed: no C compiler")
+@pytest.mark.parametrize(("name", "options"), [("search", {"num_people": 0}), ("sum-of-digits", {"num_digits": 0})])
+def test_numbers_that_leave_no_problem_are_refused(name, options):
+    [(option, _)] = options.items()
+    with pytest.raises(ValueError, match=f"{option} must be .*got 0"):
+        make_task_env(name, **options)
+
+
 def test_data_is_refused_where_problems_are_generated():
     assert make_task_env("reasoning-gym", "test", tasks="spell_backward").reset()[0]["task"] == "spell_backward"
     with pytest.raises(ValueError, match="makes its own problems"):

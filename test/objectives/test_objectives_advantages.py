@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
+from llmrl.data import Rollout
 from llmrl.objectives import MCAdvantage, MCAdvantageSelector, group_advantages
 from llmrl.objectives.advantages.candidates import CandidateChoice
 from llmrl.objectives.advantages.group_queue import GroupQueue
@@ -258,6 +259,9 @@ def test_a_selector_of_ones_own_reads_the_candidates_rows() -> None:
     )
     rows = [_row("g", 0, 1.0, num_tokens=9), _row("g", 1, 0.0, num_tokens=2), _row("g", 2, 1.0)]
     assert _advantages(transform(_batch(*rows))) == [-0.5, 0.5]
+    rollout = Rollout(rollout_id="g/0", group_id="g", sample_index=0, group_size=1, is_scored=True)
+    with pytest.raises(ValueError, match=r"candidate_selector reads .* has_signal has the returns only"):
+        transform.has_signal([rollout])
 
 
 def _extend(transform: MCAdvantage, reward: float) -> None:

@@ -130,6 +130,7 @@ def test_ranks_add_up():
     for rank in range(3):
         found = list(loss.micro_losses(inputs, batch, rank=rank, num_ranks=3))
         assert not any(one.total().detach() for one in found if one.is_repeated)
+        assert all(one.to("meta").sequence_index.is_meta for one in found)
         micro += [one.detached().to("cpu") for one in found if not one.is_repeated]
     expected = loss(batch).measurements()
     assert loss.collect(micro).measurements() == pytest.approx(expected, rel=1e-4, abs=1e-6)

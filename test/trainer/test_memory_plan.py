@@ -40,7 +40,7 @@ def rows() -> list[str]:
             adapted = plan_memory(shape(name), replace(TRAINING, num_ranks=ranks, lora_rank=16))
             full = plan_memory(shape(name), replace(TRAINING, num_ranks=ranks, gradient_checkpointing=False))
             parts = [*whole.lasting.values(), whole.passing["activations"], full.passing["activations"]]
-            parts += [whole.passing["gathered"], whole.passing["head"], whole.loading]
+            parts += [whole.passing["gathered"], whole.passing["head"], whole.lasting["weights"]]
             fits = ["80" if whole.total <= 0.92 * 80e9 else "141" if whole.total <= 0.92 * 141e9 else "none"]
             numbers = [f"{part / 2**30:.1f}" for part in (*parts, whole.total, adapted.total)]
             lines.append("| " + " | ".join([name, str(ranks), *numbers, *fits]) + " |")

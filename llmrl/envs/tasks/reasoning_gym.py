@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
-from llmrl._utils.arguments import nearest, refuse_unknown
+from llmrl._utils.arguments import check_least, nearest, refuse_unknown
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
 from llmrl.envs.dataset import DatasetChatEnv
@@ -59,6 +59,7 @@ class ReasoningGymProblems:
     ) -> None:
         factory = require("reasoning_gym.factory", extra="envs")
         require("reasoning_gym", extra="envs")
+        check_least(1, num_problems=num_problems, window=window)
         self.weights = {tasks: 1.0} if isinstance(tasks, str) else dict(tasks)
         _check_names(factory.DATASETS, self.weights, config or {})
         if not self.weights or min(self.weights.values()) < 0 or not sum(self.weights.values()) > 0:

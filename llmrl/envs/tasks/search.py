@@ -148,7 +148,8 @@ class SearchEnv(TaskEnv):
         **options: Unpack[TaskOptions],
     ) -> None:
         if dataset is None:
-            documents, questions = search_corpus(num_people=num_people or _NUM_PEOPLE, seed=options.get("seed", 0))
+            num_people = _NUM_PEOPLE if num_people is None else num_people
+            documents, questions = search_corpus(num_people=num_people, seed=options.get("seed", 0))
             num_test = len(questions) // 4
             questions = questions[:num_test] if check_split(split) == "test" else questions[num_test:]
             rows = task_rows(questions, split=split, query="query")

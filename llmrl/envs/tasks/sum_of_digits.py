@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+from llmrl._utils.arguments import check_least
 from llmrl.envs.tasks.addition import last_number_reward
 from llmrl.envs.tasks.task import DeclaredTaskEnv, Split, Task, is_in_split, named_task
 
@@ -18,6 +19,7 @@ def sum_of_digits_problems(
         >>> sum_of_digits_problems(1)[0].keys()
         dict_keys(['query', 'answer'])
     """
+    check_least(1, num_digits=num_digits)
     generator = random.Random(seed)
     drawn = ("".join(generator.choices("0123456789", k=num_digits)) for _ in itertools.count())
     numbers = itertools.islice((number for number in drawn if is_in_split(number, split)), num_problems)

@@ -158,7 +158,12 @@ class CandidateChoice:
         if self.num_candidates is None and self.bounds is None:
             return range(len(returns))
         candidates = TensorDict({"return": torch.tensor(returns, dtype=torch.float64)}, batch_size=[len(returns)])
-        if rollouts is not None and self.selector.in_keys != ["return"]:
+        if self.selector.in_keys != ["return"]:
+            if rollouts is None:
+                raise ValueError(
+                    f"candidate_selector reads {self.selector.in_keys}, and has_signal has the returns only: leave out "
+                    "group_filter, or pass a function of your own."
+                )
             candidates.set("trajectories", lazy_stack(list(rollouts()), 0))
         return self.selector.select(
             candidates.select(*self.selector.in_keys),

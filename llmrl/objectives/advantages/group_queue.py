@@ -97,9 +97,10 @@ class GroupQueue:
         while len(self.waiting) > self.max_num_waiting:
             oldest = next(iter(self.waiting))
             rows = self.waiting.pop(oldest)
+            size = self.keys.size(rows[-1], self.num_rollouts)
             self.num_abandoned += 1
             warnings.warn(
                 f"Group {oldest!r} was dropped: it stayed incomplete with {len(rows)} rows while "
-                f"{self.max_num_waiting} later groups came (groups of {self.num_rollouts} rollouts).",
+                f"{self.max_num_waiting} later groups came (it has {size} rollouts).",
                 stacklevel=5,
             )

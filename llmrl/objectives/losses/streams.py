@@ -77,8 +77,7 @@ class StreamsMicroLoss(MicroLoss):
     def to(self, device: torch.device | str) -> StreamsMicroLoss:
         """Return a copy on `device`."""
         moved = {name: micro.to(device) for name, micro in self.streams.items()}
-        log_probs = None if self.log_probs is None else self.log_probs.to(device)
-        return replace(self, streams=moved, flat_index=self.flat_index.to(device), log_probs=log_probs)
+        return replace(MicroLoss.to(self, device), streams=moved)
 
 
 @dataclass(slots=True)

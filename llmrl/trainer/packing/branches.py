@@ -81,11 +81,6 @@ class Branches:
                 steps.append(_step_of(held, parent, rows, seen, packed.input_ids.device))
         return cls(tuple(steps))
 
-    @property
-    def num_computed(self) -> int:
-        """Number of tokens that a layer with a state computes, with padding and what is computed again."""
-        return sum(step.positions.numel() for step in self.steps)
-
 
 def _segments(paths: list[np.ndarray], shortest: int) -> Iterator[_Segment]:
     """Yield segments, each after the one that it continues. `paths` are in the order of a trie."""
