@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -54,9 +55,11 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
     sys.argv[1:] = [entry for word in sys.argv[1:] for entry in _entries_of(word)]
     path = (Path(main.__code__.co_filename).parent / config_path).resolve()
     is_composed = False
+    hiding = contextlib.ExitStack()
 
     def task(cfg: DictConfig) -> None:
         nonlocal is_composed
+        hiding.close()
         try:
             config = prepared(cfg, config_type)
             _require_packages(config)
@@ -71,6 +74,7 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
             raise SystemExit(1) from None
         leave_ranks()
 
+    hiding.enter_context(hidden_groups())
     try:
         hydra.main(config_path=str(path.parent), config_name=path.stem, version_base=None)(task)()
     except SystemExit:
@@ -82,6 +86,8 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
             for hint in hints(sys.argv[1:], config_type):
                 print(hint, file=sys.stderr)
         raise
+    finally:
+        hiding.close()
 
 
 def _require_packages(config: ScriptConfig) -> None:
@@ -112,6 +118,23 @@ def register_schemas() -> None:
 
     for name, config_type in CONFIGS.items():
         ConfigStore.instance().store(name=f"{name}-schema", node=config_type)
+
+
+@contextlib.contextmanager
+def hidden_groups() -> Iterator[None]:
+    """Hide groups of configurations that other packages have registered by the name of an entry.
+
+    hydra would take the value of `loss=dapo` for a file of the group `loss` that TorchRL's trainers register.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    repo = ConfigStore.instance().repo
+    entries = [field.name for config_type in CONFIGS.values() for field in dataclasses.fields(config_type)]
+    hidden = {name: repo.pop(name) for name in entries if name in repo}
+    try:
+        yield
+    finally:
+        repo.update(hidden)
 
 
 def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:

@@ -13,7 +13,7 @@ from pathlib import Path
 from llmrl._utils.files import open_file, read_text, write_atomically
 from llmrl._utils.json_values import as_entry_value
 from llmrl._utils.types import JSON
-from llmrl.config.launch import CONFIGS, register_schemas, typed
+from llmrl.config.launch import CONFIGS, hidden_groups, register_schemas, typed
 from llmrl.config.sections import ScriptConfig
 from llmrl.recipes.band import Band
 
@@ -112,7 +112,7 @@ class Recipe:
         script, _ = self.stages[-1]
         register_schemas()
         try:
-            with initialize_config_dir(str(_CONFIG.resolve()), version_base=None):
+            with hidden_groups(), initialize_config_dir(str(_CONFIG.resolve()), version_base=None):
                 composed = compose(script, [*self.entries(-1), *entries])
         except HydraException as error:
             raise ValueError(f"the recipe {self.name} with {' '.join(entries)}: {error}") from error

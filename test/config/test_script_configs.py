@@ -105,6 +105,15 @@ def test_a_misspelt_entry_on_the_command_line_is_answered_with_the_nearest(tmp_p
     assert "Traceback" not in result.stderr and list(tmp_path.iterdir()) == []
 
 
+def test_a_script_may_import_torchrls_configurations(tmp_path, own_programs):
+    script = tmp_path / "mine.py"
+    program = "from torchrl.trainers.algorithms import configs  # registers a group `loss`\n"
+    program += "from llmrl.config.launch import launch\nfrom llmrl.scripts.grpo import GRPOConfig, main\n"
+    script.write_text(f"{program}launch(main, GRPOConfig, {str(FOLDER / 'grpo.yaml')!r})\n")
+    output = run_warm([sys.executable, str(script), "loss=dapo", "--cfg", "job"], cwd=tmp_path)
+    assert output.returncode == 0 and "loss: dapo" in output.stdout, output.stderr
+
+
 def test_the_help_of_a_script_names_what_an_entry_may_be(tmp_path, own_programs):
     command = [sys.executable, str(SCRIPTS / "grpo/grpo-sync.py"), "--help"]
     result = run_warm(command, cwd=tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from llmrl.config.launch import CONFIGS, prepared, register_schemas
+from llmrl.config.launch import CONFIGS, hidden_groups, prepared, register_schemas
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "sota-implementations"
 FOLDER = SCRIPTS / "config"
@@ -15,7 +15,7 @@ FOLDER = SCRIPTS / "config"
 
 def composed(algorithm, *overrides):
     register_schemas()
-    with initialize_config_dir(str(FOLDER), version_base=None):
+    with hidden_groups(), initialize_config_dir(str(FOLDER), version_base=None):
         return compose(algorithm, list(overrides))
 
 

@@ -235,6 +235,15 @@ def test_a_recipe_that_is_run_with_entries_has_a_folder_of_its_own(own_recipe, m
     assert result.exit_code == 2 and "a dry run leaves no curves" in result.output and len(folders) == 3
 
 
+def test_a_recipe_composes_beside_torchrls_configurations():
+    from hydra.core.config_store import ConfigStore
+    from torchrl.trainers.algorithms import configs  # registers a group `loss`
+
+    group = ConfigStore.instance().repo["loss"]
+    assert configs and known_recipes()["dapo-1.7b"].config().loss == "dapo"
+    assert ConfigStore.instance().repo["loss"] is group
+
+
 def test_the_folder_of_a_recipe_may_have_any_name(own_recipe):
     folder = own_recipe.rename(own_recipe.with_name("it's [a=b], {c}"))
     text = (folder / "recipe.yaml").read_text()
