@@ -22,7 +22,7 @@ from llmrl.engines.base import (
     UpdatableEngine,
     check_supported,
 )
-from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetector
+from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetector, HangWatch
 from llmrl.engines.launch import start_engines
 from llmrl.engines.pending import PendingRequest, Waiters
 from llmrl.engines.router import NoReplicaError, Router
@@ -160,8 +160,9 @@ class EngineReplicas(Sequence[EngineT]):
             ValueError: if `num_replicas` is below 1, or a Ray option is given without `use_ray`.
             EngineError: if an engine does not start; the others are ended.
         """
-        engines, start = start_engines(model_name, num_replicas, use_ray, ray_options, ray_init_config, options)
         hang_timeout_seconds = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
+        HangWatch(hang_timeout_seconds)  # checks the value before the engines start
+        engines, start = start_engines(model_name, num_replicas, use_ray, ray_options, ray_init_config, options)
         return EngineReplicas(engines, restart=start, hang_timeout_seconds=hang_timeout_seconds)
 
     def __len__(self) -> int:

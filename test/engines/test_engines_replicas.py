@@ -430,6 +430,8 @@ def test_slow_paused_and_idle_replicas_do_not_hang():
     assert (engines.num_hangs, engines.serving) == (0, {0})
     with pytest.raises(ValueError, match="hang_timeout_seconds"):
         EngineReplicas([slow], hang_timeout_seconds=0)
+    with pytest.raises(ValueError, match="hang_timeout_seconds"):  # before an engine starts
+        EngineReplicas.from_pretrained("no/model", hang_timeout_seconds=0)
 
 
 def test_a_thousand_requests_through_random_deaths_are_each_answered_once():

@@ -315,8 +315,9 @@ def test_shutdown_fails_what_is_in_flight_and_leaves_no_thread(server):
     [error] = asyncio.run(run())
     assert isinstance(error, EngineError)
     engine.shutdown()
-    with pytest.raises(EngineError, match="shut down"):
-        generate(engine)
+    for ask in (lambda: engine.generate([1], SAMPLING), lambda: engine.score([1, 2]), lambda: engine.tokenize("a")):
+        with pytest.raises(EngineError, match="shut down"):
+            asyncio.run(ask())
     assert "llmrl-server-engine" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -9,8 +9,8 @@ import json
 import time
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.imports import require
@@ -32,6 +32,8 @@ from llmrl.engines.server.updates import ABORT_PATH, ABORT_PREFIX, GENERATE_PATH
 
 if TYPE_CHECKING:
     import aiohttp
+
+Result = TypeVar("Result")
 
 PROBE_INTERVAL_S = 1.0
 """Seconds between probes of an unreachable server."""
@@ -169,17 +171,10 @@ class ServerEngine(ServerUpdates):
         request_id = f"{id(self):x}-{self._num_requests}" if request_id is None else request_id
         check_request(request_id, prompt_ids, self._in_flight)
         budget = completion_budget(len(prompt_ids), sampling, self.max_model_len)
-        if self._is_closed:
-            raise EngineError("The server engine was shut down.")
-        if self.lacks_weights:
-            raise EngineError(f"{self._base_url} lost the weights that it was sent; it serves after the next update.")
+        self._check_weights()
         aborted = self._in_flight[request_id] = asyncio.Event()
         try:
-            return await self._background.wait(self._generate(list(prompt_ids), sampling, budget, request_id, aborted))
-        except asyncio.CancelledError:
-            if not self._is_closed:
-                raise
-            raise EngineError("The server engine was shut down.") from None
+            return await self._answer(self._generate(list(prompt_ids), sampling, budget, request_id, aborted))
         finally:
             del self._in_flight[request_id]
 
@@ -189,10 +184,11 @@ class ServerEngine(ServerUpdates):
         Also raises ValueError if the server refuses, and EngineError if it cannot be reached or answers too late.
         """
         check_scored(token_ids, top_k, self.max_model_len)
+        self._check_weights()
         body = {"model": self.model, "prompt": list(token_ids), "prompt_logprobs": top_k, "max_tokens": 1}
         budget = len(token_ids) * (1 + top_k // _NUM_SCORES_A_TOKEN)
         asked = self._request("POST", "/v1/completions", body | {"temperature": 0.0}, budget=budget)
-        return read_prompt_scores(await self._background.wait(asked), token_ids, top_k, server=self._base_url)
+        return read_prompt_scores(await self._answer(asked), token_ids, top_k, server=self._base_url)
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text by the server's tokenizer; special tokens in the text are parsed.
@@ -201,11 +197,27 @@ class ServerEngine(ServerUpdates):
         """
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         asked = self._request("POST", "/tokenize", body, budget=len(text))
-        answer = await self._background.wait(asked)
+        answer = await self._answer(asked)
         ids = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(ids, list) or any(type(number) is not int for number in ids):
             raise EngineError(f"{self._base_url}/tokenize answered without token ids: {str(answer)[:200]}")
         return ids
+
+    def _check_weights(self) -> None:
+        if self.lacks_weights:
+            raise EngineError(f"{self._base_url} lost the weights that it was sent; it serves after the next update.")
+
+    async def _answer(self, asked: Coroutine[None, None, Result]) -> Result:
+        """Return the result of a request. Raises EngineError if the engine was or is shut down."""
+        if self._is_closed:
+            asked.close()
+            raise EngineError("The server engine was shut down.")
+        try:
+            return await self._background.wait(asked)
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                raise
+            raise EngineError("The server engine was shut down.") from None
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise ValueError for a grammar, or top-p or min-p without top-k: a server cannot report the kept ids."""
