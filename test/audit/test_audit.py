@@ -111,6 +111,7 @@ def test_a_sound_environment_of_ones_own_has_no_finding(tmp_path):
     assert rewards["answer"] == 1.0 and rewards["another row's answer"] == rewards["many answers at once"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(tmp_path, fault):
     source, name = FAULTS[fault]
@@ -119,6 +120,7 @@ def test_a_planted_fault_is_found(tmp_path, fault):
     assert name in {finding["name"] for finding in found["findings"]}, found["findings"]
 
 
+@pytest.mark.slow
 def test_an_environment_that_hangs_is_found(renderer):
     async def right(completion, answer):
         await asyncio.sleep(600 * (len(completion) > 1000))
@@ -153,6 +155,7 @@ OWN_TASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN_TASKS)
 def test_the_tasks_of_this_project_raise_no_false_alarm(tmp_path, name):
     rows = OWN_TASKS[name]

@@ -141,6 +141,7 @@ def infinite(completion):
     return -math.inf
 
 
+@pytest.mark.slow
 def test_a_sound_environment_keeps_the_contract(renderer):
     contract = check_env(make, renderer, num_groups=2)
     assert [(one.name, one.verdict) for one in contract.checks] == [(name, "fine") for name in CHECKS]
@@ -166,6 +167,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(renderer, fault, monkeypatch):
     monkeypatch.setattr("llmrl.audit.contract.SLOW_S", 0.05)
@@ -183,6 +185,7 @@ TASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_the_tasks_of_this_project_keep_the_contract(renderer, name):
     data = {} if TASKS[name] is None else {"data": TASKS[name]}

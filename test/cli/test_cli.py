@@ -78,6 +78,7 @@ def test_the_doctor_names_what_is_wrong_and_what_corrects_it(tmp_path, own_progr
         assert words in result.stdout
 
 
+@pytest.mark.slow
 def test_the_doctor_lets_pip_fix_what_it_can_and_looks_again(monkeypatch):
     found = [
         [Check("a", "wrong", "missing", pip=("--version",)), Check("b", "note", "slow")],

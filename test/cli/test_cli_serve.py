@@ -77,6 +77,7 @@ def test_conversations_are_kept_for_the_viewer(renderer, tmp_path):
     assert run.token_texts[renderer.encode("15")[0]] == "1"
 
 
+@pytest.mark.slow
 def test_a_request_that_names_an_earlier_answer_joins_its_session(renderer, tmp_path):
     async def act(url):
         create = openai.AsyncOpenAI(base_url=url, api_key="secret").responses.create
@@ -137,6 +138,7 @@ def test_what_the_engine_does_not_support_is_the_clients_error_and_a_seed_is_ove
     assert record["info"] == {"requests": {"num_answered": 1, "overridden": {"seed": 1}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", [["15<|im_end|>", "2<|im_end|>"], ["15<|im_end|>"]], ids=["different", "equal"])
 def test_samples_of_one_prompt_are_conversations_of_their_own(renderer, tmp_path, answers):
     async def act(url):

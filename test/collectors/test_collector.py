@@ -152,6 +152,7 @@ def test_an_observation_that_overflows_the_context_truncates_and_keeps_the_turns
     assert len(rollout.messages) == 3 and row["tokens", "full"].shape[0] < 64
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_times_out_and_others_go_on(make_policy):
     class Hanging(Asking):
         async def step(self, message):
@@ -172,6 +173,7 @@ def test_a_step_that_hangs_times_out_and_others_go_on(make_policy):
     assert again.status is RolloutStatus.COMPLETED
 
 
+@pytest.mark.slow
 def test_a_rollout_past_its_time_is_truncated_with_what_it_had(make_policy):
     env = MessageChatEnv(Asking, [{"num_turns": 100}])
     limits, num_requests = RolloutLimits(rollout_timeout_seconds=2.0), itertools.count()
@@ -222,6 +224,7 @@ def test_whatever_an_engine_raises_settles_the_rollout(make_policy):
     assert fine.status is RolloutStatus.COMPLETED
 
 
+@pytest.mark.slow
 def test_conversations_do_not_wait_for_each_other(make_policy):
     delays = iter([2.0] + [0.01] * 100)
     policy = make_policy(latency_s=lambda prompt, answer: next(delays))

@@ -277,6 +277,7 @@ def test_an_update_that_failed_is_raised_by_the_next_batch_unless_another_one_fo
         assert {int(row.max()) for row in batch.get(("policy_versions", "full"), as_list=True)} == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grammar", [None, "{}"])
 def test_aborted_completions_go_on_after_an_update_with_their_versions(make_policy, renderer, grammar):
     full = renderer.encode("1 2 3 4 5 6 7 8 9 10 11 12<|im_end|>")
@@ -367,6 +368,7 @@ def test_start_needs_a_buffer(make_policy):
 # Faults: numbers in = numbers out
 
 
+@pytest.mark.slow
 def test_a_slow_tool_holds_up_no_other_conversation(make_policy):
     env = MessageChatEnv(Talk, [{"num_turns": 1, "seconds": 2.0}, {"num_turns": 10}])
     with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
@@ -374,6 +376,7 @@ def test_a_slow_tool_holds_up_no_other_conversation(make_policy):
     assert slow.seconds >= 2.0 > quick.seconds and quick.num_turns == 10
 
 
+@pytest.mark.slow
 def test_a_tool_that_blocks_its_thread_times_out_and_the_rest_goes_on(make_policy):
     class Blocking(Talk):
         async def step(self, message):

@@ -268,6 +268,7 @@ class Forgetful(MessageEnv):
         return MessageStep([], reward=1.0, is_done=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -337,6 +338,7 @@ class Pair(Game):
         return {"first": 1.0, "second": 2.0} if len(self.said) == 4 else None
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_step_does_not_count_what_the_other_players_sample(renderer):
     env = GameEnv(Pair, roles=Pair.roles)
     policy = make_policy(renderer, latency_s=0.8)
@@ -349,6 +351,7 @@ def test_the_limit_of_a_step_does_not_count_what_the_other_players_sample(render
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_step_holds_for_a_move_and_ends_the_game_for_all(renderer):
     async def opponent(messages):
         await asyncio.sleep(600)

@@ -216,6 +216,7 @@ def test_the_model_gets_the_error_of_a_tool_that_escapes(make_policy):
     assert len(told) == len(ESCAPING) and all("failed with" in text for text in told)
 
 
+@pytest.mark.slow
 def test_a_tool_that_blocks_its_thread_stops_no_judge(make_policy):
     goes_on = threading.Event()
 

@@ -228,6 +228,7 @@ async def late_and_stubborn(completion):
         await asyncio.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("judge", [late, late_and_stubborn])
 def test_a_late_judge_is_named_and_leaves_nothing_in_the_log(make_policy, judge, caplog):
     env = DatasetChatEnv(DATASET * 8).append_transform(RubricReward(Rubric(judge, timeout_seconds=0.01)))

@@ -23,6 +23,7 @@ def turns(number, *, begun=0, lost=0.0):
     return TurnCounts(number, begun, 100 * number, round(100 * number * (1 - lost)))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_the_limit_stays_in_its_bounds_and_moves_by_whole_steps(data):
     least = data.draw(st.integers(1, 20))
@@ -81,6 +82,7 @@ def test_bounds_that_exclude_each_other_are_refused():
         ConcurrencyLimit(1, least=4, most=3)
 
 
+@pytest.mark.slow
 def test_agents_on_a_small_memory_are_collected_about_as_fast_as_with_the_best_number():
     agents = Load((), 400, (12, 0.5), 4, 2000, (1.0, 0.5))
     best = max(run_in_virtual_time(collect(agents, number, 2))["rollouts_per_s"] for number in (30, 40))
@@ -109,6 +111,7 @@ def make_collector(engine, renderer, **arguments):
     return LLMCollector(env, policy=policy, groups_per_batch=40, **arguments)
 
 
+@pytest.mark.slow
 def test_a_collector_finds_its_number_of_rollouts_while_it_collects(renderer, monkeypatch):
     monkeypatch.setattr("llmrl.collectors.concurrency._LOOK_SECONDS", 0.02)
     engine = EngineWithLoad(["2<|im_end|>"], encode=renderer.encode, latency_s=0.05)

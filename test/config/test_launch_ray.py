@@ -83,6 +83,7 @@ def test_under_slurm_the_machines_are_those_of_the_allocation(call):
     assert result.returncode == 2 and "has allocated machines already" in result.stderr
 
 
+@pytest.mark.slow
 def test_it_trains_when_all_machines_are_there_and_ends_ray_afterwards(call):
     result, log = call("--hosts", "node2", "--address", "10.0.0.1", "--", "task=gsm8k")
     lines = log.splitlines()
@@ -95,6 +96,7 @@ def test_it_trains_when_all_machines_are_there_and_ends_ray_afterwards(call):
     assert "secret" not in log
 
 
+@pytest.mark.slow
 def test_a_machine_that_does_not_come_ends_the_wait(call, tmp_path):
     (tmp_path / "ssh").write_text("#!/bin/sh\necho no route >&2; exit 255\n")
     result, log = call("--hosts", "node2", "--address", "10.0.0.1", "--timeout", "2")

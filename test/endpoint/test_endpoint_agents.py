@@ -95,6 +95,7 @@ def test_a_plain_function_plays_in_a_thread_of_its_own(renderer):
     assert all(len(one.conversation.reconcile().rows) == 1 for one in rollouts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", ["openai", "urllib", None])
 def test_an_async_agent_with_a_synchronous_client_is_noticed_with_its_line(renderer, caplog, client):
     async def play(row, model):
@@ -213,6 +214,7 @@ def test_a_budget_truncates_and_keeps_the_turns(renderer, catches):
     assert len(engine.log) == 4  # the reply asks SDKs not to try again
 
 
+@pytest.mark.slow
 def test_a_rollout_that_takes_too_long_is_truncated_and_its_agent_cancelled(renderer):
     cancelled = []
 
@@ -341,6 +343,7 @@ def test_rollouts_do_not_read_each_other(renderer):
     assert len(engine.log) == 2
 
 
+@pytest.mark.slow
 def test_an_agent_that_goes_on_after_its_rollout_gets_an_error(renderer):
     errors = []
 

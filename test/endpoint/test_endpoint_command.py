@@ -74,6 +74,7 @@ def test_a_program_is_an_agent(play, tmp_path):
     assert rollout.info["output"].rstrip().endswith("['answer']")
 
 
+@pytest.mark.slow
 def test_a_program_is_ended_with_all_that_it_started(play, tmp_path, monkeypatch):
     """Itself, a child in a session of its own, and both ignore SIGTERM."""
     monkeypatch.setattr(agent_command, "_TERM_SECONDS", 0.2)
@@ -170,6 +171,7 @@ def test_a_row_comes_by_standard_input_files_and_variables(play, tmp_path, monke
     assert "the argument '{long}' is of 400000 bytes" in rollout.error and "stdin='{long}'" in rollout.error
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_its_rollout(play, tmp_path):
     rollout = play(
         """

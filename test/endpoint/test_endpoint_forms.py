@@ -140,6 +140,7 @@ def test_the_ids_that_a_grammar_kept_are_those_of_xgrammar(vllm_engine, referenc
         assert matcher.is_terminated() == (completion.finish_reason == "stop")  # else white space reached the limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "sampled", "call"),
     [

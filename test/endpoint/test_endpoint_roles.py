@@ -92,6 +92,7 @@ def test_self_play_of_one_policy_is_compared_by_role(renderer):
     assert {role: sorted(values) for role, values in by_role.items()} == {"white": [-0.5, 0.5], "black": [-5.0, 5.0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raises", "hangs", "other roles"])
 def test_an_agent_that_fails_fails_all_its_roles(renderer, fault):
     async def play(row, model):
@@ -159,6 +160,7 @@ def test_what_is_wrong_with_roles_is_said_before_anything_starts(renderer):
     assert "role must be one of [], got 'nurse'" in rollout.error
 
 
+@pytest.mark.slow
 def test_a_user_simulator_and_its_solver_are_both_trained(tokenizer, tmp_path):
     """Two models: each is updated by the rows of its role, which have the log-probs of its own engine."""
     path = make_tiny_model(tmp_path / "tiny")

@@ -207,6 +207,7 @@ def test_several_answers_and_log_probs(renderer):
     assert serve(renderer, act) == (["15", "2"], ["15", "2"], 4)
 
 
+@pytest.mark.slow
 def test_a_client_with_a_short_timeout_asks_again_and_nothing_is_sampled_twice(renderer):
     async def act(served):
         client = served.openai(timeout=0.3, max_retries=5)
@@ -340,6 +341,7 @@ def test_bad_requests_are_refused_in_the_dialect(renderer, path):
     assert serve(renderer, act) == 0
 
 
+@pytest.mark.slow
 def test_large_and_half_sent_requests_delay_no_others(renderer, monkeypatch):
     monkeypatch.setattr(server_module, "_READ_SECONDS", 0.5)
     monkeypatch.setattr(server_module, "_HEAD_SECONDS", 0.5)
@@ -578,6 +580,7 @@ def test_clients_may_share_a_session(renderer):
     assert serve(renderer, act) == (6, 2)
 
 
+@pytest.mark.slow
 def test_a_server_that_closes_ends_its_connections(renderer):
     async def act(served):
         served.engine.hang_next()

@@ -29,6 +29,7 @@ def base(monkeypatch):
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_trainer_that_was_killed_is_removed_at_the_next_start(base):
     code = (
         "from llmrl.engines.engine_folder import engine_folder\n"

@@ -392,6 +392,7 @@ def test_requests_of_one_that_hangs_for_ever_fail_in_the_end():
     assert engines.num_hangs == 2
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_does_not_take_its_engines_for_hanging():
     """Ctrl-Z, a debugger, a machine that is too busy: the clock went on, and no process looked at the engines."""
     engine = ScriptedEngine([[1, 2, 3, 4]], latency_s=0.2)  # a token each 0.05 s
@@ -411,6 +412,7 @@ def test_a_process_that_was_stopped_does_not_take_its_engines_for_hanging():
     assert engines.num_hangs == 0
 
 
+@pytest.mark.slow
 def test_slow_paused_and_idle_replicas_do_not_hang():
     slow = ScriptedEngine([list(range(50))], latency_s=0.8)  # a token each 0.016 s
     engines = EngineReplicas([slow], hang_timeout_seconds=0.15)

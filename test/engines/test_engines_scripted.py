@@ -277,6 +277,7 @@ def test_drawn_latencies_and_lengths_are_as_asked_and_repeat():
         with_stragglers(straggling, 1.0, one_in=0)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_ended_by_its_watch_and_a_slow_one_is_not():
     background = BackgroundLoop("test-watch")
 

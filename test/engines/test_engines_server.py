@@ -190,6 +190,7 @@ def test_whole_numbers_and_rounding_are_no_faults(engine, server):
     assert generate(engine).log_probs == [1e-6, -0.0]
 
 
+@pytest.mark.slow
 def test_an_answer_has_a_deadline_and_the_server_is_taken_up_again(server):
     with pytest.raises(ValueError, match="reply_timeout_seconds"):
         ServerEngine(server.url, reply_timeout_seconds=0)
@@ -321,6 +322,7 @@ def test_shutdown_fails_what_is_in_flight_and_leaves_no_thread(server):
     assert "llmrl-server-engine" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_is_left_out_and_taken_up_again_when_it_is_back():
     servers = [LoopbackServer() for _ in range(2)]
     servers[1].choice = {**servers[1].choice, "token_ids": [9, 9]}

@@ -174,6 +174,7 @@ def test_a_server_that_fails_to_load_stays_paused_until_an_update_succeeds(serve
         sender.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["llmrl", None])
 def test_a_server_that_was_started_again_serves_with_the_current_weights_only(servers, tmp_path, backend):
     """One of two is killed and comes back with its first weights; no token of those is delivered."""
@@ -200,6 +201,7 @@ def test_a_server_that_was_started_again_serves_with_the_current_weights_only(se
         sender.shutdown()
 
 
+@pytest.mark.slow
 def test_an_unnoticed_restart_is_recognised_by_the_label_of_the_tokens(servers):
     """The server is back before anybody asks: its tokens are refused, and its version is not the current one."""
     server = servers()
@@ -216,6 +218,7 @@ def test_an_unnoticed_restart_is_recognised_by_the_label_of_the_tokens(servers):
         sender.shutdown()
 
 
+@pytest.mark.slow
 def test_a_single_server_that_lost_its_weights_refuses_until_the_next_update(servers):
     server = servers()
     with ServerEngine(server.url, weight_sync=True) as engine:
@@ -273,6 +276,7 @@ def test_an_untied_head_on_a_cpu_is_no_hindrance_and_streams_are_refused_for_fil
             make_sender(VLLMWeightSyncScheme(), model_of(1), engine)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_being_started_is_waited_for(servers):
     with pytest.raises(EngineError, match="cannot be reached"):
         ServerEngine("http://127.0.0.1:9", start_timeout_seconds=0.1)

@@ -148,6 +148,7 @@ def test_the_models_own_end_token_ends_unless_it_is_to_be_ignored():
     assert len(ignored.token_ids) == 12
 
 
+@pytest.mark.slow
 def test_new_weights_hold_from_the_next_token_on_and_each_token_says_which(engine):
     model, new = make_model(), make_model(seed=1)
     forward, computed = engine.model.forward, threading.Semaphore(0)
@@ -202,6 +203,7 @@ def test_weights_that_are_refused_leave_those_of_before(fault):
     assert torch.equal(engine.model.lm_head.weight, other.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_requests_are_aborted_and_cancelled_alone():
     model = make_model()
     forward, num_calls = model.forward, [0]

@@ -275,6 +275,7 @@ def test_what_starts_several_engines_is_named_where_it_is_asked_for(model_path, 
         AsyncVLLM.from_pretrained(model_path, **{name: 2})
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_exist_is_an_engine_error(tmp_path):
     with pytest.raises(EngineError, match="did not start"):
         AsyncVLLM.from_pretrained(tmp_path)

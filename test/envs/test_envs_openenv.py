@@ -57,6 +57,7 @@ def test_each_conversation_is_a_session_that_is_reset_with_its_row_and_closed(st
     assert server.events == {"opened": 4, "closed": 4}
 
 
+@pytest.mark.slow
 def test_a_session_lives_on_while_the_policy_thinks(start, renderer):
     # A ping has to be answered in half of that time, which a busy machine needs.
     server = start(seconds_between_pings=1.6)
@@ -71,6 +72,7 @@ def test_what_a_server_has_no_place_for_waits(start, renderer):
     assert server.events["full"] > 0 and server.events["opened"] == server.events["closed"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("guess", "reason"),
     [
@@ -97,6 +99,7 @@ def test_an_unrequested_answer_is_not_taken_for_the_next_one(start, renderer):
     assert rollout.status is RolloutStatus.ERROR and "which was not requested" in rollout.error
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_or_refuses_sessions_is_waited_for_and_named(start, renderer):
     with socket.socket() as taken:  # bound, without a listener
         taken.bind(("127.0.0.1", 0))

@@ -262,6 +262,7 @@ def test_messages_of_another_form_are_refused_and_the_session_goes_on(text, code
     assert after["data"]["reward"] == 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "reason"), [("raise", "no such door"), ("nan", "finite"), ("sleep", "TimeoutError")]
 )

@@ -76,6 +76,7 @@ def test_data_is_refused_where_problems_are_generated():
         make_task_env("reasoning-gym", data=[ROWS["addition"]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "option"), [("addition", "num_digits"), ("countdown", "num_count"), ("search", "num_people")]
 )

@@ -115,6 +115,7 @@ def test_task_env_passes_check_env_specs(name):
 
 
 # There any text is an answer, or one that cannot be read is asked for again.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("ifeval-plain", "guess")])
 @pytest.mark.parametrize(
     "text", ["", "no idea", "<answer>", "</answer><answer>", "<answer></answer>", "<think><answer>5</think>", "\x00<<"]
@@ -182,6 +183,7 @@ def test_math_answers_are_compared_as_mathematics(row, given, is_right):
     )
 
 
+@pytest.mark.slow
 def test_an_endless_expression_is_wrong():
     assert answered(MATHEnv(MATH[:1]), "<answer>9^{9^{9^{9^9}}}</answer>")["reward"].item() == pytest.approx(0.1)
 
@@ -261,6 +263,7 @@ def test_an_answer_need_not_end_the_conversation(parser):
     assert not step["terminated"].item() and step["is_scored"].item()
 
 
+@pytest.mark.slow
 @needs_reasoning_gym
 def test_reasoning_gym_scores_with_the_tasks_own_scorer():
     env = ReasoningGymEnv({"chain_sum": 1.0, "spell_backward": 1.0}, num_problems=16)

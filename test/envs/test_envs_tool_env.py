@@ -109,6 +109,7 @@ class NeverBegins(GuessingGame):
         return await super().reset(secret)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rubric", [None, Rubric(RewardFn(lambda completion: 1.0, name="one"))], ids=["own", "rubric"])
 def test_a_conversation_that_is_cut_while_it_is_opened_has_no_score_and_says_so(renderer, rubric):
     env = ToolEnv(NeverBegins, rows(1, 0), repeats=1, rubric=rubric)

@@ -115,6 +115,7 @@ def play(env, renderer, num_rollouts, answer="[2]"):
         return collector.play(num_rollouts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("make", [of_gymnasium, of_trl, of_textarena])
 def test_one_that_goes_wrong_ends_its_rollout_and_the_next_is_played(

@@ -158,6 +158,7 @@ def batch(renderer):
     return Demonstrations(rows, renderer, conversations_per_batch=3).all_rows()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reverse", "forward", "js"])
 def test_a_loss_against_whole_distributions_is_the_mean_divergence(
     student, teacher, teacher_path, batch, tiny_model_path, logits_of, kind
@@ -185,6 +186,7 @@ def test_a_policy_without_distributions_is_refused_where_they_are_compared(stude
             DistillationLoss(near_policy(batch), teacher=teacher)(batch)
 
 
+@pytest.mark.slow
 def test_a_student_becomes_its_teacher(tiny_model_path, teacher_path, tokenizer, batch):
     model = load_model(tiny_model_path)
     student = TransformersWrapper(model, generate=False)
@@ -196,6 +198,7 @@ def test_a_student_becomes_its_teacher(tiny_model_path, teacher_path, tokenizer,
     assert all(weight.grad is None for weight in teacher.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_tokenizer_is_refused_by_name(student, tokenizer, tmp_path):
     another = copy.deepcopy(tokenizer)
     another.add_tokens(["<other>"])
@@ -336,6 +339,7 @@ def test_likeliest_ids_bear_extremes_and_refuse_what_makes_no_sense():
             chunked_divergence(Head(torch.eye(4), weight), theirs, "reverse")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reverse", "js"])
 def test_a_loss_against_likeliest_ids_by_a_model_and_by_an_engine(
     student, teacher, teacher_path, tokenizer, batch, tiny_model_path, logits_of, kind

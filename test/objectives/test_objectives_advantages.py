@@ -268,6 +268,7 @@ def _extend(transform: MCAdvantage, reward: float) -> None:
     transform.inv(trajectory([reward]))
 
 
+@pytest.mark.slow
 def test_groups_are_shared_by_the_processes_that_write() -> None:
     transform = MCAdvantage(grpo_size=3, trajectory_return="sum")
     transform.inv(trajectory([0.0]))

@@ -56,6 +56,7 @@ def _gradients(loss: GRPOLoss, batch: TensorDictBase) -> list[torch.Tensor]:
     return [p.grad.clone() for p in POLICY.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(_conversations(), st.sampled_from(["token_mean", "sequence_mean"]))
 def test_forking_conversations_into_rows_changes_no_gradient(batches: tuple, aggregation: str) -> None:

@@ -143,6 +143,7 @@ def test_a_compiled_decoder_and_compiled_log_probs_give_the_same_gradients(own_p
         torch.testing.assert_close(compiled, plain)
 
 
+@pytest.mark.slow
 def test_the_fused_head_gives_the_same_log_probs_and_gradients() -> None:
     """On the CPU the kernel runs in Triton's interpreter, which is chosen when Triton is imported."""
     pytest.importorskip("liger_kernel")

@@ -43,6 +43,7 @@ def source_of(page: Path) -> str:
 SOURCES = {page.name: (page, source) for page in PAGES if (source := source_of(page))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -34,6 +34,7 @@ def places():
     return modules, files
 
 
+@pytest.mark.slow
 def test_every_skip_is_listed_and_every_listed_one_is_there():
     modules, files = places()
     listed = set(re.findall(r"`(test/[\w/]+\.py)`", SECTION))

@@ -99,6 +99,7 @@ def test_only_the_rooms_of_a_run_may_import_everything():
     assert cells == ["watch", "config", "runs", "scripts", "viewer", "replay", "audit", "recipes", "cli"]
 
 
+@pytest.mark.slow
 def test_imports_point_up_the_rooms_table():
     table, broken = rooms_table(), []
     for path in SOURCES:
@@ -144,6 +145,7 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
             del left[name]
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle():
     # Imports inside functions and for type checkers count, too: a circle is one wherever it is closed.
     modules = {module_of(path): path for path in SOURCES}
@@ -170,6 +172,7 @@ def test_the_import_check_sees_imports_inside_functions():
     assert list(imported_at_load(tree.body)) == []
 
 
+@pytest.mark.slow
 def test_nothing_of_ours_builds_on_torchrls_llm_modules():
     broken = []
     for path in SOURCES:
@@ -179,6 +182,7 @@ def test_nothing_of_ours_builds_on_torchrls_llm_modules():
     assert not broken, "\n".join(broken)
 
 
+@pytest.mark.slow
 def test_one_file_knows_vllm_beyond_its_top_level_names():
     inner = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -191,6 +195,7 @@ def test_one_file_knows_vllm_beyond_its_top_level_names():
     assert not inner, f"import from {VLLM_NAMES} instead: {inner}"
 
 
+@pytest.mark.slow
 def test_optional_packages_are_imported_where_they_are_used():
     # A module may subclass an optional package's classes if only modules that do so too load it along with themselves.
     loads = {module_of(path): dict(imported_at_load(ast.parse(path.read_text()).body)) for path in SOURCES}
@@ -216,6 +221,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@pytest.mark.slow
 def test_modules_have_a_docstring_and_postponed_annotations():
     broken = []
     for path in SOURCES:
@@ -231,6 +237,7 @@ def uses_of_any(path: Path) -> int:
     return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(path.read_text())))
 
 
+@pytest.mark.slow
 def test_annotations_say_more_than_any():
     lines, uses = Counter(), Counter()
     for path in SOURCES:

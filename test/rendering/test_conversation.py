@@ -405,6 +405,7 @@ def test_a_turn_costs_the_same_early_and_late(chatml):
     assert late <= 2 * early, f"turn 64 costs {late / early:.2f} times turn 4"
 
 
+@pytest.mark.slow
 def test_pickling_keeps_the_value_and_drops_what_others_appended(model_path):
     for family in ("chatml", "qwen3"):
         renderer = family_renderer(model_path, family)

@@ -176,6 +176,7 @@ def to_path(turns, threshold):
     return node
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(turn_lists(), st.integers(0, 6))
 def test_a_path_of_the_tree_gives_the_rows_of_its_turns(turns, threshold):

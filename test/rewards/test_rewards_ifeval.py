@@ -61,6 +61,7 @@ def test_cases_cover_every_class():
     assert set(CASES) == set(_known_checks()) and len(CASES) == 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_following_and_failing_answers_are_distinguished(name):
     kwargs, following, failing = CASES[name]

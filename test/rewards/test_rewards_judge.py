@@ -102,6 +102,7 @@ def test_one_question_is_asked_once_and_few_at_a_time(server):
     assert server.max_open <= 3
 
 
+@pytest.mark.slow
 def test_a_refusal_and_an_error_are_tried_again_and_what_stays_wrong_leaves_the_rollout_unscored(server):
     judge = make_judge(server, max_retries=2)
     server.failures = [429, 503]

@@ -155,6 +155,7 @@ def test_what_a_write_raised_is_raised_by_the_next(make_exports, monkeypatch):
     assert exports_of(folder.path) == []
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_whole_folder_or_none(tmp_path):
     """Each write of a new folder over an old one is killed at one call of what touches files, and what is left read."""
 

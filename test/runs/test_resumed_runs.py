@@ -50,6 +50,7 @@ SCORES = {0: 0.1, 1: 1 / 3, 2: 0.2, 3: 0.3, 4: 1 / 3, 5: 0.31}
 BY_SCORE = EvalConfig(every=1, metric="eval/score")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", range(2, 6))
 def test_the_best_model_is_no_worse_one_after_a_kill(renderer, tmp_path, killed):
     options = {"evaluation": BY_SCORE, "score": SCORES.__getitem__}
@@ -60,6 +61,7 @@ def test_the_best_model_is_no_worse_one_after_a_kill(renderer, tmp_path, killed)
     assert best_of(tmp_path / "run") == first  # of step 1; that of step 4, a third too, is not better
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no evaluation until step")
 def test_a_metric_that_the_first_evaluations_lack_chooses_among_the_others(renderer, tmp_path):
     evaluation = EvalConfig(every=1, metric="eval/score", patience=2)
@@ -73,6 +75,7 @@ def test_a_metric_that_the_first_evaluations_lack_chooses_among_the_others(rende
     assert best_of(tmp_path / "killed") == best_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", range(2, 5))
 def test_patience_goes_on_where_it_was(renderer, tmp_path, killed):
     evaluation = EvalConfig(every=1, metric="eval/score", patience=3)
@@ -88,6 +91,7 @@ def test_patience_goes_on_where_it_was(renderer, tmp_path, killed):
     assert train(tmp_path, renderer, resume=True, **options) == "all 5 steps are done"
 
 
+@pytest.mark.slow
 def test_a_run_that_has_reached_its_target_is_not_trained_further(renderer, tmp_path):
     train(tmp_path / "whole", renderer, resume=False)
     rewards = {int(row["step"]): row.get("reward_mean", 0.0) for row in rows_of(tmp_path / "whole")}
@@ -106,6 +110,7 @@ def test_a_run_that_has_reached_its_target_is_not_trained_further(renderer, tmp_
     assert train(path, renderer, resume=True, **options) == "all 5 steps are done"
 
 
+@pytest.mark.slow
 def test_without_its_checkpoint_a_run_is_not_resumed_from_the_first_model(renderer, tmp_path):
     with pytest.raises(Killed):
         train(tmp_path, renderer, resume=False, on_step=killed_at(4))
@@ -124,6 +129,7 @@ def test_without_its_checkpoint_a_run_is_not_resumed_from_the_first_model(render
     assert steps_of(tmp_path) == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_an_old_checkpoint_goes_on_only_without_the_batches_of_later_weights(renderer, tmp_path):
     with pytest.raises(Killed):
         train(tmp_path, renderer, resume=False, on_step=killed_at(4))
@@ -143,6 +149,7 @@ def test_an_old_checkpoint_goes_on_only_without_the_batches_of_later_weights(ren
     assert best_of(tmp_path) == json.loads((tmp_path / "weights.json").read_text())["weights"]
 
 
+@pytest.mark.slow
 def test_batches_drawn_after_one_that_was_set_aside_are_not_trained_on(renderer, tmp_path):
     with pytest.raises(Killed):
         train(tmp_path, renderer, resume=False, on_step=killed_at(4))  # batches of steps 3 and 4 are there

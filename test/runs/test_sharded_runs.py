@@ -157,6 +157,7 @@ def test_a_command_for_several_ranks_becomes_torchrun(monkeypatch: pytest.Monkey
     assert command[-3:] == sys.argv
 
 
+@pytest.mark.slow
 def test_a_rank_above_0_has_no_engine_and_sends_nothing(monkeypatch: pytest.MonkeyPatch, tiny_model_path: str) -> None:
     monkeypatch.setattr("llmrl.runs.setup.this_rank", lambda: 1)
     cfg = config("grpo", f"model.path={tiny_model_path}")

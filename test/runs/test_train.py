@@ -192,6 +192,7 @@ def test_on_a_gpu_it_is_configured_as_the_file_for_one_gpu(monkeypatch, configur
             assert getattr(getattr(cfg, section), entry) == value, f"{section}.{entry}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_group_of_equal_rewards_is_left_out_or_replaced_by_another_prompt(train_tiny, is_replaced):
     def of_even_sums(completion, query):

@@ -29,6 +29,7 @@ def short_limit(monkeypatch):
     monkeypatch.setattr(template_limit, "TEMPLATE_SECONDS", 0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["serve"], ["chat", "--model"]])
 def test_a_model_whose_template_hangs_is_refused_by_serve_and_chat(model_path, tmp_path, command):
     folder = tmp_path / "model"
@@ -42,12 +43,14 @@ def test_a_model_whose_template_hangs_is_refused_by_serve_and_chat(model_path, t
     assert "template was still computing after 0.3 s" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [HANGING, SLOW_AFTER_TOOLS])
 def test_a_renderer_of_a_template_that_hangs_is_not_made(renderer, template):
     with pytest.raises(SlowTemplateError, match="loops within loops"):
         make_renderer(renderer.tokenizer, chat_template=template)
 
 
+@pytest.mark.slow
 def test_text_of_a_history_is_bounded_too(renderer):
     with pytest.raises(SlowTemplateError):
         History.from_chats([{"role": "user", "content": "?"}]).apply_chat_template(
@@ -55,6 +58,7 @@ def test_text_of_a_history_is_bounded_too(renderer):
         )
 
 
+@pytest.mark.slow
 def test_calls_of_several_threads_are_ended_each_and_no_other():
     def loop():
         while True:
@@ -86,6 +90,7 @@ class SlowToDelete:
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_limit_that_a_finalizer_swallowed_is_enforced_again():
     def delete_slowly():

@@ -57,6 +57,7 @@ def table(path, names):
         return {(row["step"], name): row[name] for row in csv.DictReader(file) for name in names if row.get(name)}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_replayed_step_is_written_before_the_next_step_changes_it(renderer, tmp_path, monkeypatch):
     monkeypatch.setattr(
         RunFolder, "save_checkpoint", lambda self, state, **options: None
@@ -133,6 +134,7 @@ def test_training_goes_on_while_engines_load_and_an_evaluation_waits_for_them(re
     assert {int(step): float(version) for (step, _), version in versions.items()} == {n: n for n in range(1, 6)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing_update", [1, 4, 5])
 def test_an_update_that_fails_ends_the_run_which_goes_on_later(
     renderer, tmp_path, watched, monkeypatch, failing_update

@@ -73,6 +73,7 @@ def test_a_call_costs_milliseconds(service):
     service.release("timed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", launch.LEVELS)
 def test_an_abandoned_call_is_killed(level):
     async def give_up():
@@ -89,6 +90,7 @@ def test_an_abandoned_call_is_killed(level):
     service.close()
 
 
+@pytest.mark.slow
 def test_processor_time_is_limited():
     service = PythonExecutorService(timeout=20.0, limits=PythonLimits(cpu_seconds=0.1), num_ready=1)
     try:
@@ -199,6 +201,7 @@ def raise_isolation_error(launcher):
     raise IsolationError("refused.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", launch.LEVELS)
 def test_closing_ends_an_answer_that_never_ends(level):
     try:
@@ -220,6 +223,7 @@ def test_closing_ends_an_answer_that_never_ends(level):
     wait_until(lambda: not _with_folder(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", launch.LEVELS)
 def test_nothing_outlives_the_program_however_it_ends(level):
     code = (
@@ -297,6 +301,7 @@ def test_a_folder_is_removed_whatever_is_in_it(tmp_path):
     assert not folder.exists() and (kept / "file").read_text() == "kept" and kept.stat().st_mode & 0o777 == 0o750
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", launch.LEVELS)
 def test_closing_removes_folders_of_any_depth(level):
     try:

@@ -48,6 +48,7 @@ def lines_of(path):
 # What a model writes
 
 
+@pytest.mark.slow
 def test_a_lone_surrogate_in_a_tool_call_ends_no_run(tokenizer, tmp_path):
     renderer = TemplateRenderer(tokenizer, tool_parser="hermes")
     train(tmp_path / "run", renderer, resume=False, answers=("", SURROGATE))
@@ -146,6 +147,7 @@ def test_a_batch_that_fails_twice_when_it_is_replayed_is_set_aside_and_the_run_g
     assert [row["step"] for row in RunFolder(path, read_only=True).read_metrics()] == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_short", [True, False], ids=["of memory", "of nothing"])
 def test_a_batch_whose_replay_the_kernel_ends_for_want_of_memory_is_set_aside(
     renderer, tmp_path, monkeypatch, is_short
@@ -182,6 +184,7 @@ def test_a_batch_whose_replay_the_kernel_ends_for_want_of_memory_is_set_aside(
     assert not (path / "batches/replaying.json").exists()
 
 
+@pytest.mark.slow
 def test_what_fails_beside_the_batch_sets_none_aside(renderer, tmp_path):
     def fail(step, batch):
         if step == 3:

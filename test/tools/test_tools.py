@@ -176,6 +176,7 @@ def test_calls_of_one_message_run_in_parallel_up_to_the_cap():
     transform.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
@@ -379,6 +380,7 @@ def test_the_last_turn_s_calls_are_still_made(play):
     transform.close()
 
 
+@pytest.mark.slow
 def test_slow_tools_of_many_rollouts_wait_together(play, renderer):
     transform = ToolTransform([sleep])
     started = time.monotonic()
@@ -392,6 +394,7 @@ def test_slow_tools_of_many_rollouts_wait_together(play, renderer):
     transform.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["completed", "limit", "failure", "timeout"])
 def test_what_a_rollout_kept_is_released_however_it_ends(play, ending):
     Notes.closed.clear()

@@ -94,6 +94,7 @@ def test_interpreters_end_with_their_conversations(executor):
     assert executor.num_sessions == before
 
 
+@pytest.mark.slow
 def test_code_comes_in_calls_of_a_tool_too(executor):
     transform = PythonInterpreter(executor=executor, calls="tool_call", persistent=True, timeout=1.0)
     chat = Chat(transform)

@@ -147,6 +147,7 @@ def test_calls_wait_for_their_rate_in_virtual_time():
             RateLimiter(**options)
 
 
+@pytest.mark.slow
 def test_the_time_of_a_call_begins_when_it_has_its_slot():
     async def look() -> str:
         """Look."""

@@ -33,6 +33,7 @@ def logged(programs):
     return [json.loads(line) for line in (programs / "log").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [lambda: ContainerSandbox("debian:12-slim"), lambda: SSHSandbox("worker@machine", options=["-p", "2222"])],

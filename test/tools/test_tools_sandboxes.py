@@ -93,6 +93,7 @@ def play(renderer, env, *answers):
     return rollout, [message["content"] for message in rollout.messages if message["role"] == "tool"]
 
 
+@pytest.mark.slow
 def test_ours_keeps_the_contract(service):
     asyncio.run(check_sandbox(lambda: ConfinedSandbox(service)))
     wait_until(lambda: service.num_sessions == 0)
@@ -178,6 +179,7 @@ def test_a_sandbox_that_does_not_start_ends_its_rollout_with_the_reason(renderer
     assert Remote.events == {"started": 1, "closed": 1}
 
 
+@pytest.mark.slow
 def test_python_runs_in_anybodys_sandbox(renderer, service):
     executor = SandboxExecutor(lambda: ConfinedSandbox(service))
     env = DatasetChatEnv([{"query": "Go."}])

@@ -119,6 +119,7 @@ def test_transformers_score_given_tokens(eager, teacher_path, tiny_tokenizer):
         asyncio.run(engine.score(ids))
 
 
+@pytest.mark.slow
 def test_it_stands_where_a_teachers_model_does(student, teacher_path, eager, batch, tiny_tokenizer):
     for row in batch.unbind(0):
         row["log_probs", "full"] = torch.full((len(row["tokens", "full"]),), -2.0)
@@ -215,6 +216,7 @@ def server(eager, tiny_tokenizer):
         yield server
 
 
+@pytest.mark.slow
 def test_a_server_is_a_teacher(student, server, eager, batch, tiny_tokenizer):
     ids = tiny_tokenizer.encode("One plus one is two.")
     with ServerEngine(server.url) as engine:
@@ -234,6 +236,7 @@ def test_a_server_is_a_teacher(student, server, eager, batch, tiny_tokenizer):
         server.tokenizer = tiny_tokenizer
 
 
+@pytest.mark.slow
 def test_a_script_finds_its_teacher_by_path_or_by_url(server, student, teacher_path, tiny_tokenizer):
     def taught(**teacher):
         with start_teacher(SimpleNamespace(teacher=TeacherConfig(**teacher)), student, tokenizer=tiny_tokenizer) as one:

@@ -94,6 +94,7 @@ def test_an_architecture_is_as_exact_as_with_a_dense_mask(model_type: str, calls
     assert (result.outcome, calls[-1:]) == ("packed", [] if model_type in DENSE else ["flex"]), result.reason
 
 
+@pytest.mark.slow
 def test_soft_caps_windows_and_sinks_are_computed_and_biases_refused(calls: list[str]) -> None:
     for model_type in ("gemma2", "gpt_oss"):
         result = compare(model_type)
@@ -216,6 +217,7 @@ def test_memory_of_a_mask_grows_with_blocks_and_not_with_pairs() -> None:
     assert sum(value.numel() * value.element_size() for value in held) < 32_768**2 / 500
 
 
+@pytest.mark.slow
 def test_what_is_compiled_for_two_batches_serves_those_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the options that it is compiled with on CUDA, soft cap, window and scale; their numbers stay numbers."""
     monkeypatch.setattr("llmrl.trainer.packing.attention.flex_attention", flex.flex_attention)

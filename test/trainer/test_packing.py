@@ -82,6 +82,7 @@ def test_every_scored_token_is_scored_once_from_its_own_path(batch: tuple) -> No
     assert set(seen) == _wanted(rows, masks)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(_batches(), st.one_of(st.none(), st.integers(1, 5)))
 def test_the_mask_allows_exactly_the_ancestors_on_the_path(batch: tuple, window: int | None) -> None:

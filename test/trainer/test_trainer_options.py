@@ -40,6 +40,7 @@ def _assert_step_is_eager(policy: TransformersWrapper, reference: torch.nn.Modul
     reference.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "is_checkpointing", "num_graphs"), [("llama", False, 4), ("llama", True, 4), ("gemma2", False, 8)]
 )

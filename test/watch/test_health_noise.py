@@ -19,6 +19,7 @@ def false_alarms(seed, *, is_rising, num_steps=60):
         yield {finding.name for finding in diagnose(steps[:number])} - ({"no_signal", "learned"} if is_dull else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_rising", [False, True], ids=["stationary", "rising"])
 def test_random_healthy_runs_are_called_healthy(is_rising):
     num_steps, found = 0, Counter()

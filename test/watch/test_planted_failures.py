@@ -125,6 +125,7 @@ def test_a_tool_that_always_fails_is_seen_at_the_first_step_of_a_run(planted, ta
     assert finding["rollouts"]
 
 
+@pytest.mark.slow
 def test_stale_weights_are_seen_at_the_second_step(planted):
     with pytest.warns(UserWarning, match="1. the engine does not hold the trainer's weights"):
         run = planted(differs, engine=Stale)
@@ -132,6 +133,7 @@ def test_stale_weights_are_seen_at_the_second_step(planted):
     assert step == 2 and "mismatched_weights" in run.printed and "Likely: stale weights" in run.printed
 
 
+@pytest.mark.slow
 def test_mixed_dtypes_are_seen(planted):
     with pytest.warns(UserWarning, match="differ by"):
         run = planted(differs, engine=Rounded, learning_rate=1e-1)
@@ -139,6 +141,7 @@ def test_mixed_dtypes_are_seen(planted):
     assert "different dtypes" in str(run.steps)
 
 
+@pytest.mark.slow
 def test_rewards_that_are_mostly_equal_carry_no_signal(planted):
     def dull(completion, place):
         return differs(completion) if place == 0 else 0.5
@@ -331,6 +334,7 @@ def run_with_rewards_up_to_10(planted, tmp_path):
 NEED_RIGHT = {"groups_all_right", "groups_all_wrong", "completion_tokens_wrong", "eval/held/pass@1"}
 
 
+@pytest.mark.slow
 def test_rewards_above_1_do_not_say_what_is_right(run_with_rewards_up_to_10):
     with pytest.warns(UserWarning, match="which answers are right is not known"):
         names, said = run_with_rewards_up_to_10(larger_than_1)
@@ -338,6 +342,7 @@ def test_rewards_above_1_do_not_say_what_is_right(run_with_rewards_up_to_10):
     assert said and all(is_right is None for is_right, _ in said)
 
 
+@pytest.mark.slow
 def test_a_function_named_success_says_what_is_right_of_rewards_above_1(run_with_rewards_up_to_10):
     def is_long(completion):
         return len(completion) > 20

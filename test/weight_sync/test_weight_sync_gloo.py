@@ -144,6 +144,7 @@ def test_a_small_change_is_a_small_broadcast_and_all_comes_every_so_often(sent):
     sender.shutdown()
 
 
+@pytest.mark.slow
 def test_engines_near_and_far_hold_the_bits_through_any_history(sent, caplog):
     """Random changes, engines that die at a random step, refuse, come new or come late; plain tensors are the truth.
 
@@ -245,6 +246,7 @@ def test_a_whole_that_is_damaged_on_the_way_is_refused(monkeypatch):
     sender.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("is_small", [True, False], ids=["a delta", "the whole"])
 def test_an_engine_that_dies_at_any_step_is_left_out_and_its_successor_is_sent_all(sent, step, is_small):

@@ -236,6 +236,7 @@ def test_the_only_engine_that_hangs_in_an_update_ends_it_with_an_error(phase, mo
     sender.shutdown()
 
 
+@pytest.mark.slow
 def test_an_engine_that_finishes_long_requests_before_it_pauses_does_not_hang():
     class BusyEngine(TakingEngine):
         num_tokens = 0

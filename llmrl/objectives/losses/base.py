@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -45,7 +45,7 @@ class MicroLoss:
         """Return a copy without the graph."""
         return replace(self, losses={name: loss.detach() for name, loss in self.losses.items()})
 
-    def to(self, device: torch.device | str) -> MicroLoss:
+    def to(self, device: torch.device | str) -> Self:
         """Return a copy on `device`."""
 
         def moved(columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
