@@ -30,7 +30,7 @@ test: lint tests ## lint, types, then every test and example: 12 to 18 minutes o
 tests: setup
 	@$(PYTEST) $(ARGS)
 
-test-fast: setup ## the tests that start neither vLLM nor Ray nor other programs and are quick: 2 to 4 minutes on two cores
+test-fast: setup ## the tests that start neither vLLM nor Ray nor other programs and are quick: 75 s on two cores
 	@$(PYTEST) -m "not engine and not ray and not slow" $(ARGS)
 
 lint: setup ## ruff, spelling and mypy: half a minute

@@ -16,6 +16,8 @@ from llmrl.engines import EngineError, EngineReplicas, SamplingConfig, ServerEng
 from llmrl.engines.server import engine as server
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 
+pytestmark = pytest.mark.usefixtures("takes_long")
+
 SAMPLING = SamplingConfig(max_new_tokens=4)
 ROUTES = [
     "pause",
@@ -144,7 +146,6 @@ def test_a_failed_update_gives_a_server_that_lost_its_weights_no_label_for_them(
     assert holds(first, 5) and holds(second, 5) and first.label == second.label == "2"
 
 
-@pytest.mark.slow
 def test_a_server_that_stalls_while_it_is_opened_is_refused(begin, monkeypatch):
     (one, _), *_ = begin("llmrl")
     monkeypatch.setattr(ServerEngine, "control_timeout_seconds", 0.3)
@@ -165,7 +166,6 @@ def test_requests_of_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_i
     assert ask(engines).versions == [1, 1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["llmrl", None])
 def test_versions_stay_those_of_their_weights_whichever_servers_stall_or_restart(begin, backend):
     for seed in fuzz_seeds(2):

@@ -13,6 +13,8 @@ import torch
 
 from llmrl.recipes import known_recipes
 
+pytestmark = pytest.mark.usefixtures("takes_long")
+
 KIT = Path(__file__).resolve().parents[2] / "tools" / "gpu"
 
 
@@ -91,7 +93,6 @@ def test_stages_have_lines_and_are_not_run_twice(
     assert kit["run"].done(out) == {"fork"}
 
 
-@pytest.mark.slow
 def test_a_stage_that_hangs_or_fails_has_a_line_that_says_so(kit: dict[str, ModuleType]) -> None:
     line = kit["run"]._line_of("hangs", [sys.executable, "-c", "import time; time.sleep(60)"], 1)
     assert line["error"] == "ended after 1 seconds"
@@ -99,7 +100,6 @@ def test_a_stage_that_hangs_or_fails_has_a_line_that_says_so(kit: dict[str, Modu
     assert "no room" in line["error"]
 
 
-@pytest.mark.slow
 def test_what_is_packed_is_what_the_kit_imports(kit: dict[str, ModuleType], tmp_path: Path) -> None:
     kit["pack"].copy_sources(tmp_path)
     assert (tmp_path / "tools/gpu/run.py").exists() and (tmp_path / "llmrl/trainer/packing/masks.py").exists()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("takes_long")
+
 ROOT = Path(__file__).resolve().parents[2]
 # Places in the whole library.
 MOST = {

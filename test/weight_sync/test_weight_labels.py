@@ -18,6 +18,8 @@ from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, 
 from llmrl.weight_sync.adapters import AdapterWeights
 from llmrl.weight_sync.stream import StreamChannel
 
+pytestmark = pytest.mark.usefixtures("takes_long")
+
 WAYS = ["memory", "gloo", "gloo deltas", "files", "file deltas", "adapters", "stream"]
 _BACKENDS = {"adapters": "adapters", "gloo": "far", "gloo deltas": "far", "stream": "stream"}
 
@@ -142,7 +144,6 @@ def test_another_sender_gives_no_version_of_a_dead_engine_to_other_weights(is_re
     assert labels.seen == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["memory", "files", "adapters"])
 def test_a_version_is_that_of_the_same_weights_in_a_list_in_which_dead_engines_are_replaced(start, way):
     """As below, but nothing restarts engines; a new sender comes where the last version's engines are in the list."""
@@ -199,7 +200,6 @@ def test_a_replica_that_starts_again_reads_the_double_buffer_without_another_wri
     writer.shutdown()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_version_is_that_of_the_same_weights_whichever_engines_die_when(start, way):
     """Random updates, deaths, refusals and half loads; afterwards one update reaches every engine."""

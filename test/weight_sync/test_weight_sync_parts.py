@@ -29,6 +29,8 @@ from llmrl.weight_sync.buffers import ALIGNMENT, PackedLayout, SharedBuffer, ope
 from llmrl.weight_sync.member import Member
 from llmrl.weight_sync.source import ModelWeights, checkpoint_name, named_weights
 
+pytestmark = pytest.mark.usefixtures("takes_long")
+
 
 def test_packed_tensors_come_back_and_lie_apart():
     tensors = {
@@ -236,7 +238,6 @@ def test_the_only_engine_that_hangs_in_an_update_ends_it_with_an_error(phase, mo
     sender.shutdown()
 
 
-@pytest.mark.slow
 def test_an_engine_that_finishes_long_requests_before_it_pauses_does_not_hang():
     class BusyEngine(TakingEngine):
         num_tokens = 0
