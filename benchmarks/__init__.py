@@ -1,1 +1,1 @@
-"""Measurements beside a peer. `python -m benchmarks list` shows them."""
+"""Measurements of llmrl and its peers. `python -m benchmarks list` shows them."""

@@ -1,8 +1,9 @@
-"""`python -m benchmarks NAME`: run a benchmark; its last line is one JSON object.
+"""`python -m benchmarks NAME`: run a benchmark; the last line of output is one JSON object.
 
-A benchmark is a module of this folder with a docstring that says what it measures and `run() -> dict`, which prints a
-table and returns `name`, `ratio`, `ratio_of` (what the ratio is of), `goal`, `met` and `medians` (the raw numbers).
-Ours and the peer's are measured in the same run: the ratio travels between machines, the seconds do not.
+A benchmark is a module of this folder with a docstring that describes the measurement and a function `run() -> dict`,
+which prints a table and returns `name`, `ratio`, `ratio_of` (description of the ratio), `goal`, `met` and `medians`
+(the raw numbers). llmrl and the peer are measured in the same run, because ratios are comparable between machines and
+seconds are not.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FOLDER = Path(__file__).parent
 
 
 def found() -> dict[str, str]:
-    """Name of every benchmark and its explanation; nothing is imported."""
+    """Return the name and explanation of every benchmark, without importing them."""
     names = {}
     for path in sorted(_FOLDER.glob("*.py")):
         tree = ast.parse(path.read_text())
@@ -37,22 +38,22 @@ def _is_run(node: ast.FunctionDef) -> bool:
 
 
 def run_one(name: str) -> dict[str, Any]:
-    """Run one in this process; its result, checked."""
+    """Run a benchmark in this process, check its result, and return it."""
     result = importlib.import_module(f"benchmarks.{name}").run()
     if missing := FIELDS - set(result):
-        raise KeyError(f"benchmarks/{name}.py returned no {sorted(missing)}")
+        raise KeyError(f"the result of benchmarks/{name}.py lacks {sorted(missing)}")
     result["met"] = bool(result["met"])
     return result
 
 
 def write_page(result: dict[str, Any]) -> None:
-    """Replace the benchmark's section of the performance page."""
+    """Replace the benchmark's section in the performance page."""
     page = PAGE.read_text() if PAGE.exists() else ""
     PAGE.write_text(updated(page, section(result, found()[result["name"]])))
 
 
 def run_all(*, is_page: bool) -> int:
-    """Run each in a process of its own, so that none starts with another's memory; 1 when one failed."""
+    """Run each benchmark in its own process, so that none inherits memory; return 1 if any failed."""
     results, failed = [], []
     for name in found():
         print(f"== {name}", flush=True)
@@ -76,7 +77,7 @@ def run_all(*, is_page: bool) -> int:
 
 
 def main() -> int:
-    """Run what the command line names."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios of llmrl to its peers.")
     names = found()
     parser.add_argument("name", nargs="?", default="list", choices=["list", "all", *names], metavar="NAME")

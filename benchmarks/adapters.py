@@ -1,8 +1,8 @@
-"""LoRA adapters sent alone beside merged weights: bytes, seconds, speed of the engine, distance from the trainer.
+"""Sending LoRA adapters or merged weights: bytes, seconds, speed of the engine, log-prob difference to the trainer.
 
-The embedded model in float32 with adapters of rank 16 on all linear layers of its blocks; each update sends other ones.
-vLLM has no CPU kernel for adapters (it copies both matrices for each token), so what they cost at a token is not what
-they cost on a GPU.
+The model is the embedded model in float32 with adapters of rank 16 on all linear layers of its blocks; each update
+sends different adapters. vLLM has no CPU kernel for adapters (it copies both matrices for each token), so the speed of
+the engine is not representative of a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAMPLING = SamplingConfig(max_new_tokens=32, ignore_eos=True)
 
 
 def train_a_step(model: torch.nn.Module, seed: int) -> None:
-    """Give the adapters other values, of the size that training gives them."""
+    """Set the adapters to random values of the size that training produces."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -39,7 +39,7 @@ def train_a_step(model: torch.nn.Module, seed: int) -> None:
 
 
 def differences(model: torch.nn.Module, completions: list[Completion]) -> torch.Tensor:
-    """[num_completions, num_tokens] the engine's log-probs less those of peft's model."""
+    """Return the engine's log-probs minus those of peft's model, `[num_completions, num_tokens]`."""
     token_ids = torch.tensor([[*PROMPT, *one.token_ids] for one in completions])
     with torch.no_grad():
         log_probs = model(token_ids).logits[:, len(PROMPT) - 1 : -1].log_softmax(-1)
@@ -48,7 +48,7 @@ def differences(model: torch.nn.Module, completions: list[Completion]) -> torch.
 
 
 def measure(path: str, lora: Any) -> dict[str, float]:
-    """Medians of one way, on an engine of its own."""
+    """Return the medians of one way of sending, with its own engine."""
     model = load_model(path, lora=LoRAConfig(rank=RANK)).eval()
     source = AdapterWeights(model) if lora == "adapter" else ModelWeights(model)
     num_bytes = sum(dtype.itemsize * torch.Size(shape).numel() for _, dtype, shape in source.metadata())
@@ -91,7 +91,7 @@ async def _all(engine: AsyncVLLM) -> list[Completion]:
 
 
 def run() -> dict[str, Any]:
-    """Measure both."""
+    """Measure both ways of sending."""
     path = str(ensure_embedded_model())
     results = {lora: measure(path, lora) for lora in ("merged", "adapter")}
     table = Table(title=f"LoRA of rank {RANK}, median of {NUM_UPDATES} updates")
@@ -104,7 +104,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "adapters",
         "ratio": ratio,
-        "ratio_of": "bytes of adapters sent alone to those of merged weights",
+        "ratio_of": "bytes of adapters to bytes of merged weights",
         "goal": GOAL,
         "met": ratio <= GOAL,
         "medians": results,

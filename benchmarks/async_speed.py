@@ -1,7 +1,7 @@
-"""Seconds of a training step of the demo, generating while it trains beside in turn, on the same two cores.
+"""Seconds of a training step of the demo, with asynchronous and with synchronous generation, on the same two cores.
 
-Engine and trainer each use all cores, so nothing stands idle that overlap could use: it pays where they have devices of
-their own. What is shown here is that it costs little where they have not.
+Engine and trainer each use all cores, so overlapping cannot use idle devices; it pays only if each has its own devices.
+The benchmark shows that overlapping costs little otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCRIPTS = Path(__file__).parent.parent / "sota-implementations" / "grpo"
 
 
 def medians_of(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over steps, and tokens per second of whole steps.
+    """Return medians over steps, and tokens per second of whole steps.
 
     Example:
         >>> step = {"seconds": 2.0, "generate_seconds": 1.0, "train_seconds": 0.5, "sync_seconds": 0.5}
@@ -39,7 +39,7 @@ def medians_of(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _run(script: str, num_steps: int) -> list[dict[str, float]]:
-    """Metrics of every step but the first, which waits for a first batch in both."""
+    """Return the metrics of every step except the first, which waits for a first batch in both scripts."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = {
             "run.path": f"{folder}/run",
@@ -57,13 +57,13 @@ def _run(script: str, num_steps: int) -> list[dict[str, float]]:
 
 
 def run(*, num_steps: int = NUM_STEPS, num_rounds: int = NUM_ROUNDS) -> dict[str, Any]:
-    """Run both in turn and compare."""
+    """Run both scripts alternately and compare."""
     steps: dict[str, list[dict[str, float]]] = {"grpo-sync": [], "grpo-async": []}
     for _ in range(num_rounds):
         for name, collected in steps.items():
             collected += _run(f"{name}.py", num_steps)
     medians = {name: medians_of(collected) for name, collected in steps.items()}
-    table = Table(title=f"{num_steps} steps of the demo, the first left out")
+    table = Table(title=f"{num_steps} steps of the demo, without the first")
     for title in ("", "s/step", "waiting for a batch", "training", "sync", "sampled tokens/s", "staleness"):
         table.add_column(title, justify="right" if title else "left")
     for name, values in medians.items():

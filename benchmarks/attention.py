@@ -1,8 +1,8 @@
-"""Attention of packed rows without masks of all pairs: what it is off by, and what masks hold, beside a dense mask.
+"""Attention of packed rows with block masks instead of a dense mask: numerical error and size of the masks.
 
-On a CPU blocks are computed as on a GPU, by an uncompiled `flex_attention`, and compared with `sdpa` under the dense
-mask, values and gradients, for rows alone and for sixteen answers to a prompt; and the bytes of each mask are counted.
-On a GPU `tools/gpu/run.py attention` measures seconds and peaks.
+On a CPU, blocks are computed as on a GPU, by an uncompiled `flex_attention`. Values and gradients are compared with
+`sdpa` under the dense mask, for single rows and for sixteen answers to a prompt, and the bytes of each mask are
+counted. On a GPU, `tools/gpu/run.py attention` measures seconds and peak memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from llmrl.trainer.packing.packed_rows import PackedRows, pack_rows
 
 LENGTHS = (1024, 4096, 16_384, 32_768)
 EXACT_LENGTH = 1024
-"""Compared up to here: uncompiled, scores of all pairs are held."""
+"""Length for the comparison; longer ones would need the scores of all pairs in memory without compilation."""
 WINDOW = 100
 GOAL = 0.01
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE = 4, 2, 16
 
 
 def _packed(length: int, *, is_shared: bool) -> PackedRows:
-    """Rows of `length` computed tokens in all: alone, or sixteen that share three quarters."""
+    """Return packed rows of about `length` tokens: a single row, or sixteen that share three quarters."""
     shape = (length * 3 // 4, length // 64 + 1, 16) if is_shared else (1, length, 1)
     (packed,) = pack_rows(*group(*shape), token_budget=2 * length)
     return packed
@@ -48,7 +48,7 @@ def _num_bytes(mask: masks.Mask) -> int:
 
 
 def _error(packed: PackedRows, window: int | None) -> float:
-    """The largest difference of values and gradients, relative to the largest of each."""
+    """Return the largest difference of values and gradients, relative to the largest absolute value of each."""
     results = []
     module = torch.nn.Module()
     module.num_key_value_groups, module.is_causal = NUM_HEADS // NUM_KEY_HEADS, True
@@ -66,10 +66,10 @@ def _error(packed: PackedRows, window: int | None) -> float:
 
 
 def run() -> dict[str, Any]:
-    """Compare, count, print the table, return the result."""
+    """Compare, count bytes, print the table, and return the result."""
     torch.manual_seed(0)
     medians: dict[str, float] = {}
-    # Uncompiled it is refused with gradients on a CPU, though it has them.
+    # On a CPU, torch refuses gradients of uncompiled `flex_attention`, although they work.
     with (
         mock.patch.object(flex, "_validate_device", lambda *tensors: None),
         mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
@@ -94,7 +94,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "attention",
         "ratio": ratio,
-        "ratio_of": f"bytes of a mask by blocks to those of a dense one, {LENGTHS[-1]} tokens",
+        "ratio_of": f"bytes of a block mask to those of a dense mask, {LENGTHS[-1]} tokens",
         "goal": GOAL,
         "met": ratio <= GOAL,
         "medians": medians,

@@ -1,9 +1,9 @@
-"""Rollouts per second with the number in flight found, beside the best fixed number, on four simulated loads.
+"""Rollouts per second with the automatic number in flight and with the best fixed number, on four simulated loads.
 
-The scheduler, the gate and the rule are the real ones; the engine is a model of vLLM's scheduler with a key-value
-memory of 200,000 tokens, on a clock that jumps. Short and long-tailed answers of one turn fill the memory while they
-are sampled; agents wait for tools, and their contexts are forgotten meanwhile where too many are in flight. Rollouts
-are counted once half of the batches are over.
+The scheduler, the gate and the rule for the number are real. The engine is a model of vLLM's scheduler with a key-value
+cache of 200,000 tokens, in virtual time. Short and long-tailed answers of one turn fill the cache while they are
+sampled. Agents wait for tools, and meanwhile their contexts are evicted if too many rollouts are in flight. Rollouts
+are counted in the second half of the batches.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ GOAL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What rollouts ask of the engine; medians of log-normal distributions with their sigmas."""
+    """The requests of rollouts. Pairs are median and sigma of a log-normal distribution."""
 
     fixed_numbers: Sequence[int]
-    """Of rollouts in flight, among which the best is."""
+    """Fixed numbers of rollouts in flight to compare; the best number is among them."""
     num_prompt_tokens: int
     answer: tuple[float, float]
     num_turns: int = 1
     num_result_tokens: int = 0
-    """Of what a tool returns after each turn."""
+    """Number of tokens that a tool returns after each turn."""
     tool_s: tuple[float, float] = (1.0, 0.0)
     outage_probability: float = 0.0
-    """Of a tool's call that takes half a minute longer."""
+    """Probability that a tool call takes half a minute longer."""
 
 
 LOADS = {
@@ -59,18 +59,18 @@ LOADS = {
 
 @dataclass(slots=True, kw_only=True)
 class LoadedSource(SimulatedSource):
-    """Rollouts of a load, each with the same lengths in every run."""
+    """Source of the rollouts of a load, which have the same lengths in every run."""
 
     load: Load
     turn_counts: TurnCounts = field(default_factory=TurnCounts)
 
     def take_turn_counts(self) -> TurnCounts:
-        """Return what the turns since the last call found of their contexts."""
+        """Return the counts of cached contexts in the turns since the last call."""
         counts, self.turn_counts = self.turn_counts, TurnCounts()
         return counts
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
-        """Play its turns, with tools between them."""
+        """Play the turns of a rollout, with tools between them."""
         rollout, load = job.records[0], self.load
         draw = random.Random(rollout.rollout_id)
         num_tokens, num_seen = load.num_prompt_tokens, None
@@ -93,7 +93,7 @@ def _log_normal(draw: random.Random, of: tuple[float, float]) -> float:
 
 
 async def collect(load: Load, max_concurrent_rollouts: int | None, num_batches: int = NUM_BATCHES) -> dict[str, float]:
-    """Collect with a fixed number in flight, or with None as many as are found; rollouts a second, and preemptions."""
+    """Collect with a fixed number in flight, or an automatic one (None); return rollouts per second and preemptions."""
     engine = SimulatedEngine(NUM_MEMORY_TOKENS)
     source = LoadedSource(engine=engine, group_size=GROUP_SIZE, load=load)
     scheduler = RolloutScheduler(
@@ -124,9 +124,17 @@ async def collect(load: Load, max_concurrent_rollouts: int | None, num_batches: 
 
 
 def run() -> dict[str, Any]:
-    """Every load with each fixed number, and with the rule."""
+    """Simulate every load with each fixed number and with the automatic number."""
     table = Table(title="rollouts per second of the simulated engine")
-    for column in ("load", "best fixed number", "rollouts/s", "found", "rollouts/s", "preemptions a rollout", "ratio"):
+    for column in (
+        "load",
+        "best fixed number",
+        "rollouts/s",
+        "automatic",
+        "rollouts/s",
+        "preemptions per rollout",
+        "ratio",
+    ):
         table.add_column(column, justify="left" if column == "load" else "right")
     medians: dict[str, Any] = {}
     for name, load in LOADS.items():
@@ -149,7 +157,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "auto_concurrency",
         "ratio": ratio,
-        "ratio_of": "rollouts per second with the number in flight found to those with the best fixed one, worst load",
+        "ratio_of": "rollouts per second with the automatic number in flight to the best fixed number, worst load",
         "goal": GOAL,
         "met": ratio >= GOAL,
         "medians": medians,

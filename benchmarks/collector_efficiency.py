@@ -1,4 +1,4 @@
-"""Tokens a second of the collector on real vLLM, beside the bare engine on the same prompts and lengths."""
+"""Tokens per second of the collector on vLLM, and of the bare engine with the same prompts and lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOALS = {1: 0.95, 4: 0.90}
 
 
 class FixedLength:
-    """An engine with completions of exactly `MAX_NEW_TOKENS` tokens that and count as ended, not as cut."""
+    """An engine with completions of exactly `MAX_NEW_TOKENS` tokens, which count as finished, not as truncated."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.max_model_len, self.vocab_size = engine, engine.max_model_len, engine.vocab_size
@@ -37,11 +37,11 @@ class FixedLength:
 
 
 Contexts = list[list[list[int]]]
-"""Of each conversation, of each turn: the ids that come before the completion and after the one before."""
+"""Token ids between the previous completion and the completion, for each turn of each conversation."""
 
 
 def bare(engine: Any, contexts: Contexts) -> float:
-    """Tokens a second of vLLM's own `AsyncLLM`."""
+    """Return the tokens per second of vLLM's own `AsyncLLM`."""
     from llmrl.engines import SamplingConfig
     from llmrl.engines.vllm.requests import sampling_params
 
@@ -70,7 +70,7 @@ def bare(engine: Any, contexts: Contexts) -> float:
 
 
 def ours(engine: Any, tokenizer: Any, num_turns: int) -> tuple[float, Contexts]:
-    """Tokens a second of the collector, training rows included; and the contexts of each conversation."""
+    """Return the tokens per second of the collector, including training rows, and the contexts of each conversation."""
     from llmrl.collectors import LLMCollector
     from llmrl.policies import LLMWrapperBase
 
@@ -87,7 +87,7 @@ def ours(engine: Any, tokenizer: Any, num_turns: int) -> tuple[float, Contexts]:
 
 
 def torchrl(engine: Any, tokenizer: Any, num_turns: int) -> float:
-    """Tokens a second of TorchRL's collector on the same engine."""
+    """Return the tokens per second of TorchRL's collector on the same engine."""
     from tensordict import set_list_to_stack
 
     from llmrl.engines import SamplingConfig
@@ -112,7 +112,7 @@ def torchrl(engine: Any, tokenizer: Any, num_turns: int) -> float:
 
 
 def run() -> dict[str, Any]:
-    """Measure in turn, so that a busy moment of the machine meets all alike."""
+    """Measure alternately, so that a disturbance of the machine affects all cases alike."""
     from llmrl.engines import AsyncVLLM
     from llmrl.testing.embedded_model import ensure_embedded_model
 
@@ -129,12 +129,12 @@ def run() -> dict[str, Any]:
                 row[f"torchrl_{num_turns}_turns"] = torchrl(engine, tokenizer, num_turns)
             rows.append(row)
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    # Of each repetition, so that a slow moment of the machine is in both.
+    # The median of the ratios of each repetition: a disturbance of the machine affects both of its measurements.
     ratios = {
         turns: statistics.median(row[f"collector_{turns}_turns"] / row[f"bare_{turns}_turns"] for row in rows)
         for turns in TURNS
     }
-    table = Table(title=f"Tokens a second, {NUM_CONVERSATIONS} conversations, median of {NUM_REPEATS}")
+    table = Table(title=f"Tokens per second, {NUM_CONVERSATIONS} conversations, median of {NUM_REPEATS}")
     for column in ("turns", "bare AsyncLLM", "llmrl", "torchrl", "llmrl / bare", "goal"):
         table.add_column(column, justify="right")
     for turns in TURNS:
@@ -144,7 +144,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "collector_efficiency",
         "ratio": ratios[4],
-        "ratio_of": "tokens per second of the collector to the bare engine's, 4 turns and an instant tool",
+        "ratio_of": "tokens per second of the collector to those of the bare engine, 4 turns and an instant tool",
         "goal": GOALS[4],
         "met": all(ratios[turns] >= GOALS[turns] for turns in TURNS),
         "medians": {**medians, **{f"ratio_{turns}_turns": ratio for turns, ratio in ratios.items()}},

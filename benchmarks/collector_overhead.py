@@ -1,7 +1,7 @@
-"""Microseconds of CPU that a turn costs in the collector, with an engine that answers at once, beside TorchRL's.
+"""CPU microseconds per turn in the collectors of llmrl and TorchRL, with an engine that answers immediately.
 
-The goal is met by the ratio and by the growth together. Most of the growth is Python's search for garbage through what
-so many conversations hold: 77 us a turn with 8,192, 17 with 256.
+Both the ratio and the growth must meet their goals. Most of the growth is Python's garbage collection, which traverses
+the objects of all conversations: 77 us per turn with 8,192 conversations, and 17 us with 256.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ COMPARED = 256
 NUM_REPEATS = 3
 GOAL = 0.1
 GOAL_GROWTH = 1.1
-"""Of a turn's cost from 256 to 8,192 conversations in flight."""
+"""Maximum growth of the cost per turn from 256 to 8,192 conversations in flight."""
 ANSWER = "1 2 3 4<|im_end|>"
 
 
 def ours(num_conversations: int, renderer: Any, *, num_rounds: int) -> float:
-    """Microseconds of CPU a turn, of all threads, training rows included."""
+    """Return the CPU microseconds per turn of all threads, including training rows."""
     from llmrl.collectors import LLMCollector
     from llmrl.policies import LLMWrapperBase
     from llmrl.testing import ScriptedEngine
@@ -45,7 +45,7 @@ def ours(num_conversations: int, renderer: Any, *, num_rounds: int) -> float:
 
 
 def theirs(num_conversations: int, tokenizer: Any) -> float:
-    """Microseconds of CPU a turn of TorchRL's collector, its vLLM wrapper and its environment."""
+    """Return the CPU microseconds per turn of TorchRL's collector, vLLM wrapper and environment."""
     from tensordict import set_list_to_stack
 
     from llmrl.engines import Completion
@@ -65,7 +65,7 @@ def theirs(num_conversations: int, tokenizer: Any) -> float:
 
 
 def run() -> dict[str, Any]:
-    """Measure in turn, so that a busy moment of the machine meets all alike."""
+    """Measure alternately, so that a disturbance of the machine affects all cases alike."""
     from transformers import AutoTokenizer
 
     from llmrl.rendering import make_renderer
@@ -82,7 +82,7 @@ def run() -> dict[str, Any]:
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     ratio = medians[f"ours_{COMPARED}_us"] / medians[f"torchrl_{COMPARED}_us"]
     growth = medians[f"ours_{SIZES[-1]}_us"] / medians[f"ours_{COMPARED}_us"]
-    table = Table(title=f"Microseconds of CPU a turn, conversations of {NUM_TURNS} turns, median of {NUM_REPEATS}")
+    table = Table(title=f"CPU microseconds per turn, conversations of {NUM_TURNS} turns, median of {NUM_REPEATS}")
     table.add_column("conversations in flight")
     table.add_column("llmrl", justify="right")
     table.add_column("torchrl", justify="right")
@@ -94,7 +94,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "collector_overhead",
         "ratio": ratio,
-        "ratio_of": f"a turn's cost in the collector to TorchRL's, {COMPARED} conversations in flight",
+        "ratio_of": f"CPU time per turn in the collector to that of TorchRL's, {COMPARED} conversations in flight",
         "goal": GOAL,
         "met": ratio <= GOAL and growth <= GOAL_GROWTH,
         "medians": {**medians, "growth": growth, "goal_growth": GOAL_GROWTH},

@@ -1,7 +1,7 @@
-"""Turns a second of collector processes, one for each core, beside one such process: engines answer at once.
+"""Turns per second of several collector processes, one per core, and of one process; engines answer immediately.
 
-The process that takes in their batches, and Ray, run on the same cores. So the collectors' share of all CPU time is the
-most that can be had on as many cores as collectors; what is missing to that is waiting, and what else the machine did.
+The process that receives their batches, and Ray, run on the same cores. Therefore the collectors' share of all CPU time
+is the maximum efficiency if there are as many cores as collectors. The rest is waiting and other work of the machine.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ GOAL = 0.9
 
 
 def make_conversations() -> Any:
-    """The conversations that every process plays."""
+    """Return the environment that every process plays."""
     return make_env(NUM_TURNS, repeats=GROUP_SIZE)
 
 
 def make_policy() -> Any:
-    """A policy over an engine of its own, which answers at once: what is left is the collector's Python."""
+    """Return a policy with an engine that answers immediately, so that only the collector's Python takes time."""
     from transformers import AutoTokenizer
 
     from llmrl.policies import LLMWrapperBase
@@ -44,12 +44,12 @@ def make_policy() -> Any:
 
 
 def cpu_seconds() -> dict[int, float]:
-    """CPU time of this process and of all that it started, by process."""
+    """Return the CPU seconds of this process and of its descendants, by process."""
     stats = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         stats[int(folder.name)] = (int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
     own = {os.getpid()}
@@ -59,9 +59,9 @@ def cpu_seconds() -> dict[int, float]:
 
 
 def rate(num_processes: int) -> tuple[float, float]:
-    """Turns a second of so many processes while their batches are read, and their share of the CPU time of all.
+    """Return the turns per second of collector processes, and their share of all CPU time.
 
-    The rest is this process's, which takes in the batches, and Ray's.
+    The remaining CPU time is that of Ray and of this process, which receives the batches.
     """
     import ray
 
@@ -87,7 +87,7 @@ def rate(num_processes: int) -> tuple[float, float]:
 
 
 def run() -> dict[str, Any]:
-    """Measure in turn, so that a busy moment of the machine meets both."""
+    """Measure alternately, so that a disturbance of the machine affects both cases."""
     import ray
 
     ray.init(address="local", num_cpus=NUM_PROCESSES, include_dashboard=False, log_to_driver=False)
@@ -98,7 +98,7 @@ def run() -> dict[str, Any]:
     one, _, several, share = (statistics.median(column) for column in zip(*rates, strict=True))
     efficiency = several / (NUM_PROCESSES * one)
     table = Table(
-        "collector processes", "turns a second", title=f"Conversations of {NUM_TURNS} turns, Ray on one machine"
+        "collector processes", "turns per second", title=f"Conversations of {NUM_TURNS} turns, Ray on one machine"
     )
     table.add_row("1", f"{one:,.0f}")
     table.add_row(str(NUM_PROCESSES), f"{several:,.0f}")
@@ -106,7 +106,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "collector_processes",
         "ratio": round(efficiency, 3),
-        "ratio_of": f"turns a second of {NUM_PROCESSES} processes to {NUM_PROCESSES} times those of one",
+        "ratio_of": f"turns per second of {NUM_PROCESSES} processes to {NUM_PROCESSES} times those of one process",
         "goal": GOAL,
         "met": efficiency >= GOAL,
         "medians": {

@@ -1,4 +1,4 @@
-"""Conversations that the collector's benchmarks play: a fixed number of turns, ours and TorchRL's."""
+"""Conversations with a fixed number of turns for the collector's benchmarks, in llmrl and in TorchRL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OPENING, FOLLOW_UP = "Go on, count.", "And then?"
 
 
 def make_env(num_turns: int, *, repeats: int = 1, tool: Callable[[], Any] | None = None) -> Any:
-    """Ours: the policy speaks `num_turns` times; `tool`, a function that gives an awaitable, is awaited each time."""
+    """Return llmrl's environment: the policy answers `num_turns` times, and `tool()` is awaited after each answer."""
     from llmrl.envs import MessageChatEnv, MessageEnv, MessageStep
 
     class Counting(MessageEnv):
@@ -29,7 +29,7 @@ def make_env(num_turns: int, *, repeats: int = 1, tool: Callable[[], Any] | None
 
 
 def make_torchrl_env(num_turns: int, num_conversations: int, tokenizer: Any) -> Any:
-    """TorchRL's: the same conversations, `num_conversations` in lock-step."""
+    """Return TorchRL's environment: the same conversations, `num_conversations` in lock-step."""
     import torch
     from tensordict import TensorDict, lazy_stack
     from torch.utils.data import DataLoader
@@ -71,7 +71,7 @@ def make_torchrl_env(num_turns: int, num_conversations: int, tokenizer: Any) -> 
 def make_torchrl_policy(
     generate: Callable[[list[list[int]]], list[Any]], tokenizer: Any, **generate_kwargs: Any
 ) -> Any:
-    """TorchRL's `vLLMWrapper` over a function from prompts to our `Completion`s, as if it were a `vllm.LLM`."""
+    """Return TorchRL's `vLLMWrapper` over a function from prompts to `Completion`s, in place of a `vllm.LLM`."""
     from torchrl.modules.llm import vLLMWrapper
     from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -109,14 +109,14 @@ def make_torchrl_policy(
                 for index, (ids, completion) in enumerate(zip(prompt_ids, generate(prompt_ids), strict=True))
             ]
 
-    LLM.__module__ = "vllm.benchmark"  # the wrapper knows engines by their names
+    LLM.__module__ = "vllm.benchmark"  # the wrapper recognises engines by the name of their module
     return vLLMWrapper(
         LLM(), tokenizer=tokenizer, input_mode="history", return_log_probs=True, generate_kwargs=generate_kwargs
     )
 
 
 def torchrl_batches(env: Any, policy: Any, turns_per_batch: int) -> Iterator[Any]:
-    """Batches of TorchRL's `LLMCollector`."""
+    """Return the batches of TorchRL's `LLMCollector`."""
     from torchrl.collectors.llm import LLMCollector
 
     return iter(LLMCollector(env, policy=policy, dialog_turns_per_batch=turns_per_batch, total_dialog_turns=10**9))

@@ -1,4 +1,4 @@
-"""Seconds of training until the demo's mean reward reaches 0.9, beside a plain transformers loop."""
+"""Seconds of training until the demo's mean reward reaches 0.9, compared with a plain transformers loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCRIPT = Path(__file__).parent.parent / "sota-implementations" / "grpo" / "grpo
 
 
 def seconds_to_target(log: list[dict[str, float]]) -> float:
-    """Seconds of the steps up to the first with a mean reward at the target; infinite when none did.
+    """Return the seconds of the steps up to the first with a mean reward of at least the target, or infinity.
 
     Example:
         >>> seconds_to_target([{"reward_mean": 0.5, "seconds": 2.0}, {"reward_mean": 0.95, "seconds": 1.0}])
@@ -53,7 +53,7 @@ def _run_ours(seed: int) -> list[dict[str, float]]:
 
 
 def _run_plain(seed: int) -> list[dict[str, float]]:
-    # A process of its own, as ours is: neither inherits the other's memory or threads.
+    # A separate process, as for llmrl, so that neither loop inherits the other's memory or threads.
     code = (
         "import json, sys; from benchmarks.plain_loop import run_plain_loop;"
         f"log = run_plain_loop(sys.argv[1], num_steps={NUM_STEPS}, target_reward={TARGET_REWARD}, seed={seed});"
@@ -65,7 +65,7 @@ def _run_plain(seed: int) -> list[dict[str, float]]:
 
 
 def run(seed: int = 0) -> dict[str, Any]:
-    """Train twice and compare."""
+    """Train with both loops and compare."""
     logs = {"llmrl": _run_ours(seed), "plain transformers loop": _run_plain(seed)}
     table = Table(title="seconds of training to mean reward 0.9")
     for title in ("", "seconds", "steps", "generate s/step", "train s/step", "sync s/step"):

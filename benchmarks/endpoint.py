@@ -1,9 +1,9 @@
-"""Milliseconds of CPU that a request at the endpoint costs beside `engine.generate`; collection through it.
+"""CPU milliseconds that a request to the endpoint costs in addition to `engine.generate`, and collection by agents.
 
-The engine is scripted. The requests come over HTTP from a process of their own, with a bare client, so that what is
-measured is the endpoint: reading, rendering, parsing, recording, writing. It is the time of this process on the CPU, so
-that what else the machine does counts little. Collection is that of one-turn conversations, of an engine that takes 2 s
-an answer, with the clients in this process: by the clock, on a machine that did nothing else.
+The engine is scripted. Requests come over HTTP from another process with a minimal client, so that only the endpoint is
+measured: reading, rendering, parsing, recording and writing. The time is the CPU time of this process, so that other
+work of the machine matters little. Collection plays one-turn conversations with an engine that takes 2 s per answer and
+with the clients in this process; it is measured in real time on an idle machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GOAL_MS = 1.0
 GOAL_SHARE = 0.95
 ANSWER = "1 2 3 4<|im_end|>"
 
-# Reads the URL and keys, and asks in turn.
+# Reads the URL and the keys, and sends the requests.
 _CLIENT = """
 import asyncio, json, sys, aiohttp
 
@@ -58,7 +58,7 @@ def _engine(renderer: Any, latency_s: float = 0.0) -> Any:
 
 
 def direct_ms(renderer: Any) -> float:
-    """Milliseconds a request of the engine alone, its prompt rendered."""
+    """Return the CPU milliseconds per request of the engine alone, including rendering."""
     from llmrl.engines import SamplingConfig
 
     async def main() -> float:
@@ -77,7 +77,7 @@ def direct_ms(renderer: Any) -> float:
 
 
 def served_ms(renderer: Any, *, num_sessions: int, num_in_flight: int) -> float:
-    """Milliseconds a request over HTTP, so many sessions open."""
+    """Return the CPU milliseconds per request over HTTP, with a number of open sessions."""
     from llmrl.collectors.agents import KeyedSessions
     from llmrl.endpoint import EndpointServer, Session, SessionLimits, TurnTree
     from llmrl.engines import SamplingConfig
@@ -117,7 +117,7 @@ async def _play(row: Any, model: Any) -> float:
 
 
 def collect_s(renderer: Any, *, is_agent: bool) -> float:
-    """Seconds of a batch of conversations of one turn."""
+    """Return the seconds to collect a batch of one-turn conversations."""
     from llmrl.collectors import LLMCollector
     from llmrl.envs import AgentEnv, DatasetChatEnv
     from llmrl.policies import LLMWrapperBase
@@ -137,7 +137,7 @@ def collect_s(renderer: Any, *, is_agent: bool) -> float:
 
 
 def run() -> dict[str, Any]:
-    """Measure in turn, so that a busy moment of the machine meets all alike."""
+    """Measure alternately, so that a disturbance of the machine affects all cases alike."""
     from transformers import AutoTokenizer
 
     from llmrl.rendering import make_renderer
@@ -161,18 +161,18 @@ def run() -> dict[str, Any]:
     table = Table(title=f"A request at the endpoint, median of {NUM_REPEATS}")
     table.add_column("")
     table.add_column("llmrl", justify="right")
-    table.add_row("engine.generate, its prompt rendered", f"{medians['direct_ms']:.2f} ms")
+    table.add_row("engine.generate with rendering", f"{medians['direct_ms']:.2f} ms")
     table.add_row(f"over HTTP, {NUM_IN_FLIGHT} in flight", f"{medians['served_ms']:.2f} ms")
-    table.add_row(f"over HTTP, {NUM_SESSIONS:,} in flight, of as many sessions", f"{medians['served_1024_ms']:.2f} ms")
+    table.add_row(f"over HTTP, {NUM_SESSIONS:,} in flight and as many sessions", f"{medians['served_1024_ms']:.2f} ms")
     table.add_row(
-        f"collection, {NUM_IN_FLIGHT} in flight, {LATENCY_S:g} s an answer: by turns", f"{medians['turns_s']:.2f} s"
+        f"collection, {NUM_IN_FLIGHT} in flight, {LATENCY_S:g} s per answer: environment", f"{medians['turns_s']:.2f} s"
     )
-    table.add_row("by agents", f"{medians['agents_s']:.2f} s")
+    table.add_row("the same: agents", f"{medians['agents_s']:.2f} s")
     Console().print(table)
     return {
         "name": "endpoint",
         "ratio": cost_ms,
-        "ratio_of": f"milliseconds of CPU that a request costs beside engine.generate, {NUM_IN_FLIGHT} in flight",
+        "ratio_of": f"CPU milliseconds that a request costs in addition to engine.generate, {NUM_IN_FLIGHT} in flight",
         "goal": GOAL_MS,
         "met": cost_ms <= GOAL_MS and share >= GOAL_SHARE,
         "medians": {**medians, "collection_share": share, "goal_share": GOAL_SHARE},

@@ -1,9 +1,10 @@
-"""`llmrl serve` beside vLLM's own OpenAI server: time to the first token, and CPU a request, at 1 and at 200 clients.
+"""`llmrl serve` and vLLM's OpenAI server: time to the first token and CPU time per request, with 1 and 200 clients.
 
-Both serve the same random model of one layer by the same engine, in processes of their own, to the same clients in a
-third one. Requests are streamed chat completions of 16 tokens, without and with log-probs: llmrl records these for each
-answer, and vLLM's server makes them where a client asks. The CPU is that of the server's process: the engine computes
-in a child, which is not counted. The servers are asked in turn, so that a busy moment of the machine meets both.
+Both serve the same random one-layer model with the same engine, each in its own process, to the same clients in a third
+process. Requests are streamed chat completions of 16 tokens, without and with log-probs: llmrl records log-probs for
+each answer, and vLLM's server computes them when a client requests them. CPU time is that of the server's process; the
+engine computes in a child process, which is not counted. Requests to the two servers alternate, so that a disturbance
+of the machine affects both.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ NUM_ROUNDS = 5
 NUM_TOKENS = 16
 CLIENTS = {1: 40, 200: 600}  # number of clients, and of requests in a round
 ASKED = {"": {}, "log_probs_": {"logprobs": True}}
-"""What a client asks for besides, by the prefix of the measured names."""
+"""Additional entries of a request, by the prefix of the measured names."""
 GOAL = 1.2
 START_SECONDS = 300.0
 _ENVIRON = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 
-# Reads the URL and numbers, asks in turn, and writes the seconds to each first token.
+# Reads the URL and the numbers, sends the requests, and prints the seconds to each first token.
 _CLIENT = """
 import asyncio, json, sys, time, aiohttp
 
@@ -62,7 +63,7 @@ asyncio.run(main())
 
 
 class Server:
-    """A server in a process of its own, and what that process has computed."""
+    """A server in its own process, with a measurement of its CPU time."""
 
     def __init__(self, name: str, command: list[str], port: int, folder: Path) -> None:
         self.name, self.url = name, f"http://127.0.0.1:{port}/v1/chat/completions"
@@ -81,12 +82,12 @@ class Server:
                 time.sleep(0.5)
 
     def cpu_s(self) -> float:
-        """Seconds of CPU of the process, without its children."""
+        """Return the CPU seconds of the process, without its children."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def measure(self, num_clients: int, num_requests: int, more: dict[str, bool]) -> tuple[float, float]:
-        """Median milliseconds to the first token, and milliseconds of CPU a request."""
+        """Return the median milliseconds to the first token, and the CPU milliseconds per request."""
         task = json.dumps([self.url, num_requests, num_clients, NUM_TOKENS, more])
         before = self.cpu_s()
         client = [sys.executable, "-c", textwrap.dedent(_CLIENT)]
@@ -122,7 +123,7 @@ def _commands(model: str, port: int) -> dict[str, list[str]]:
 
 
 def run() -> dict[str, Any]:
-    """Start both servers, and ask them in turn."""
+    """Start both servers, and send requests to them alternately."""
     from llmrl.testing.tiny_model import make_tiny_model
 
     rows: dict[str, list[float]] = {}
@@ -135,7 +136,7 @@ def run() -> dict[str, Any]:
                 port = _free_port()
                 servers.append(Server(name, _commands(model, port)[name], port, folder))
             for server in servers:
-                server.measure(8, 32, {})  # what is computed once
+                server.measure(8, 32, {})  # warm-up
             asked = [(prefix, more, *numbers) for prefix, more in ASKED.items() for numbers in CLIENTS.items()]
             for _ in range(NUM_ROUNDS):
                 for prefix, more, num_clients, num_requests in asked:
@@ -156,7 +157,7 @@ def run() -> dict[str, Any]:
         table.add_column(column, justify="left" if not column else "right")
     for name, ratio in ratios.items():
         kind, number = name.split("_")[-2:]
-        what = "first token" if kind == "first" else "CPU a request"
+        what = "first token" if kind == "first" else "CPU per request"
         with_log_probs = ", log-probs" * name.startswith("log_probs")
         ours, theirs = (medians[f"{server}_{name}_ms"] for server in ("llmrl", "vllm"))
         table.add_row(f"{what}, {number} clients{with_log_probs}", f"{ours:.2f} ms", f"{theirs:.2f} ms", f"{ratio:.2f}")
@@ -164,7 +165,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "endpoint_beside_vllm",
         "ratio": max(ratios.values()),
-        "ratio_of": "llmrl serve to vLLM's server: the largest of time to the first token and CPU a request",
+        "ratio_of": "llmrl serve to vLLM's server: the larger of time to the first token and CPU time per request",
         "goal": GOAL,
         "met": max(ratios.values()) <= GOAL,
         "medians": {**medians, **{f"ratio_{name}": ratio for name, ratio in ratios.items()}},

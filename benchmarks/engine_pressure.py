@@ -1,4 +1,4 @@
-"""Tokens a second of real vLLM with memory for a dozen contexts: the number in flight found, beside fixed ones."""
+"""Tokens per second of vLLM with memory for a dozen contexts: automatic and fixed numbers of rollouts in flight."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ NUM_TURNS = 4
 FIXED_NUMBERS = (12, 48)
 GROUPS_PER_BATCH, GROUP_SIZE = 4, 4
 NUM_BATCHES, NUM_WARM_BATCHES, NUM_SEARCHED_BATCHES = 3, 1, 10
-"""Measured; before them, to fill the engine; and instead, while the number is found."""
+"""Numbers of measured batches, of warm-up batches, and of warm-up batches while the number in flight is searched."""
 MEMORY_BYTES = 144 << 20
-"""Of keys and values: 3,200 tokens of the embedded model in float32, a dozen conversations at their ends."""
+"""Memory for keys and values: 3,200 tokens of the embedded model in float32, a dozen complete conversations."""
 GOAL = 0.95
 
 
 class Pressed(FixedLength):
-    """Says how hard it works, too."""
+    """An engine that also reports its load."""
 
     def take_load(self, reader: str) -> Any:
         return self.engine.take_load(reader)
 
 
 def collect(engine: Any, tokenizer: Any, in_flight: int | Literal["auto"]) -> dict[str, float]:
-    """Tokens a second, requests put off a rollout, and the number in flight at the end."""
+    """Return tokens per second, preemptions per rollout, and the final number of rollouts in flight."""
     from llmrl.collectors import LLMCollector
     from llmrl.policies import LLMWrapperBase
 
@@ -59,7 +59,7 @@ def collect(engine: Any, tokenizer: Any, in_flight: int | Literal["auto"]) -> di
 
 
 def run() -> dict[str, Any]:
-    """Each number once: what is compared takes minutes."""
+    """Measure each number once, because each takes minutes."""
     from llmrl.engines import AsyncVLLM
     from llmrl.testing.embedded_model import ensure_embedded_model
 
@@ -72,7 +72,7 @@ def run() -> dict[str, Any]:
             found[case] = collect(engine, tokenizer, case)
             print(f"{case} in flight: {found[case]}", flush=True)
     table = Table(title=f"Real vLLM, conversations of {NUM_TURNS} turns, {MEMORY_BYTES >> 20} MiB of keys and values")
-    for column in ("asked for", "in flight", "tokens a second", "put off, a rollout"):
+    for column in ("setting", "in flight", "tokens per second", "preemptions per rollout"):
         table.add_column(column, justify="right")
     for case, one in found.items():
         figures = (f"{one['tokens_per_s']:,.0f}", f"{one['preemptions_per_rollout']:.2f}")
@@ -82,7 +82,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "engine_pressure",
         "ratio": round(ratio, 3),
-        "ratio_of": "tokens a second with the number in flight found to those with the best fixed one",
+        "ratio_of": "tokens per second with the automatic number in flight to those with the best fixed number",
         "goal": GOAL,
         "met": ratio >= GOAL,
         "medians": {f"{case}, {name}": round(value, 2) for case, one in found.items() for name, value in one.items()},

@@ -1,10 +1,10 @@
-"""What an environment costs a step (answer, step, step_mdp), beside TorchRL's ChatEnv with the same transforms.
+"""Cost of an environment step (answer, step, step_mdp), compared with TorchRL's ChatEnv with the same transforms.
 
-What grows with batch and turn is Python's search for garbage, of which `step` and `step_mdp` leave some: TensorDict's
-copies of non-tensor leaves make cycles. With the search off the sixteenth turn of 1,024 conversations costs a fifth
-more than the first. Each case is searched for its own alone: a heap that
-another left is walked at some turns and not at others, which doubled the cost of those.
-A collector takes the next root without `step_mdp`, and searches rarely.
+The cost grows with batch and turn because of Python's garbage collection: TensorDict's copies of non-tensor leaves in
+`step` and `step_mdp` create reference cycles. Without garbage collection, the sixteenth turn of 1,024 conversations
+costs a fifth more than the first. Objects of other cases are frozen before each case; otherwise some turns would
+traverse them, which doubled their cost. A collector computes the next root without `step_mdp`, and collects garbage
+rarely.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TURNS = (1, 4, 16)
 HEADLINE = (64, 16)
 GOAL = 0.1
 GOAL_LATE_TO_EARLY = 1.3
-# TorchRL's largest case takes minutes a run; one run of it tells enough.
+# A run of TorchRL's largest case takes minutes, so it is run once.
 NUM_PEER_REPEATS = {1: 3, 16: 3, 64: 3, 1024: 1}
 QUERY = "What is the capital of France?"
 ANSWER = "It is Paris, a city of some two million people."
@@ -33,7 +33,7 @@ REPLY = "And of Italy?"
 
 
 def ours(batch_size: int, num_turns: int) -> list[float]:
-    """Seconds of each turn."""
+    """Return the seconds of each turn."""
     from tensordict import TensorDict, lazy_stack
     from torchrl.envs import StepCounter, Transform
 
@@ -42,7 +42,7 @@ def ours(batch_size: int, num_turns: int) -> list[float]:
     from llmrl.envs import ChatEnv
 
     class Reply(Transform):
-        """The user goes on."""
+        """Appends a message of the user."""
 
         def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
             for element in batch_elements(next_tensordict):
@@ -65,7 +65,7 @@ def ours(batch_size: int, num_turns: int) -> list[float]:
 
 
 def torchrl(batch_size: int, num_turns: int) -> list[float]:
-    """Seconds of each turn through TorchRL's."""
+    """Return the seconds of each turn with TorchRL."""
     from tensordict import TensorDict, set_list_to_stack
     from torchrl.data.llm import History
     from torchrl.envs import StepCounter, Transform
@@ -76,7 +76,7 @@ def torchrl(batch_size: int, num_turns: int) -> list[float]:
         return History(role=[role] * batch_size, content=[content] * batch_size, batch_size=(batch_size,)).unsqueeze(-1)
 
     class Reply(Transform):
-        """The user goes on."""
+        """Appends a message of the user."""
 
         def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
             history = next_tensordict["history"].prompt.extend(messages("user", REPLY), inplace=False, dim=-1)
@@ -98,7 +98,7 @@ def torchrl(batch_size: int, num_turns: int) -> list[float]:
 
 
 def timed(env: Any, tensordict: Any, answer: Callable[[Any], Any], num_turns: int) -> list[float]:
-    """Seconds of each of a conversation's turns."""
+    """Return the seconds of each turn of a conversation."""
     seconds = []
     for _ in range(num_turns):
         started = time.perf_counter()
@@ -112,11 +112,11 @@ def measure(batch_sizes: tuple[int, ...]) -> dict[str, dict[tuple[int, int], flo
     cases: dict[str, Any] = {"llmrl": ours, "TorchRL": torchrl}
     runs: dict[tuple[str, int], list[list[float]]] = {}
     for batch_size in batch_sizes:
-        for repeat in range(NUM_REPEATS):  # in turn, so that a busy moment of the machine meets both
+        for repeat in range(NUM_REPEATS):  # alternately, so that a disturbance of the machine affects both
             for name, case in cases.items():
                 if name == "llmrl" or repeat < NUM_PEER_REPEATS[batch_size]:
                     gc.collect()
-                    gc.freeze()  # searches then walk what the case keeps, and nothing of the peer's or of torch's
+                    gc.freeze()  # collections then traverse only objects of this case, and none of the peer or of torch
                     runs.setdefault((name, batch_size), []).append(case(batch_size, max(TURNS)))
                     gc.unfreeze()
     return {
@@ -130,10 +130,10 @@ def measure(batch_sizes: tuple[int, ...]) -> dict[str, dict[tuple[int, int], flo
 
 
 def run(batch_sizes: tuple[int, ...] = BATCH_SIZES) -> dict[str, Any]:
-    """Measure, print, and give the headline."""
+    """Measure all cases, print a table, and return the result."""
     ours(1, 2), torchrl(1, 2)  # imports and first uses
     medians = measure(batch_sizes)
-    table = Table("batch", "turn", "llmrl", "TorchRL", "ratio", title="Microseconds a conversation and turn")
+    table = Table("batch", "turn", "llmrl", "TorchRL", "ratio", title="Microseconds per conversation and turn")
     for batch_size in batch_sizes:
         for turn in TURNS:
             mine, theirs = (1e6 * medians[name][batch_size, turn] for name in ("llmrl", "TorchRL"))
@@ -144,7 +144,7 @@ def run(batch_sizes: tuple[int, ...] = BATCH_SIZES) -> dict[str, Any]:
     return {
         "name": "env_step",
         "ratio": round(ratio, 4),
-        "ratio_of": f"seconds per turn at batch {HEADLINE[0]} and turn {HEADLINE[1]}, to TorchRL's ChatEnv",
+        "ratio_of": f"seconds per turn at batch {HEADLINE[0]} and turn {HEADLINE[1]} to those of TorchRL's ChatEnv",
         "goal": GOAL,
         "met": ratio <= GOAL and flatness <= GOAL_LATE_TO_EARLY,
         "medians": {

@@ -1,4 +1,4 @@
-"""Time to import llmrl, beside torchrl; and all of llmrl's packages, beside the parts of torchrl they extend."""
+"""Time to import llmrl and torchrl, and all packages of llmrl and the parts of torchrl that they extend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.table import Table
 NUM_REPEATS = 5
 GOAL_EXTRA_SECONDS = 1.0
 HEAVY = ("vllm", "ray", "transformers.models")
-# The parts of torchrl that ours extend. Of torchrl 0.14, `envs` imports ray where it is installed.
+# The parts of torchrl that llmrl extends. In torchrl 0.14, `envs` imports ray if it is installed.
 TORCHRL_PARTS = ["torchrl", "torchrl.data", "torchrl.envs", "torchrl.objectives"]
 _ROOT = Path(__file__).parent.parent
 
@@ -32,19 +32,19 @@ print(json.dumps({"seconds": seconds, "heavy": heavy}))
 
 
 def import_once(names: list[str]) -> dict[str, Any]:
-    """Seconds to import `names` in a fresh process, and which of the heavy modules came along."""
+    """Return the seconds to import `names` in a new process, and the heavy modules that were imported."""
     command = [sys.executable, "-c", _CODE, ",".join(names), ",".join(HEAVY)]
     output = subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
 
 def packages() -> list[str]:
-    """llmrl and its packages."""
+    """Return the names of llmrl and its packages."""
     return ["llmrl", *sorted(f"llmrl.{path.parent.name}" for path in (_ROOT / "llmrl").glob("*/__init__.py"))]
 
 
 def run() -> dict[str, Any]:
-    """Measure in turn, so that a busy moment of the machine meets all alike."""
+    """Measure alternately, so that a disturbance of the machine affects all cases alike."""
     cases = {
         "torchrl": ["torchrl"],
         "llmrl": ["llmrl"],
@@ -54,14 +54,14 @@ def run() -> dict[str, Any]:
     seconds: dict[str, list[float]] = {title: [] for title in cases}
     heavy: dict[str, set[str]] = {title: set() for title in cases}
     for names in cases.values():
-        import_once(names)  # compiles and reads the files once
+        import_once(names)  # warm-up: compiles the files, and reads them into the page cache
     for _ in range(NUM_REPEATS):
         for title, names in cases.items():
             measured = import_once(names)
             seconds[title].append(measured["seconds"])
             heavy[title] |= set(measured["heavy"])
     medians = {title: statistics.median(values) for title, values in seconds.items()}
-    table = Table(title="seconds to import, median of a fresh process each")
+    table = Table(title="seconds to import in a new process, median")
     table.add_column("")
     table.add_column("seconds", justify="right")
     for title, value in medians.items():
@@ -72,9 +72,9 @@ def run() -> dict[str, Any]:
     ours = heavy["llmrl"] | (heavy["llmrl, all packages"] - heavy["torchrl, the parts extended"])
     return {
         "name": "import_time",
-        # Of `import llmrl` alone the ratio would flatter: it loads nothing until a name is used.
+        # The ratio of `import llmrl` alone would be too good: it loads nothing until a name is used.
         "ratio": medians["llmrl, all packages"] / medians["torchrl, the parts extended"],
-        "ratio_of": "seconds to import all packages of llmrl / seconds to import the parts of torchrl they extend",
+        "ratio_of": "seconds to import all packages of llmrl / seconds to import the parts of torchrl that they extend",
         "goal": 1 + GOAL_EXTRA_SECONDS / medians["torchrl, the parts extended"],
         "met": max(extra, extra_packages) < GOAL_EXTRA_SECONDS and not ours,
         "medians": {

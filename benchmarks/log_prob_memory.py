@@ -1,9 +1,9 @@
-"""Peak memory of selected log-probs, forward and backward: in chunks beside all logits, as vocabulary and length grow.
+"""Peak memory of selected log-probs, forward and backward, in chunks and with all logits, by vocabulary and length.
 
-Hidden states and a head of random numbers, float32. Each measurement runs in a process of its own; what counts is the
-peak above what inputs and their gradients take, which both need. The naive way holds `[num_tokens, vocab_size]`
-several times over; in chunks what is held does not grow with the number of tokens, and with the vocabulary
-only as far as the head's own gradient does.
+Hidden states and head are random, in float32. Each measurement runs in its own process; the peak counts above the
+memory of inputs and their gradients, which both ways need. The naive way holds several tensors
+`[num_tokens, vocab_size]`. In chunks the memory does not grow with the number of tokens, and grows with the vocabulary
+only as the gradient of the head does.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CASES = {"chunked": _chunked, "naive": _naive}
 
 
 def run_case(name: str, num_tokens: int, vocab_size: int) -> dict[str, float]:
-    """GiB above the floor, and checksums that both cases share."""
+    """Return the peak in GiB above inputs and gradients, and values to compare both cases."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator).mul_(0.3).requires_grad_()
     weight = torch.randn(vocab_size, HIDDEN_SIZE, generator=generator).requires_grad_()
     targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
-    # One small pass first: the libraries load their kernels.
+    # A small first pass, so that the libraries load their kernels.
     CASES[name](hidden[:2], weight[:8], targets[:2] % 8).sum().backward()
     floor = begin_peak()
     log_probs = CASES[name](hidden, weight, targets)
@@ -56,7 +56,7 @@ def run_case(name: str, num_tokens: int, vocab_size: int) -> dict[str, float]:
 
 
 def run() -> dict[str, Any]:
-    """Every case at every size."""
+    """Measure every case at every size."""
     results: dict[str, dict[str, float]] = {}
     print(f"{'tokens':>8}{'vocabulary':>12}" + "".join(f"{name + ' GiB':>14}" for name in CASES) + f"{'ratio':>8}")
     for num_tokens, vocab_size in SIZES:
@@ -89,7 +89,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "log_prob_memory",
         "ratio": worst,
-        "ratio_of": "peak memory of log-probs and their gradient above the floor, in chunks to all logits, worst size",
+        "ratio_of": "peak memory of log-probs and their gradient, in chunks to all logits, worst size",
         "goal": GOAL,
         "met": worst <= GOAL,
         "medians": results,

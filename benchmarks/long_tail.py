@@ -1,4 +1,4 @@
-"""Wall time of collection with stragglers and slow tools, beside the ideal and beside a lock-step collector."""
+"""Wall time of collection with stragglers and slow tools, compared with the ideal and with lock-step collection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.conversations import make_env
 
 NUM_SLOTS = 32
 NUM_ROLLOUTS = 3072
-"""Enough rounds that the last, whatever it holds, is a small part."""
+"""Number of rollouts, large enough that the last round is a small part."""
 NUM_TURNS = 4
 MEDIAN_S, TOOL_MEDIAN_S = 0.08, 0.04
 STRAGGLER_S = 20 * MEDIAN_S
@@ -22,13 +22,13 @@ GOAL = 1.1
 
 
 def lock_step_seconds(latencies: list[float], tools: list[float]) -> float:
-    """The same draws where every turn waits for the slowest of `NUM_SLOTS` conversations, and costs nothing itself."""
+    """Return the seconds of the same draws if each turn waits for the slowest of `NUM_SLOTS`, without overhead."""
     turns = [answer + tool for answer, tool in zip(latencies, tools, strict=True)]
     return sum(max(turns[start : start + NUM_SLOTS]) for start in range(0, len(turns), NUM_SLOTS))
 
 
 def run() -> dict[str, Any]:
-    """Play on the real clock: overhead counts."""
+    """Play in real time, so that overhead counts."""
     from transformers import AutoTokenizer
 
     from llmrl.collectors import LLMCollector
@@ -68,11 +68,11 @@ def run() -> dict[str, Any]:
     ideal = max(work / NUM_SLOTS, longest)
     lock_step = lock_step_seconds(latencies, tools)
     table = Table(title=f"{NUM_ROLLOUTS:,} conversations of {NUM_TURNS} turns in {NUM_SLOTS} slots, tools included")
-    table.add_column("what")
+    table.add_column("measured")
     table.add_column("seconds", justify="right")
     table.add_row("ideal: max(work / slots, longest conversation)", f"{ideal:.2f}")
     table.add_row("collector", f"{seconds:.2f}")
-    table.add_row("the same draws in lock-step, free of overhead", f"{lock_step:.2f}")
+    table.add_row("the same draws in lock-step, without overhead", f"{lock_step:.2f}")
     Console().print(table)
     ratio = seconds / ideal
     return {

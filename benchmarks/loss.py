@@ -1,13 +1,13 @@
-"""One GRPO forward and backward pass: ours beside a padded trainer, TRL's and TorchRL's losses.
+"""One GRPO forward and backward pass with llmrl, a padded trainer, and the losses of TRL and TorchRL.
 
-16 prompts x 8 samples of SmolLM2-135M-Instruct in float32, on the CPU: short prompts
-that share an instruction, completions of 6 to 12 random tokens (real ones repeat each other and share more). `padded`
-is the plain way: pad the rows, 32 at a time, take the log-softmax of all logits. `ours` has micro-batches of 256
-packed tokens and must meet both goals so; `ours_whole` has the batch as one micro-batch, for time alone.
+The batch has 16 prompts x 8 samples of SmolLM2-135M-Instruct in float32, on the CPU: short prompts that share an
+instruction, and completions of 6 to 12 random tokens (real completions share more tokens). `padded` is the plain way:
+pad the rows, 32 at a time, and compute the log-softmax of all logits. `ours` uses micro-batches of 256 packed tokens
+and must meet both goals; `ours_whole` uses one micro-batch, and only its time matters.
 
-Each case runs in processes of its own, in rounds, so that a busy minute falls on all of them. Its floor is what is
-resident before the first pass: the libraries, the weights in float32 and their gradients, which every case needs. What
-a way of training costs is its peak above that. One case: `python -m benchmarks.loss CASE`.
+Each case runs in its own processes, in rounds, so that a disturbance of the machine affects all cases. The floor of a
+case is the resident memory before the first pass: the libraries, the weights in float32 and their gradients, which
+every case needs. The memory cost of a case is the peak above the floor. `python -m benchmarks.loss CASE` runs one case.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _load() -> tuple[Any, Any]:
 
 
 def _batch(tokenizer: Any) -> TensorDictBase:
-    """Rows of the calculator task with random advantages; the sampler's log-probs are still to be written."""
+    """Return rows of the calculator task with random advantages; the log-probs are zeros, to be written later."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for prompt_index in range(NUM_PROMPTS):
@@ -119,7 +119,7 @@ def _padded(model: Any, tokenizer: Any, batch: TensorDictBase) -> Callable[[], f
 
 
 def _torchrl(model: Any, tokenizer: Any, batch: TensorDictBase) -> Callable[[], float]:
-    """TorchRL's wrapper and loss, as its own recipe uses them; the whole batch is one padded pass."""
+    """Return a pass of TorchRL's wrapper and loss, as its recipe uses them, with 32 padded rows at a time."""
     from torchrl.modules.llm import TransformersWrapper as TheirWrapper
     from torchrl.objectives.llm import GRPOLoss
 
@@ -147,7 +147,7 @@ def _torchrl(model: Any, tokenizer: Any, batch: TensorDictBase) -> Callable[[], 
 
 
 def _trl(model: Any, tokenizer: Any, batch: TensorDictBase) -> Callable[[], float]:
-    """TRL's loss, as its `GRPOTrainer` computes it; the trainer's generation is not used."""
+    """Return a pass of TRL's loss, as its `GRPOTrainer` computes it, without the trainer's generation."""
     import tempfile
 
     from datasets import Dataset
@@ -220,7 +220,7 @@ CASES = {
 
 
 def run_case(name: str) -> dict[str, Any]:
-    """Seconds of each pass after one to warm up, and memory, of one case in this process."""
+    """Run a case in this process; return the seconds of each pass after a warm-up, and the memory."""
     model, tokenizer = _load()
     batch = _batch(tokenizer)
     with torch.no_grad():
@@ -251,7 +251,7 @@ def run_case(name: str) -> dict[str, Any]:
 
 
 def _run_apart(name: str) -> dict[str, Any] | None:
-    """One case in a process of its own; None when it failed."""
+    """Run a case in its own process; return None if it fails."""
     process = subprocess.run(
         [sys.executable, "-m", "benchmarks.loss", name],
         cwd=Path(__file__).parent.parent,
@@ -259,16 +259,16 @@ def _run_apart(name: str) -> dict[str, Any] | None:
         text=True,
     )
     if process.returncode:
-        print(f"{name}: skipped, it failed with: {process.stderr.strip().splitlines()[-1]}", flush=True)
+        print(f"{name}: skipped after an error: {process.stderr.strip().splitlines()[-1]}", flush=True)
         return None
     return json.loads(process.stdout.splitlines()[-1])
 
 
 def run() -> dict[str, Any]:
-    """Run every case and compare."""
+    """Run every case, and compare."""
     names = list(CASES)
     if importlib.util.find_spec("trl") is None:
-        print("trl: skipped, it is not installed (pip install --no-deps trl)")
+        print("trl: skipped because it is not installed (pip install --no-deps trl)")
         names.remove("trl")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(NUM_ROUNDS):
@@ -290,7 +290,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "loss",
         "ratio": ratio,
-        "ratio_of": "seconds of a forward and backward pass, ours to padded",
+        "ratio_of": "seconds of a forward and backward pass, llmrl to the padded trainer",
         "goal": GOAL,
         "memory_ratio": memory_ratio,
         "memory_goal": MEMORY_GOAL,
@@ -300,7 +300,7 @@ def run() -> dict[str, Any]:
 
 
 def _medians(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians of the seconds of all rounds and of the rest; the memory above the floor."""
+    """Return the median of each measure over all rounds, and the memory above the floor."""
     medians = {}
     for name in results[0]:
         values = [

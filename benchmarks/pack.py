@@ -1,9 +1,9 @@
-"""Tokens that packing computes, beside those that are distinct, and how its own time grows with the rows.
+"""Number of tokens that packed rows compute relative to distinct tokens, and time of packing by number of rows.
 
-Sixteen samples of one prompt, in four lengths of prompt and completion: a token is distinct when no other has the same
-tokens before it, and each of those needs computing once (the last of a row not at all). Of models with layers that
-carry a state, tokens of these layers are counted, for one of the lengths, where the model is packed at all. The time is
-that of `pack_rows` on rows of 130 to 230 tokens, ungrouped and in groups of sixteen.
+Groups have sixteen samples of one prompt, in four lengths of prompt and completion. Tokens of different rows are the
+same token if they and all tokens before them are equal; each distinct token must be computed once, except the last of a
+row. For hybrid models, the tokens that linear layers compute are counted, for one of the lengths. The time is that of
+`pack_rows` on rows of 130 to 230 tokens, ungrouped and in groups of sixteen.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 
 def group(num_prompt: int, num_completion: int, num_samples: int = NUM_SAMPLES) -> tuple[list[Any], list[Any]]:
-    """Rows of one prompt with random completions, and masks of the completions."""
+    """Return rows of one prompt with random completions, and masks of the completions."""
     prompt = torch.randint(0, 50_000, (num_prompt,))
     rows = [torch.cat([prompt, torch.randint(0, 50_000, (num_completion,))]) for _ in range(num_samples)]
     return rows, [torch.arange(len(row)) >= num_prompt for row in rows]
 
 
 def hybrid_ratio(model_type: str) -> float:
-    """Most tokens that a linear layer of a tiny model computes for a group, over distinct ones."""
+    """Return the tokens that a linear layer of a tiny model computes for a group, relative to distinct tokens."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_SIZES | HYBRIDS[model_type]))
-    # Bins as long as on a GPU: in models so small attention costs a CPU more than prompts that are computed again.
+    # Use the bin length of a GPU: for such small models, a CPU would recompute prompts to save attention.
     policy = TransformersWrapper(model, generate=False, token_budget=TOKEN_BUDGET, bin_length=TOKEN_BUDGET)
     num_prompt, num_completion = HYBRID_SHAPE
     rows, masks = group(num_prompt, num_completion)
@@ -88,7 +88,7 @@ def _seconds(rows: list[Any], masks: list[Any]) -> float:
 
 
 def run() -> dict[str, Any]:
-    """Pack each, print the table, return the result."""
+    """Pack each shape, print the table, and return the result."""
     torch.manual_seed(0)
     medians: dict[str, float] = {}
     for num_prompt, num_completion in SHAPES:
@@ -114,7 +114,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "pack",
         "ratio": ratio,
-        "ratio_of": "computed tokens to distinct ones, the worst of four shapes and five hybrids",
+        "ratio_of": "computed tokens to distinct tokens, the worst of four shapes and five hybrid models",
         "goal": GOAL,
         "met": ratio <= GOAL,
         "medians": medians,

@@ -1,4 +1,4 @@
-"""The performance page: a section for each benchmark, replaced when it has run again."""
+"""The performance page, with a section for each benchmark, which a new run replaces."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 INTRODUCTION = """\
 # Performance
 
-Every number here is a ratio, ours beside a peer's or the bare engine's, measured in one run on two CPU cores without a
-GPU. Repeat one with the command in its heading; `python -m benchmarks list` names all, and `--page` writes what was
-measured into this page. These machines are noisy: read a tenth as nothing.
+Every number here is a ratio of llmrl to a peer or to the bare engine, measured in one run on two CPU cores without a
+GPU. Repeat a benchmark with the command in its heading; `python -m benchmarks list` lists all benchmarks, and `--page`
+writes the results into this page. These machines are noisy: ignore differences of a tenth.
 """
 
 
 def section(result: Mapping[str, Any], explanation: str) -> str:
-    """What a benchmark measures, what came out, and its medians as a table."""
+    """Return a benchmark's section: the explanation, the result, and the medians as a table."""
     verdict = "met" if result["met"] else "not met"
     lines = [
         f"## `python -m benchmarks {result['name']}`",
@@ -35,7 +35,7 @@ def section(result: Mapping[str, Any], explanation: str) -> str:
 
 
 def updated(page: str, new: str) -> str:
-    """The page with a section in place of the one with the same heading, or at its end."""
+    """Return the page with a section that replaces the one with the same heading, or is appended."""
     _, *sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
     by_heading = {text.partition("\n")[0]: text.strip() for text in [*sections, new]}
     return "\n\n".join([INTRODUCTION.strip(), *by_heading.values()]) + "\n"

@@ -1,12 +1,12 @@
-"""What an update of the weights costs requests in flight, by `pause_mode` and `reset_running_requests`.
+"""Cost of a weight update for requests in flight, by `pause_mode` and `reset_running_requests`.
 
-vLLM on the CPU with the embedded model in float32, and eight conversations that ask for 32 tokens again and again, a
-new prompt each time. Four updates through shared memory come a second apart, many times as often as in a run. *Stands
-still* is from the pause to the resumption, in which no token comes; *tokens per s* counts tokens that arrived while
-the updates came, beside as many seconds without any. With `keep` and the reset, contexts are read again by the new
-weights; without it, they stay those of old ones, and later tokens are computed from both. With `wait` an update comes
-when the requests have ended, and with `abort` they end with what they have; the collector then goes on with a new
-request, which is not counted as a loss.
+vLLM on the CPU serves the embedded model in float32 to eight conversations, which repeatedly request 32 tokens with a
+new prompt. Four updates through shared memory follow each other at intervals of a second, many times as often as in a
+run. *Stands still* is the time from pause to resumption, without new tokens. *Tokens per s* counts tokens during the
+updates, compared with the same time without updates. With `keep` and the reset, contexts are computed again with the
+new weights. Without the reset, the contexts of old weights remain, and later tokens are computed from both. With
+`wait`, the update starts when the requests have ended. With `abort`, requests end with the tokens so far; the collector
+then continues with a new request, which is not counted as a loss.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GOAL = 0.2
 
 
 async def measure(engine: AsyncVLLM, update: Any) -> dict[str, float]:
-    """Converse while `update` runs, a function of no arguments that gives its parts' seconds, or `NUM_UPDATES` s."""
+    """Measure conversations while `update()` is called several times; it returns the seconds of its parts."""
     num_tokens, is_over = 0, False
 
     async def converse(index: int) -> None:
@@ -65,7 +65,7 @@ async def measure(engine: AsyncVLLM, update: Any) -> dict[str, float]:
 
 
 def run() -> dict[str, Any]:
-    """Each way in turn, on one engine."""
+    """Measure each way in sequence, on one engine."""
     from transformers import AutoModelForCausalLM
 
     path = str(Path(ensure_embedded_model()))
@@ -96,7 +96,7 @@ def run() -> dict[str, Any]:
             results[name] = asyncio.run(measure(engine, update))
             sender.shutdown()
     table = Table(title=f"{NUM_UPDATES} updates, {NUM_CONVERSATIONS} requests in flight")
-    for column in ("way", "tokens per s", "stands still, s", "of it the pause, s"):
+    for column in ("way", "tokens per s", "stands still, s", "of which pause, s"):
         table.add_column(column, justify="left" if column == "way" else "right")
     for name, row in results.items():
         cells = (f"{row[key]:.3f}" if key in row else "" for key in ("tokens_per_s", "stands_still_s", "pause_s"))
@@ -106,7 +106,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "pause_modes",
         "ratio": ratio,
-        "ratio_of": "tokens per second where contexts are read again at each update to where they stay",
+        "ratio_of": "tokens per second with contexts computed again at each update to those with old contexts",
         "goal": GOAL,
         "met": ratio >= GOAL,
         "medians": results,

@@ -1,4 +1,4 @@
-"""How much memory a part of a benchmark's process takes at its peak."""
+"""Measurement of the peak memory of a part of a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _gib(name: str) -> float:
 
 
 def begin_peak() -> float:
-    """Return what is resident, in GiB, with what is free given back; the peak counts from here."""
+    """Return free memory to the system, restart the peak, and return the resident memory in GiB."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     floor = _gib("VmRSS")
@@ -22,5 +22,5 @@ def begin_peak() -> float:
 
 
 def read_peak() -> float:
-    """Return the most that was resident since `begin_peak`, in GiB."""
+    """Return the peak of resident memory since `begin_peak`, in GiB."""
     return _gib("VmHWM")

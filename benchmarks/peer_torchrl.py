@@ -1,4 +1,4 @@
-"""One-digit sums with TorchRL's own environment, collector, wrapper, advantage and GRPO loss; for `peers`.
+"""Training on one-digit sums with TorchRL's environment, collector, wrapper, advantage and GRPO loss, for `peers`.
 
 python benchmarks/peer_torchrl.py TASK PROBLEMS LOG
 """
@@ -27,14 +27,14 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MICRO_BATCH_SIZE = 32
-"""Answers of a padded micro-batch, as in the plain loop."""
+"""Number of answers in a padded micro-batch, as in the plain loop."""
 
 
 class AllLogProbs(TransformersWrapper):
-    """The wrapper with the log-probs of all sampled tokens.
+    """TorchRL's wrapper, with the log-probs of all sampled tokens.
 
-    TorchRL 0.14 sets that of the first one to 0 when it generates. The first token is all that a one-digit answer has,
-    and with a ratio of p / 1 in place of 1 nothing is learned.
+    When it generates, TorchRL 0.14 sets the log-prob of the first token to 0. One-digit answers have only one such
+    token, and with a ratio of p instead of 1 the model learns nothing.
     """
 
     @classmethod
@@ -45,7 +45,7 @@ class AllLogProbs(TransformersWrapper):
 
 
 class RightNumber(Transform):
-    """Ends a conversation after its answer, with 1 for the right number and 0 for an answer that was cut."""
+    """Ends a conversation after its answer, with reward 1 for a complete answer with the right number."""
 
     def __init__(self, end: str) -> None:
         super().__init__()
@@ -72,11 +72,11 @@ class RightNumber(Transform):
 
 
 def main(task: dict[str, Any], problems: list[dict[str, str]], log: str) -> None:
-    """Train."""
+    """Train until the target reward, and write measurements of each step to the log."""
     torch.manual_seed(task["seed"])
     random.seed(task["seed"])
     tokenizer = AutoTokenizer.from_pretrained(task["model"], padding_side="left")
-    tokenizer.pad_token_id = 0  # it was the end of a message, and what equals it is taken away as padding
+    tokenizer.pad_token_id = 0  # by default the end of a message, which would be removed as padding
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32).eval()
     batch_size = task["groups_per_batch"] * task["group_size"]
     micro_batch_size = min(MICRO_BATCH_SIZE, batch_size)
@@ -110,7 +110,7 @@ def main(task: dict[str, Any], problems: list[dict[str, str]], log: str) -> None
             "do_sample": True,
             "temperature": 1.0,
             "pad_token_id": tokenizer.pad_token_id,
-            "top_k": len(tokenizer),  # all: none is refused, and left out it would be 50
+            "top_k": len(tokenizer),  # no truncation: None is refused, and the default is 50
         },
         **options,
     )
@@ -132,7 +132,7 @@ def main(task: dict[str, Any], problems: list[dict[str, str]], log: str) -> None
         generated = time.perf_counter()
         batch = batch.reshape(-1)
         rewards = batch["next", "reward"].flatten()
-        for row in batch.unbind(0):  # what the loss reads of all tokens, as they were sampled
+        for row in batch.unbind(0):  # the loss reads entries of all tokens, as they were sampled
             prompt, sampled = row["tokens", "prompt"], row["log_probs", "response"]
             row["tokens", "full"] = torch.cat([prompt, row["tokens", "response"]])
             row["log_probs", "full"] = torch.cat([sampled.new_zeros(len(prompt)), sampled])

@@ -1,4 +1,4 @@
-"""One-digit sums with TRL's `GRPOTrainer`; for `peers`, which gives it a Python of its own without llmrl.
+"""Training on one-digit sums with TRL's `GRPOTrainer`, for `peers`; runs in its own process without llmrl.
 
 python benchmarks/peer_trl.py TASK PROBLEMS LOG
 """
@@ -22,11 +22,11 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 MICRO_BATCH_SIZE = 32
-"""Answers of a padded micro-batch, as in the plain loop."""
+"""Number of answers in a padded micro-batch, as in the plain loop."""
 
 
 class StepLog(TrainerCallback):  # type: ignore[misc]
-    """Writes a line a step, and ends the training at the target."""
+    """Writes a line per step, and ends the training at the target reward."""
 
     def __init__(self, path: str, target_reward: float, batch_size: int) -> None:
         self.path, self.target_reward, self.batch_size = Path(path), target_reward, batch_size
@@ -51,12 +51,12 @@ class StepLog(TrainerCallback):  # type: ignore[misc]
         }
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        if logs["reward"] >= self.target_reward:  # not set to False: the last step has set it
+        if logs["reward"] >= self.target_reward:  # never set to False, because TRL sets it after the last step
             control.should_training_stop = True
 
 
 def main(task: dict[str, Any], problems: list[dict[str, str]], log: str) -> None:
-    """Train."""
+    """Train until the target reward, and write measurements of each step to the log."""
     tokenizer = AutoTokenizer.from_pretrained(task["model"], padding_side="left")
 
     def is_right(completions: Any, answer: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:

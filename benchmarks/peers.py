@@ -1,15 +1,16 @@
 """Seconds of training until the mean reward of one-digit sums is 0.9: llmrl, TRL, TorchRL and a plain loop.
 
-All have the same model, problems, prompts, batch (16 prompts with 8 answers of up to 12 tokens), AdamW, learning rate,
-token-mean loss and bound of the gradient, in float32 on all cores. Each is a process of its own, so that processor
-seconds and peak memory, its children included, are its own. `trl` is TRL's `GRPOTrainer`, which generates with
-transformers, since its vLLM wants a GPU. `torchrl` is the loop of TorchRL's GRPO script with TorchRL's environment,
-collector, wrapper, advantage and loss, and transformers' generate, too: what sends weights to its vLLM is NCCL.
-`plain` is the loop that one writes without a library. Seconds are those of the steps, without imports and loading.
-Figures are medians of three seeds. Left out, since they send weights to vLLM between GPUs: TRL's asynchronous trainer
-and the one of verifiers, which also needs DeepSpeed.
+All libraries use the same model, problems, prompts, batch (16 prompts with 8 answers of up to 12 tokens), AdamW,
+learning rate, token-mean loss and gradient clipping, in float32 on all cores. Each runs in its own process; CPU seconds
+and peak memory include its child processes. `trl` is TRL's `GRPOTrainer`, which generates with transformers because its
+vLLM needs a GPU. `torchrl` is the loop of TorchRL's GRPO script with TorchRL's environment, collector, wrapper,
+advantage and loss; it also generates with transformers, because TorchRL sends weights to vLLM by NCCL. `plain` is a
+loop without a library. Seconds are those of the steps, without imports and loading. Values are medians of three seeds.
+TRL's asynchronous trainer and the trainer of verifiers are omitted, because they send weights to vLLM between GPUs; the
+latter also needs DeepSpeed.
 
-It needs the machine alone, for one and a half hours on two cores; `python -m benchmarks.peers --help` runs parts of it.
+The benchmark needs two idle cores for one and a half hours. `python -m benchmarks.peers --help` shows how to run parts
+of it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _SCRIPT = _FOLDER.parent / "sota-implementations" / "grpo" / "grpo-sync.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every loop is given."""
+    """The settings of every loop."""
 
     model: str
     num_steps: int = 30
@@ -53,12 +54,12 @@ class Task:
 
 
 def ours(task: Task, log: Path) -> list[str]:
-    """The GRPO script of the demo, which writes its own log."""
+    """Return the command of the demo's GRPO script, which writes its own log."""
     entries = {
         "run.path": log.with_suffix(""),
         "model.path": task.model,
-        "model.max_model_len": 64,  # 45 tokens to ask and 12 to answer; the others hold no more, either
-        "train.token_budget": 512,  # a quarter of the batch, as the others' micro-batches of 32 answers
+        "model.max_model_len": 64,  # prompts of 45 and answers of 12 tokens; the peers hold no more either
+        "train.token_budget": 512,  # a quarter of the batch, as the peers' micro-batches of 32 answers
         "seed": task.seed,
         "train.num_steps": task.num_steps,
         "train.target_reward": task.target_reward,
@@ -72,7 +73,7 @@ def ours(task: Task, log: Path) -> list[str]:
 
 
 def plain(task: Task, log: Path) -> list[str]:
-    """The loop that one writes without a library."""
+    """Return the command of the loop without a library."""
     code = (
         "import json, sys; from pathlib import Path; from benchmarks.plain_loop import run_plain_loop;"
         "given = json.loads(sys.argv[1]); model = given.pop('model');"
@@ -82,12 +83,12 @@ def plain(task: Task, log: Path) -> list[str]:
 
 
 def trl(task: Task, log: Path) -> list[str]:
-    """TRL's `GRPOTrainer`."""
+    """Return the command of TRL's `GRPOTrainer`."""
     return [sys.executable, *_worker("peer_trl", task, log)]
 
 
 def torchrl(task: Task, log: Path) -> list[str]:
-    """The loop of TorchRL's GRPO script, with TorchRL's own parts."""
+    """Return the command of the loop of TorchRL's GRPO script, with TorchRL's own parts."""
     return [sys.executable, *_worker("peer_torchrl", task, log)]
 
 
@@ -104,9 +105,9 @@ PEERS: dict[str, Callable[[Task, Path], list[str]]] = {"llmrl": ours, "plain": p
 
 
 def measured(name: str, task: Task) -> dict[str, float]:
-    """Run one of them; its seconds, rates and what its processes took.
+    """Run a loop; return its seconds, rates, CPU time and memory.
 
-    Raises RuntimeError with the end of its output if it fails.
+    Raises RuntimeError with the end of the output if the loop fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
@@ -137,7 +138,7 @@ def _mean(rows: list[dict[str, float]], name: str) -> float:
 
 
 def _medians(of_seeds: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each measure over the seeds, and the range of the seconds."""
+    """Return the median of each measure over the seeds, and the range of the seconds."""
     found = {name: statistics.median(row[name] for row in of_seeds) for name in of_seeds[0]}
     seconds = [row["seconds to 0.9"] for row in of_seeds]
     return found | {"seconds to 0.9, least": min(seconds), "seconds to 0.9, most": max(seconds)}
@@ -148,7 +149,7 @@ def _rate(rows: list[dict[str, float]], count: str, seconds: str) -> float:
 
 
 def _of_run(folder: Path) -> list[dict[str, float]]:
-    """The steps of a run of ours, by the names of the others."""
+    """Return the steps of a run of llmrl, with the metric names of the peers."""
     with (folder / "metrics.csv").open() as file:
         steps = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
     return [
@@ -163,7 +164,7 @@ def _of_run(folder: Path) -> list[dict[str, float]]:
 
 
 def _watch(process: subprocess.Popen[bytes]) -> tuple[float, float]:
-    """Wait; processor seconds and the peak of the memory in GiB, of a process and of all below it.
+    """Wait for a process; return the CPU seconds and the peak memory in GiB of it and its descendants.
 
     Memory is proportional (PSS): pages that processes share are counted once.
     """
@@ -192,13 +193,13 @@ def _watch(process: subprocess.Popen[bytes]) -> tuple[float, float]:
 def run(
     names: tuple[str, ...] = tuple(PEERS), task: Task | None = None, seeds: tuple[int, ...] = (0, 1, 2)
 ) -> dict[str, Any]:
-    """Train with each and compare the medians of the seeds; what cannot run here is named and left out."""
+    """Train with each library and compare the medians of the seeds; a library that fails is reported and omitted."""
     from llmrl.testing.embedded_model import ensure_embedded_model
 
     task = Task(model=str(ensure_embedded_model())) if task is None else task
     of_seeds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     errors: dict[str, str] = {}
-    for seed in seeds:  # one after the other, so that what slows the machine for a while slows all
+    for seed in seeds:  # alternate the libraries, so that a disturbance of the machine affects all
         for name in names:
             if name in errors:
                 continue
@@ -224,7 +225,7 @@ def run(
     return {
         "name": "peers",
         "ratio": ratio,
-        "ratio_of": "seconds of training to mean reward 0.9, llmrl / the fastest of the others, medians of the seeds",
+        "ratio_of": "seconds of training to mean reward 0.9, llmrl / the fastest peer, medians of the seeds",
         "goal": GOAL,
         "met": ratio <= GOAL and all(memory["llmrl"] <= memory[name] for name in others),
         "medians": medians,
@@ -232,12 +233,12 @@ def run(
 
 
 def main() -> None:
-    """Run some, or with fewer steps, or another model."""
+    """Run the benchmark with options for libraries, seeds, model and steps."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--model", help="folder of another model, such as a tiny one")
-    parser.add_argument("--num-steps", type=int, default=30, help="most steps of each")
+    parser.add_argument("--num-steps", type=int, default=30, help="maximum number of steps of each library")
     options = parser.parse_args()
     from llmrl.testing.embedded_model import ensure_embedded_model
 

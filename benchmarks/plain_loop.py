@@ -1,4 +1,4 @@
-"""GRPO as one writes it without a library: transformers' generate and a padded trainer; `demo_speed`'s yardstick."""
+"""GRPO without a library: transformers' generate and a padded trainer, with which `demo_speed` compares."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_plain_loop(
     max_new_tokens: int = 12,
     learning_rate: float = 2e-5,
 ) -> list[dict[str, float]]:
-    """Train until the mean reward reaches `target_reward`; reward, seconds and sampled tokens of each step."""
+    """Train until the mean reward reaches `target_reward`; return reward, seconds and sampled tokens of each step."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(seed)
@@ -66,7 +66,7 @@ def run_plain_loop(
 def _score(
     completions: torch.Tensor, items: list[Any], group_size: int, tokenizer: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask of sampled tokens, end-of-turn included, and the reward of each row."""
+    """Return the mask of sampled tokens, including the end of the turn, and the reward of each row."""
     is_end = completions == tokenizer.eos_token_id
     mask = (is_end.cumsum(1) - is_end.long()) == 0
     rewards = torch.zeros(len(completions))

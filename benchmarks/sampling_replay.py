@@ -1,8 +1,8 @@
-"""The output head with what truncation kept beside the head without: processor time and peak memory.
+"""CPU time and peak memory of the output head with and without the candidates that truncated sampling kept.
 
-Forward and backward. Hidden states and a head of random numbers, float32, a vocabulary of 49,152. With 20 ids kept a
-token, as with top-k 20, and with 200. Each measurement runs in a process of its own; memory counts above what inputs
-and their gradients take.
+The forward and backward pass of random hidden states and a random head in float32, with a vocabulary of 49,152. Each
+token has 20 candidates, as with top-k 20, or 200. Each measurement runs in its own process; memory is counted above
+that of the inputs and their gradients.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from llmrl.trainer.head.truncated import truncated_log_probs
 
 NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE, NUM_TIMES = 1024, 49_152, 576, 5
 CASES = {"none": 0, "20": 20, "200": 200}
-"""Ids that are kept at each token; none for the head without."""
+"""Number of candidate ids per token; 0 for the head without candidates."""
 GOAL = 1.2
 
 
 def run_case(num_kept: int) -> dict[str, float]:
-    """Processor seconds, the median, and GiB above the floor."""
+    """Return the median CPU seconds, and the peak memory in GiB above inputs and gradients."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator).mul_(0.3).requires_grad_()
     weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator).requires_grad_()
@@ -58,7 +58,7 @@ def run_case(num_kept: int) -> dict[str, float]:
 
 
 def run() -> dict[str, Any]:
-    """Every case, twice, in turn."""
+    """Measure every case twice, alternately."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
     for name in [*CASES, *reversed(CASES)]:
         command = [sys.executable, "-m", "benchmarks.sampling_replay", str(CASES[name])]
@@ -78,7 +78,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "sampling_replay",
         "ratio": worst,
-        "ratio_of": "processor seconds or memory of the head with what truncation kept to those without, the worst",
+        "ratio_of": "CPU seconds or memory of the head with candidates to those without, the largest ratio",
         "goal": GOAL,
         "met": worst <= GOAL,
         "medians": medians,

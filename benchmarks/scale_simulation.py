@@ -1,4 +1,4 @@
-"""The real scheduler with 512 replicas and 100,000 rollouts in flight, on a clock that jumps: use, staleness, cost."""
+"""The real scheduler with 512 replicas and 100,000 rollouts in virtual time: utilization, staleness and cost."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from llmrl.testing import ScriptedEngine, log_normal, run_in_virtual_time
 
 NUM_REPLICAS = 512
 SEQUENCES_PER_REPLICA = 196
-"""Served at once: 100,352 in all."""
+"""Number of sequences that a replica serves concurrently; 100,352 in total."""
 NUM_IN_FLIGHT = 100_000
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 3125
-"""25,000 rollouts per batch."""
+"""Number of groups per batch, 25,000 rollouts."""
 MAX_STALENESS = 8
-"""Batches that collection may be ahead: in time, about twice the mean rollout, so that few are waited for."""
+"""Number of batches that collection may be ahead: about twice the duration of a mean rollout, so that few wait."""
 NUM_BATCHES = 8
 NUM_TURNS = 2
 MEDIAN_S, SIGMA = 100.0, 0.3
 TRAIN_S = 40.0
-"""Less than the 52 s in which 100,000 rollouts in flight make a batch: the engines are the bottleneck."""
+"""Duration of a training step. 100,000 rollouts in flight produce a batch in 52 s, so engines are the bottleneck."""
 GOAL = 0.9
-"""Of the sequences that the engines can serve at once, while rollouts are in flight."""
+"""Minimum utilization: share of the sequences that the engines can serve concurrently."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CountingSource(SimulatedSource):
-    """Rollouts of `NUM_TURNS` requests each; scheduler, router and engines are the real ones."""
+    """Source of rollouts of `NUM_TURNS` requests each."""
 
     sampling: SamplingConfig
     num_turns: int = 0
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
-        """Play its turns."""
+        """Play the turns of a rollout."""
         rollout = job.records[0]
         for turn in range(NUM_TURNS):
             completion = await self.engine.generate(
@@ -57,7 +57,7 @@ class CountingSource(SimulatedSource):
 
 
 async def simulate() -> dict[str, float]:
-    """Collect and train; everything but the clock is real."""
+    """Collect, and simulate training, with the real scheduler and router."""
     draw = log_normal(MEDIAN_S, SIGMA)
     engines = [
         ScriptedEngine([[7]], latency_s=draw, max_num_seqs=SEQUENCES_PER_REPLICA, record_requests=False)
@@ -78,7 +78,7 @@ async def simulate() -> dict[str, float]:
     for batch in range(NUM_BATCHES):
         delivery = await scheduler.next_batch()
         assert delivery is not None
-        if batch == NUM_BATCHES // 2:  # the start, with all of one age, is over
+        if batch == NUM_BATCHES // 2:  # after the start, when all rollouts have the same age
             busy_before, started_s = sum(engine.busy_s for engine in engines), loop.time()
         num_delivered += sum(len(group) for group in delivery.groups)
         num_dropped += len(delivery.dropped)
@@ -106,7 +106,7 @@ async def simulate() -> dict[str, float]:
 
 
 def run() -> dict[str, Any]:
-    """Simulate, and time the simulation: what it costs beside the clock is the scheduler, the router and the books."""
+    """Simulate, and measure the real time, which scheduler, router and accounting take."""
     gc.freeze()
     started = time.perf_counter()
     medians: dict[str, float] = run_in_virtual_time(simulate())
@@ -122,7 +122,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "scale_simulation",
         "ratio": medians["utilization"],
-        "ratio_of": "sequences being served to sequences that could be, over all replicas",
+        "ratio_of": "sequences served to sequences that could be served, over all replicas",
         "goal": GOAL,
         "met": medians["utilization"] >= GOAL and is_bound_held and medians["most_in_flight"] >= 0.9 * NUM_IN_FLIGHT,
         "medians": medians,

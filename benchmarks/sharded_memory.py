@@ -1,11 +1,11 @@
-"""Peak memory of each rank of a sharded trainer, beside its share of the model and beside the planner's estimate.
+"""Peak memory of each rank of a sharded trainer, relative to its share of the model and to the planner's estimate.
 
-Four ranks (gloo) load Llamas of three sizes in float32 from a file in bfloat16, take a step of AdamW over two
-micro-batches each, read the weights as an update does, write a checkpoint and export the model. A rank's share is its
-part of weights and moments, and one layer; a step's peak is divided by what `plan_memory` says. What counts is
-anonymous memory above that of the process before it loaded: pages of the files are the system's, which gives them up.
-The loaded weights are compared with those of the file, bit by bit. The goal is the largest model's: the embedding of
-the smaller ones is larger than a layer.
+Four ranks (gloo) load Llamas of three sizes in float32 from a bfloat16 file, make AdamW steps over two micro-batches
+each, read the weights as a weight update does, write a checkpoint and export the model. A rank's share is its part of
+weights and moments, and one layer; the peak of a step is divided by the estimate of `plan_memory`. Only anonymous
+memory above that of the process before loading counts, because the system can drop pages of files. The loaded weights
+must equal those of the file. The goal is for the largest model: in the smaller ones, the embedding is larger than a
+layer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _anonymous() -> float:
 
 @contextlib.contextmanager
 def _peak(peaks: dict[str, float], name: str) -> Iterator[None]:
-    """Sample this process's anonymous memory, in GiB, and keep the most."""
+    """Sample this process's anonymous memory in GiB, and record the peak."""
     is_over = threading.Event()
 
     def sample() -> None:
@@ -74,7 +74,7 @@ def _peak(peaks: dict[str, float], name: str) -> Iterator[None]:
 
 
 def run_rank(folder: Path) -> dict[str, float]:
-    """Return this rank's peaks, as ratios to its share, or to the plan."""
+    """Return this rank's peaks, relative to its share or to the plan."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
@@ -90,7 +90,7 @@ def run_rank(folder: Path) -> dict[str, float]:
         for name, parameter in model.named_parameters():
             whole = parameter.full_tensor()
             if dist.get_rank() == 0 and not torch.equal(whole, file.get_tensor(name).float()):
-                raise AssertionError(f"{name} is not that of the file")
+                raise AssertionError(f"{name} differs from the file")
     with _peak(peaks, "step"):
         optimizer = _train(model)
     with _peak(peaks, "update"):
@@ -118,7 +118,7 @@ def run_rank(folder: Path) -> dict[str, float]:
 
 
 def _train(model: Any) -> torch.optim.Optimizer:
-    """Take two steps, from the second of which on there are moments."""
+    """Make two steps; the second one starts with the optimizer's moments."""
     budget = TRAINING.token_budget
     policy = TransformersWrapper(model, generate=False, token_budget=budget, bin_length=budget)
     optimizer, _ = make_optimizer(model, learning_rate=1e-6)
@@ -134,7 +134,7 @@ def _train(model: Any) -> torch.optim.Optimizer:
 
 
 def run() -> dict[str, Any]:
-    """Make the models, start the ranks, and compare their peaks."""
+    """Create the models, start the ranks, and compare their peaks."""
     measured: dict[str, float] = {}
     for name, sizes in MODELS.items():
         worst = _measure(sizes)
@@ -143,7 +143,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "sharded_memory",
         "ratio": ratio,
-        "ratio_of": "peak of a rank to its share and a layer, or to the plan of a step; worst rank and part, 394M",
+        "ratio_of": "peak of a rank to its share and one layer, or to the plan of a step; worst rank and part, 394M",
         "goal": GOAL,
         "met": ratio <= GOAL,
         "medians": measured,
@@ -165,7 +165,7 @@ def _measure(sizes: dict[str, Any]) -> dict[str, float]:
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}",
             "-m", "benchmarks.sharded_memory", name,
         ]  # fmt: skip
-        # What is freed is given back at once, so that peaks are of tensors and not of the allocator.
+        # Freed memory is returned to the system immediately, so that peaks do not depend on the allocator.
         environ = os.environ | {
             "OMP_NUM_THREADS": "1",
             "MALLOC_MMAP_THRESHOLD_": "65536",

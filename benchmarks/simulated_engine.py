@@ -1,4 +1,4 @@
-"""An engine with a key-value memory, on the event loop's clock: a model of vLLM's scheduler for simulations."""
+"""A simulated engine with a key-value cache, on the event loop's clock: a model of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MAX_EVEN_STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds that one step of the engine takes: the weights are read once, the rest grows with what is computed."""
+    """Duration of one engine step: a fixed part for reading the weights, and parts that grow with the work."""
 
     fixed_s: float = 8e-3
     per_sequence_s: float = 3e-5
     per_prompt_token_s: float = 4e-5
     per_context_token_s: float = 2e-8
-    """Of the keys and values that the step's sequences read."""
+    """Seconds per token with keys and values that the step's sequences read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,17 +36,17 @@ class _Request:
 
     @property
     def num_needed(self) -> int:
-        """Number of tokens with keys and values that the next sampled one needs."""
+        """Number of tokens with keys and values that sampling the next token needs."""
         return self.num_prompt + self.num_sampled
 
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """Serves requests in steps: running sequences first, then waiting ones in chunks, as far as memory goes.
+    """Serves requests in steps: running sequences first, then waiting ones in chunks, as far as memory allows.
 
-    When memory is full, first the contexts of conversations that wait elsewhere are forgotten, the oldest first, then
-    the sequence that was started last is put off and computed anew. Of a prompt only the length counts; its beginning
-    is in the cache under its `routing_key`. As many tokens are sampled as `max_new_tokens` says.
+    When memory is full, cached contexts of conversations without a request are evicted, the oldest first; then the
+    sequence that was started last is preempted and later computed again. Only the length of a prompt matters; its
+    cached prefix is found by the `routing_key`. Each request samples `max_new_tokens` tokens.
     """
 
     num_memory_tokens: int
@@ -59,12 +59,12 @@ class SimulatedEngine:
     _waiting: deque[_Request] = field(default_factory=deque)
     _cached: OrderedDict[str, int] = field(default_factory=OrderedDict)
     _num_held: int = 0  # tokens of running sequences
-    _num_cached: int = 0  # tokens of conversations that wait elsewhere
+    _num_cached: int = 0  # tokens of conversations without a request
     _load: EngineLoad = field(default_factory=EngineLoad)
     _stepping: asyncio.Task[None] | None = None
 
     def take_load(self, reader: str = METRICS) -> EngineLoad:
-        """Return the load since the last call, of the one reader that there is."""
+        """Return the load since the last call; there is only one reader."""
         load, self._load = self._load, EngineLoad()
         return load
 
@@ -76,7 +76,7 @@ class SimulatedEngine:
         request_id: str | None = None,
         routing_key: str | None = None,
     ) -> Completion:
-        """Sample as many tokens as are asked for."""
+        """Sample `max_new_tokens` tokens."""
         assert routing_key is not None
         done = asyncio.get_running_loop().create_future()
         request = _Request(routing_key, len(prompt_ids), sampling.max_new_tokens, done)
@@ -102,7 +102,7 @@ class SimulatedEngine:
             await asyncio.sleep(0)
 
     def _step(self) -> tuple[float, list[_Request]]:
-        """Advance all sequences, by several tokens where nothing else can happen; return the seconds, and who ended."""
+        """Advance all sequences, by several tokens if possible; return the seconds and the completed requests."""
         num_steps = self._num_even_steps()
         budget, num_prompt_tokens, num_preempted, num_prompt, num_hit = self.num_step_tokens, 0, 0, 0, 0
         index = 0
@@ -153,7 +153,7 @@ class SimulatedEngine:
         return num_steps * one_step_s + cost.per_prompt_token_s * num_prompt_tokens, ended
 
     def _num_even_steps(self) -> int:
-        """Return how many steps only sample: nothing waits, nothing ends before, and memory suffices."""
+        """Return the number of steps that only sample: nothing waits or ends before, and memory suffices."""
         if self._waiting or not self._running:
             return 1
         num = _MAX_EVEN_STEPS
@@ -164,7 +164,7 @@ class SimulatedEngine:
         return max(1, min(num, (self.num_memory_tokens - self._num_held) // len(self._running)))
 
     def _make_room(self, num: int) -> bool:
-        """Forget contexts until so many tokens fit; return whether they do."""
+        """Evict cached contexts until `num` tokens fit; return whether they fit."""
         while self._num_held + self._num_cached + num > self.num_memory_tokens and self._cached:
             self._num_cached -= self._cached.popitem(last=False)[1]
         return self._num_held + num <= self.num_memory_tokens

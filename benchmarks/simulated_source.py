@@ -1,4 +1,4 @@
-"""Groups of rollouts without environment and text, for simulations of the real scheduler."""
+"""Groups of rollouts without an environment and text, for simulations with the real scheduler."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from llmrl.data import Rollout, RolloutStatus
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedSource:
-    """Opens groups for ever; a simulation says in `play` what a rollout does."""
+    """Source of an endless sequence of groups; a simulation defines in `play` what a rollout does."""
 
     engine: Any
     group_size: int
     num_opened: int = 0
-    """Groups."""
+    """Number of groups opened so far."""
 
     @property
     def policy_version(self) -> int:
-        """The engine's."""
+        """Version of the engine's weights."""
         return int(self.engine.policy_version)
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
@@ -36,10 +36,10 @@ class SimulatedSource:
         return RolloutTask(records=[record])
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
-        """Do nothing: each is scored when it ends."""
+        """Do nothing, because each rollout is scored when it ends."""
 
 
 def completed(rollout: Rollout, num_turns: int) -> list[Rollout]:
-    """Return what a task gives after all turns of its rollout."""
+    """Mark a rollout as completed after all its turns, and return the result of its task."""
     rollout.num_turns, rollout.status, rollout.is_scored = num_turns, RolloutStatus.COMPLETED, True
     return [rollout]

@@ -1,9 +1,10 @@
-"""Conversations that end in every way there is: memory, descriptors, threads and files, last quarter to second.
+"""Conversations that end in every possible way: growth of memory, descriptors, threads and files.
 
-Fifteen kinds take turns: answers after code and calls, a history that is rewritten and branches, tools and environments
-that fail, interpreters that are ended, calls that are none, forged turns, bad completions, aborted ones, every limit.
-`python -c "from benchmarks.soak import run; run(1_000_000)"` soaks for hours. The figures are of 100,000 conversations:
-43 minutes beside other work on two cores. None is missing, whichever way it ended.
+Fifteen kinds of conversations alternate: answers after code and calls, rewritten and branching histories, failing tools
+and environments, killed interpreters, malformed calls, forged turns, invalid and aborted completions, and every limit.
+`python -c "from benchmarks.soak import run; run(1_000_000)"` runs for hours. The values are of 100,000 conversations,
+which took 43 minutes on two cores with other work. No conversation is lost. The ratio compares the last quarter with
+the second one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 NUM_CONVERSATIONS = 20_000
-# Samples: the first quarter makes pools and caches.
+# Number of samples; the first quarter fills pools and caches.
 NUM_PARTS = 40
 GOAL = 1.02
 
@@ -47,11 +48,11 @@ SCRIPTS = {
     "engine_error": ["bad log-probs<|im_end|>"],
     "aborted": ["aborted<|im_end|>"],
 }
-"""What the policy says in each kind of conversation, turn by turn."""
+"""Answers of the policy in each kind of conversation, turn by turn."""
 
 
 def make_collector() -> Any:
-    """A collector of conversations of all kinds in turn."""
+    """Return a collector that plays conversations of all kinds alternately."""
     from torchrl.envs import Transform
 
     from llmrl import History, LLMCollector, RolloutLimits
@@ -92,7 +93,7 @@ def make_collector() -> Any:
             return MessageStep(is_done=message["content"] == "It is done.", is_truncated=message["content"] == "Cut.")
 
     class Rewrite(Transform):
-        """Puts something else in the place of the second answer, so that the conversation branches there."""
+        """Replaces the second answer, so that the conversation branches there."""
 
         def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
             for element in next_tensordict.unbind(0) if next_tensordict.batch_size else [next_tensordict]:
@@ -136,7 +137,7 @@ def make_collector() -> Any:
 
 
 def used(folder: Path) -> dict[str, float]:
-    """What this process holds: memory, descriptors, threads, processes that came from it, and files in a folder."""
+    """Return this process's memory, descriptors, threads and descendants, and the number of files in a folder."""
     gc.collect()
     parents = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -159,7 +160,7 @@ def used(folder: Path) -> dict[str, float]:
 
 
 def settled(folder: Path) -> dict[str, float]:
-    """`used` when what had been in flight has ended, and the pool of interpreters is full again."""
+    """Return `used` after all work in flight has ended and the pool of interpreters is full again."""
     last = used(folder)
     for _ in range(50):
         time.sleep(0.1)
@@ -171,7 +172,7 @@ def settled(folder: Path) -> dict[str, float]:
 
 
 def soak(num_conversations: int, num_parts: int) -> tuple[list[dict[str, float]], Counter[tuple[str, str, str]]]:
-    """Play so many: what was used after each part, and how many of each kind ended with which status and reason."""
+    """Play conversations; return `used` after each part, and counts by kind, status and reason."""
     parts: list[dict[str, float]] = []
     endings: Counter[tuple[str, str, str]] = Counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +196,7 @@ def soak(num_conversations: int, num_parts: int) -> tuple[list[dict[str, float]]
 
 
 def by_quarter(parts: list[dict[str, float]], title: str, of_what: str) -> dict[str, Any]:
-    """Print what was used in each quarter, and give a benchmark's figures: the largest ratio of last to second."""
+    """Print the use in each quarter; return a benchmark's result with the largest ratio of last to second quarter."""
     quarter = len(parts) // 4
     quarters = [
         {name: statistics.mean(part[name] for part in parts[start : start + quarter]) for name in parts[0]}
@@ -210,7 +211,7 @@ def by_quarter(parts: list[dict[str, float]], title: str, of_what: str) -> dict[
     ratios = {name: quarters[3][name] / max(quarters[1][name], 1) for name in parts[0]}
     return {
         "ratio": round(max(ratios.values()), 4),
-        "ratio_of": f"the most that anything grew: mean of the last quarter of the {of_what} to that of the second",
+        "ratio_of": f"largest growth of a resource: mean of the last quarter of the {of_what} to the second quarter",
         "goal": GOAL,
         "met": max(ratios.values()) <= GOAL,
         "medians": {"ratios": {name: round(ratio, 4) for name, ratio in ratios.items()}, "last quarter": quarters[3]},
@@ -218,7 +219,7 @@ def by_quarter(parts: list[dict[str, float]], title: str, of_what: str) -> dict[
 
 
 def run(num_conversations: int = NUM_CONVERSATIONS) -> dict[str, Any]:
-    """Soak, print what was used in each quarter and how conversations ended, and give the largest ratio."""
+    """Play, print the use in each quarter and how conversations ended, and return the largest ratio."""
     started = time.monotonic()
     parts, endings = soak(num_conversations, NUM_PARTS)
     title = f"{num_conversations} conversations in {time.monotonic() - started:.0f} s"

@@ -1,10 +1,10 @@
-"""Engines that are killed in the midst of conversations and updates: what stays behind, last quarter to second.
+"""Engines that are killed during conversations and updates: growth of the trainer's process.
 
-Two replicas in Ray actors, each a transformers engine of a tiny model: one maps the trainer's memory, one is sent
-deltas by gloo, as if on another host. Weights are updated all the while, and whenever both serve, one of them is
-killed, every third time in an update. No conversation is lost. Each figure is taken just before a death, of the process
-that trains; what Ray itself keeps of each actor, its log files, is not in it. `python -m benchmarks.soak_deaths` kills
-four real vLLM engines, which is too few for quarters.
+Two replicas run in Ray actors, each with a transformers engine of a tiny model. One maps the trainer's memory, and the
+other receives deltas by gloo, as if on another host. Weights are updated continuously. Whenever both replicas serve,
+one of them is killed, every third time during an update. No conversation is lost. The process that trains is measured
+just before each death; the log files that Ray keeps of each actor are not included. The ratio compares the last quarter
+of the deaths with the second one. `python -m benchmarks.soak_deaths` kills four vLLM engines, too few for quarters.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, re
 from llmrl.weight_sync.gloo import Receiver, open_group
 
 NUM_DEATHS = 54
-# Of which the first six make pools and caches.
+# Number of first deaths that are not counted, while pools and caches fill.
 NUM_FIRST = 6
 NUM_AT_ONCE = 16
 
 
 class TakingEngine(TransformersEngine):
-    """Takes weights as vLLM's worker does, from the trainer's memory or a broadcast."""
+    """Engine that receives weights as vLLM's worker does, from the trainer's memory or a broadcast."""
 
     weight_transfer_backend, model_dtype, quantization, num_workers = "llmrl", torch.float32, None, 1
 
@@ -53,32 +53,32 @@ class TakingEngine(TransformersEngine):
         self._taken: dict[str, torch.Tensor] | None = None
 
     async def progress(self) -> int | None:
-        """It gives no tokens one by one."""
+        """Return None, because the engine does not report single tokens."""
         return None
 
     def pause(self, mode: str = "keep", *, clear_cache: bool = True) -> None:
-        """Weights change between two tokens, without a pause."""
+        """Do nothing, because weights change between two tokens without a pause."""
 
     def resume(self) -> None:
-        """There was no pause."""
+        """Do nothing, because there is no pause."""
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
-        """There is none."""
+        """Do nothing, because there is no prefix cache."""
         return True
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """Reach the trainer."""
+        """Connect to the trainer."""
         if init_info.get("path") and self._is_far:
             raise EngineError(UNREACHABLE)
         if address := init_info.get("master_address"):
             self._receiver = Receiver(open_group(address, init_info["master_port"], rank=1, world_size=2))
 
     def start_weight_update(self) -> None:
-        """Forget what was not finished."""
+        """Discard an unfinished update."""
         self._taken = None
 
     def update_weights(self, update_info: Any) -> None:
-        """Take all of them."""
+        """Receive all weights."""
         self._taken = None
         if update_info.get("is_discarded"):
             return
@@ -93,11 +93,11 @@ class TakingEngine(TransformersEngine):
         except (OSError, ValueError, RuntimeError) as error:
             raise EngineError(str(error)) from error
         if read_tag(buffer) != update_info["tag"]:
-            raise EngineError("other weights")
+            raise EngineError("the received weights have another tag")
         self._taken = dict(layout.views(buffer))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Load what was taken."""
+        """Load the received weights."""
         version = self.policy_version + 1 if weight_version is None else int(weight_version)
         if self._taken is not None:
             self.load_weights(self._taken, version=version)
@@ -106,7 +106,7 @@ class TakingEngine(TransformersEngine):
 
 
 def start_in_ray(path: str) -> Callable[[int], RayEngine]:
-    """Starts the replica with an index."""
+    """Return a function that starts the replica with an index in a Ray actor."""
     ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2, object_store_memory=1 << 27)
 
     def start(index: int) -> RayEngine:
@@ -116,7 +116,7 @@ def start_in_ray(path: str) -> Callable[[int], RayEngine]:
 
 
 def start_vllm(path: str) -> Callable[[int], AsyncVLLM]:
-    """The same of vLLM."""
+    """Return a function that starts a vLLM engine."""
 
     def start(_: int) -> AsyncVLLM:
         return AsyncVLLM.from_pretrained(path, max_model_len=512, kv_cache_memory=1 << 26, cpu_threads=1)
@@ -125,7 +125,7 @@ def start_vllm(path: str) -> Callable[[int], AsyncVLLM]:
 
 
 def process_of(engine: Any) -> int:
-    """Id of the process that an engine runs in."""
+    """Return the id of an engine's process."""
     if isinstance(engine, RayEngine):
         return ray.get(engine.actor.__ray_call__.remote(lambda _: os.getpid()))
     [process] = engine.llm.engine_core.resources.engine_manager.processes
@@ -133,7 +133,7 @@ def process_of(engine: Any) -> int:
 
 
 def make_collector(engine: EngineReplicas[Any]) -> Any:
-    """A collector of conversations of two turns."""
+    """Return a collector of conversations of two turns."""
     from llmrl import LLMCollector, RolloutLimits
     from llmrl.envs import MessageChatEnv, MessageEnv, MessageStep
     from llmrl.policies import LLMWrapperBase
@@ -153,7 +153,7 @@ def make_collector(engine: EngineReplicas[Any]) -> Any:
             return MessageStep(messages=[{"role": "user", "content": "And?"}], is_done=self.num_turns == 2)
 
     renderer = TemplateRenderer.from_pretrained(str(ensure_embedded_model()))
-    # A random model ends its answers at one token in twelve.
+    # One token in twelve ends an answer, because a random model rarely samples the end of a turn.
     sampling = {"max_new_tokens": 96, "stop_token_ids": list(range(0, engine.vocab_size, 12))}
     policy = LLMWrapperBase(engine, renderer=renderer, generate_kwargs=sampling)
     limits, env = RolloutLimits(max_turns=4, num_engine_retries=20), MessageChatEnv(Talk, [{}])
@@ -161,7 +161,7 @@ def make_collector(engine: EngineReplicas[Any]) -> Any:
 
 
 def soak(start: Callable[[int], Any], path: str, num_deaths: int) -> tuple[list[dict[str, float]], Counter[str]]:
-    """Kill so many: what was used before each, and how conversations ended."""
+    """Kill engines; return the resources in use before each death, and counts of how conversations ended."""
     from transformers import AutoModelForCausalLM
 
     parts: list[dict[str, float]] = []
@@ -178,7 +178,7 @@ def soak(start: Callable[[int], Any], path: str, num_deaths: int) -> tuple[list[
         try:
             sender.update_weights()
             counts["updates"] += 1
-        except WeightSyncError:  # it is tried again
+        except WeightSyncError:  # the next update tries again
             counts["failed updates"] += 1
 
     with tempfile.TemporaryDirectory() as folder, engines, make_collector(engines) as collector:
@@ -189,7 +189,7 @@ def soak(start: Callable[[int], Any], path: str, num_deaths: int) -> tuple[list[
             collector.rollouts = []
             update()
             if len(engines.serving) < 2:
-                time.sleep(0.5)  # the one that starts needs the cores, too
+                time.sleep(0.5)  # the starting engine also needs the cores
                 continue
             parts.append(settled(Path(folder)))
             assert len({engine.policy_version for engine in engines}) == 1
@@ -209,7 +209,7 @@ def soak(start: Callable[[int], Any], path: str, num_deaths: int) -> tuple[list[
 
 
 def run() -> dict[str, Any]:
-    """Kill engines, print what was used in each quarter, and give the largest ratio."""
+    """Kill engines, print the use in each quarter, and return the largest ratio."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = make_tiny_model(folder)

@@ -1,8 +1,9 @@
-"""Tokens per second of an engine that drafts by n-grams, beside one that does not.
+"""Tokens per second of an engine with n-gram drafts and of an engine without.
 
-vLLM on the CPU with the embedded model in float32, a core for each engine, and 1 or 8 requests at once. *repeated* asks
-for a text of the prompt again, greedily: most drafts are right. *sampled* is a prompt without repetition at temperature
-1: few are, and each one costs its forward pass. The engines take turns, three times.
+The engines are vLLM on the CPU with the embedded model in float32, one core for each engine, and 1 or 8 concurrent
+requests. *repeated* requests a copy of a text in the prompt, greedily, so that most drafts are accepted. *sampled* is a
+prompt without repetition at temperature 1, so that few drafts are accepted, and each draft costs its forward pass. The
+engines alternate, three times.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ASKED = {
 
 
 def tokens_per_second(engine: AsyncVLLM, prompt: list[int], temperature: float, num_requests: int) -> float:
-    """Generate a batch of answers of 64 tokens."""
+    """Return the tokens per second of a batch of answers with 64 tokens."""
     sampling = SamplingConfig(max_new_tokens=64, temperature=temperature, ignore_eos=True)
     started = time.perf_counter()
     completions = engine.generate_batch([prompt] * num_requests, sampling)
@@ -33,7 +34,7 @@ def tokens_per_second(engine: AsyncVLLM, prompt: list[int], temperature: float, 
 
 
 def run() -> dict[str, Any]:
-    """Both engines, each prompt, one request and eight."""
+    """Measure both engines, with each prompt and with one and eight requests."""
     from transformers import AutoTokenizer
 
     path = str(Path(ensure_embedded_model()))
@@ -66,7 +67,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "speculation",
         "ratio": ratio,
-        "ratio_of": "tokens per second with drafts to those without, where one answer repeats its prompt",
+        "ratio_of": "tokens per second with drafts to those without, for one answer that repeats its prompt",
         "goal": GOAL,
         "met": ratio >= GOAL,
         "medians": medians,

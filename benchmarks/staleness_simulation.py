@@ -1,18 +1,18 @@
-"""What collecting ahead is worth: rollouts per second, use of the engines and staleness, on a simulated cluster.
+"""Benefit of collecting ahead: rollouts per second, utilization of engines and staleness, on a simulated cluster.
 
-The real scheduler, gates and replicas on a clock that jumps: 512 replicas that serve 16 sequences each, and 102,400
-rollouts of two turns for each way. Answers are log-normal (a minute, sigma 0.8) up to a limit of five minutes. A tool
-between them follows a Pareto distribution of shape 1.5 and is given up after a minute, as one call in two hundred is in
-any case; all tools are out for a minute in every twenty. Each minute a replica dies, one in 512; it is back after five,
-is given the current weights, and its requests are tried elsewhere. A batch is 4,096 rollouts in groups of 8. Training
-it takes 40 s, and new weights 30 s to travel while the engines generate, together about as long as engines that are
-never idle need to sample a batch. Then they stand for 5 s; requests in flight go on with the new weights (*partial
-rollouts*), or are waited for before.
+The real scheduler, gates and replicas run in virtual time: 512 replicas that serve 16 sequences each, and 102,400
+rollouts of two turns for each way of collecting. Durations of answers are log-normal (median one minute, sigma 0.8),
+with a limit of five minutes. A tool call between answers follows a Pareto distribution of shape 1.5 with a limit of one
+minute; one call in two hundred always reaches it, and all tools fail for one minute in every twenty. Each minute one of
+the 512 replicas dies. It returns after five minutes with the current weights, and its requests are repeated elsewhere.
+A batch is 4,096 rollouts in groups of 8. Training takes 40 s, and the transfer of new weights 30 s while the engines
+generate, together about as long as engines without idle time need for a batch. Then the engines pause for 5 s. Requests
+in flight continue with the new weights (*partial rollouts*), or the update waits until they end.
 
-Engines and trainer have machines of their own in each way, so that synchronous collection leaves most of them idle: a
-system in which both take turns on one set of GPUs loses less by it. Only the clock, the answers of engines and tools,
-and the trainer are simulated. Nothing here is a measurement of a real cluster. On such are reported, beside systems of
-the authors' choice:
+Engines and trainer have separate machines, so synchronous collection leaves most of them idle; a system in which both
+share one set of GPUs loses less. Only the clock, the answers of engines and tools, and the trainer are simulated. These
+are not measurements of a real cluster. For real clusters, the following speedups over systems of the authors' choice
+have been reported:
 
 | system | reported | GPUs |
 |---|---|---|
@@ -46,7 +46,7 @@ from llmrl.testing import ScriptedEngine, log_normal, run_in_virtual_time
 NUM_REPLICAS, SEQUENCES_PER_REPLICA = 512, 16
 GROUP_SIZE, GROUPS_PER_BATCH, NUM_BATCHES, NUM_TURNS = 8, 512, 25, 2
 NUM_WARM_UP = 5
-"""Batches that are not counted: collection that is ahead has to get there first."""
+"""Number of batches that are not counted, until collection is ahead."""
 ANSWER_MEDIAN_S, ANSWER_SIGMA, ANSWER_MOST_S = 60.0, 0.8, 300.0
 TOOL_LEAST_S, TOOL_SHAPE, TOOL_MOST_S = 1.0, 1.5, 60.0
 LOST_PROBABILITY = 0.005
@@ -58,7 +58,7 @@ GOAL = 1.5
 
 
 class Replica(ScriptedEngine):
-    """An engine that dies, comes back, and can be asked to finish its requests before it takes weights."""
+    """An engine that can die, return, and refuse new requests until it has new weights."""
 
     def __init__(self, latency_s: Callable[..., float]) -> None:
         super().__init__([[7]], latency_s=latency_s, max_num_seqs=SEQUENCES_PER_REPLICA, record_requests=False)
@@ -66,21 +66,21 @@ class Replica(ScriptedEngine):
         self.is_open.set()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: SamplingConfig, **names: Any) -> Completion:
-        """Sample, once it takes requests."""
+        """Sample as soon as the engine accepts requests."""
         await self.is_open.wait()
         return await super().generate(prompt_ids, sampling, **names)
 
     def come_back(self) -> None:
-        """Serve again, with the weights that it began with."""
+        """Serve again, with the initial weights."""
         self._is_shut_down, self._policy_version = False, 0
         self.resume()
 
 
 class ToolSource(SimulatedSource):
-    """Rollouts of `NUM_TURNS` turns with tools."""
+    """Source of rollouts of `NUM_TURNS` turns with tools."""
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
-        """Play its turns, with tools between them."""
+        """Play the turns of a rollout, with tools between them."""
         rollout, draw = job.records[0], random.Random(job.records[0].rollout_id)
         for turn in range(NUM_TURNS):
             request_id = f"{rollout.rollout_id}/{turn}"
@@ -95,13 +95,13 @@ class ToolSource(SimulatedSource):
 
 
 async def kill_and_restart(replicas: EngineReplicas[Replica], engines: list[Replica]) -> None:
-    """Let a replica die each minute, and come back."""
+    """Let a replica die each minute, and return later."""
     draw = random.Random(1)
 
     async def restart(engine: Replica, index: int) -> None:
         await asyncio.sleep(RESTART_S)
         engine.come_back()
-        while index not in replicas.serving:  # a thread gives it the weights, in no time of the clock's
+        while index not in replicas.serving:  # a thread sends the weights, which takes no virtual time
             time.sleep(1e-4)
 
     async with asyncio.TaskGroup() as restarts:
@@ -115,7 +115,7 @@ async def kill_and_restart(replicas: EngineReplicas[Replica], engines: list[Repl
 
 
 async def update(engines: list[Replica], version: int, *, waits: bool) -> None:
-    """Give all engines that live new weights."""
+    """Send new weights to all engines that are alive."""
     await asyncio.sleep(TRANSFER_S)
     for engine in engines:
         engine.is_open.clear() if waits else engine.pause()
@@ -129,11 +129,11 @@ async def update(engines: list[Replica], version: int, *, waits: bool) -> None:
 
 
 async def simulate(make_gate: Callable[[], Any], max_staleness: int, waits: bool) -> dict[str, float]:
-    """Collect, train and update; what the batches after the warm-up took."""
+    """Collect, train and update; return the measurements of the batches after the warm-up."""
     draw = log_normal(ANSWER_MEDIAN_S, ANSWER_SIGMA)
     engines = [Replica(lambda *_: min(ANSWER_MOST_S, draw())) for _ in range(NUM_REPLICAS)]
     gate = make_gate()
-    gate.follows_versions = False  # each is reported to it, so that it need not look 20 times a second for hours
+    gate.follows_versions = False  # `notify` reports each version, so that the gate need not poll 20 times per second
     replicas = EngineReplicas(engines, hang_timeout_seconds=None, num_retries=5)
     current = 0
     replicas.before_serving.append(lambda engine: setattr(engine, "policy_version", current))
@@ -158,7 +158,7 @@ async def simulate(make_gate: Callable[[], Any], max_staleness: int, waits: bool
         staleness += delivery.staleness
         await asyncio.sleep(TRAIN_S)
         await update(engines, batch + 1, waits=waits)
-        current = batch + 1  # not before: who came back with newer weights than the others' would be asked alone
+        current = batch + 1  # not earlier: a replica that returns with newer weights would get all requests
         replicas.refresh()
         scheduler.notify()
     elapsed_s = loop.time() - started_s
@@ -179,7 +179,7 @@ async def simulate(make_gate: Callable[[], Any], max_staleness: int, waits: bool
 
 
 def run() -> dict[str, Any]:
-    """Every way of collecting, with the same lengths."""
+    """Simulate every way of collecting, with the same lengths."""
 
     def ahead(bound: int, **options: str) -> Callable[[], StalenessGate]:
         return lambda: StalenessGate(GROUPS_PER_BATCH, max_staleness=bound, **options)  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def run() -> dict[str, Any]:
         "at most 4 off": (ahead(4), 4, True),
         "at most 4 off, partial rollouts": (ahead(4), 4, False),
     }
-    logging.getLogger("llmrl").setLevel(logging.ERROR)  # deaths are asked for
+    logging.getLogger("llmrl").setLevel(logging.ERROR)  # hide the warnings about deaths, which are intended
     medians = {}
     for name, way in ways.items():
         medians[name] = run_in_virtual_time(simulate(*way))
@@ -206,7 +206,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "staleness_simulation",
         "ratio": ratio,
-        "ratio_of": "rollouts per second at most 4 versions ahead to those of synchronous collection",
+        "ratio_of": "rollouts per second, at most 4 versions ahead, to those of synchronous collection",
         "goal": GOAL,
         "met": ratio >= GOAL,
         "medians": medians,

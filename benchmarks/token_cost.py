@@ -1,4 +1,4 @@
-"""What rendering and bookkeeping cost a turn, early and late in a conversation, beside TorchRL's History."""
+"""Cost of rendering and bookkeeping per turn, early and late in a conversation, and of TorchRL's History."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EARLY, LATE, LAST = 4, 64, 128
 GOAL_LATE_TO_EARLY = 1.3
 GOAL_STORED = 1.1
 GOAL_MESSAGE_SHARE = 0.01
-# Of the embedded model on two cores with many requests in flight; a bigger model only makes the share smaller.
+# Speed of the embedded model on two cores with many requests in flight; a larger model makes the share smaller.
 TOKENS_PER_SECOND = 900.0
 QUESTION = "Go on, then: what else is there to say about this, and why does it matter?"
 ANSWER = "There is a good deal more to say about it, and most of it matters because people do not expect it.<|im_end|>"
@@ -24,7 +24,7 @@ COLUMNS = ("token_ids", "loss_mask", "log_probs", "versions")
 
 
 def ours(renderer: Any, mode: str) -> tuple[list[float], Any]:
-    """Seconds of each turn, prompt to tensors, and the conversation at its end."""
+    """Return the seconds of each turn, from prompt to tensors, and the final conversation."""
     from llmrl.rendering import Conversation
 
     answer_ids = renderer.encode(ANSWER)
@@ -45,7 +45,7 @@ def ours(renderer: Any, mode: str) -> tuple[list[float], Any]:
 
 
 def torchrl_history(tokenizer: Any) -> list[float]:
-    """Seconds of each turn through TorchRL's ChatEnv and `History.apply_chat_template`."""
+    """Return the seconds of each turn with TorchRL's ChatEnv and `History.apply_chat_template`."""
     from tensordict import TensorDict, set_list_to_stack
     from torchrl.data.llm import History
     from torchrl.envs.llm import ChatEnv
@@ -77,19 +77,19 @@ def torchrl_history(tokenizer: Any) -> list[float]:
 
 
 def stored_ratio(conversation: Any) -> float:
-    """Tokens stored by the conversation and all its turns, each store once, over its length."""
+    """Return the number of tokens that the conversation and its turns store, relative to its length."""
     stores = {id(node.stored_columns): len(node.stored_columns) for node in conversation.node.ancestors()}
     stores[id(conversation.held.columns)] = len(conversation.held.columns)
     return sum(stores.values()) / conversation.num_tokens
 
 
 def at(runs: list[list[float]], turn: int) -> float:
-    """Median over runs and the five turns that end at `turn`."""
+    """Return the median over runs and the five turns that end at `turn`."""
     return statistics.median(value for run in runs for value in run[turn - 5 if turn > 5 else 1 : turn])
 
 
 def run() -> dict[str, Any]:
-    """Measure in turn, so that a busy moment of the machine meets all alike."""
+    """Measure alternately, so that a disturbance of the machine affects all cases alike."""
     from transformers import AutoTokenizer
 
     from llmrl.rendering import TemplateRenderer
@@ -97,8 +97,8 @@ def run() -> dict[str, Any]:
 
     tokenizer = AutoTokenizer.from_pretrained(ensure_embedded_model())
     renderer = TemplateRenderer(tokenizer)
-    # The same template, treated as one that rewrites history, in conversations that it rewrites and that it does not:
-    # with reasoning every prompt is rendered afresh and compared.
+    # The same template, treated as one that rewrites a history with reasoning (`rewriting`), or any history (`always`).
+    # If the history may be rewritten, each prompt is rendered again and compared.
     rewriting = copy.copy(renderer)
     rewriting.is_history_rewritten = True
     rewriting._rewriting_features = frozenset({frozenset({"reasoning"})})
@@ -119,7 +119,7 @@ def run() -> dict[str, Any]:
     message_share = (at(runs["message mode"], LAST) - at(runs["bridged"], LAST)) / generation_seconds
     afresh_share = (at(runs["rendered afresh"], LAST) - at(runs["bridged"], LAST)) / generation_seconds
 
-    table = Table(title="Milliseconds a turn: prompt, completion, tensors")
+    table = Table(title="Milliseconds per turn: prompt, completion, tensors")
     for title in ("", f"turn {EARLY}", f"turn {LATE}", f"turn {LAST}", f"{LATE} ÷ {EARLY}"):
         table.add_column(title, justify="right" if title else "left")
     medians: dict[str, float] = {}
@@ -130,11 +130,11 @@ def run() -> dict[str, Any]:
             medians[f"{name}, turn {turn}, ms"] = round(1e3 * value, 4)
     console = Console(width=110)
     console.print(table)
-    console.print(f"Stored tokens over final length: {stored:.3f} (goal {GOAL_STORED}).")
+    console.print(f"Stored tokens relative to the final length: {stored:.3f} (goal {GOAL_STORED}).")
     console.print(
-        f"Message mode at turn {LAST}, nothing rewritten: {message_share:+.2%} of the time that generating the answer "
-        f"takes at {TOKENS_PER_SECOND:.0f} tokens/s (goal {GOAL_MESSAGE_SHARE:.0%}); "
-        f"rendering afresh: {afresh_share:+.2%}."
+        f"Additional time at turn {LAST}, relative to generating the answer at {TOKENS_PER_SECOND:.0f} tokens/s: "
+        f"message mode without rewriting {message_share:+.2%} (goal {GOAL_MESSAGE_SHARE:.0%}), "
+        f"rendering each prompt again {afresh_share:+.2%}."
     )
     medians |= {
         "stored_tokens_over_length": round(stored, 4),
@@ -145,7 +145,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "token_cost",
         "ratio": round(late_to_early, 4),
-        "ratio_of": f"seconds of rendering and bookkeeping at turn {LATE}, to turn {EARLY}",
+        "ratio_of": f"seconds of rendering and bookkeeping at turn {LATE} to those at turn {EARLY}",
         "goal": GOAL_LATE_TO_EARLY,
         "met": late_to_early <= GOAL_LATE_TO_EARLY and stored <= GOAL_STORED and message_share <= GOAL_MESSAGE_SHARE,
         "medians": medians,

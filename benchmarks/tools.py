@@ -1,4 +1,4 @@
-"""Many conversations that run Python at once: wall time beside the machine's own limit and TorchRL's interpreter."""
+"""Wall time of many conversations that run Python concurrently, compared with the ideal and TorchRL's interpreter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NUM_CONVERSATIONS = 256
 NUM_CALLS = 4
 WORK_SECONDS = 0.02
 NUM_REPEATS = 3
-# TorchRL's runs one call after another, so a part of its conversations says what all take.
+# TorchRL's interpreter runs calls sequentially, so the time of all conversations is extrapolated from a part.
 NUM_PEER_CONVERSATIONS = 32
 NUM_EMPTY_CALLS = 200
 GOAL = 1.35
-# Processor time, so that work stays work when interpreters share a core.
+# The work is measured in CPU time, so that it stays constant when interpreters share a core.
 WORK = f"""```python
 import time
 end = time.process_time() + {WORK_SECONDS}
@@ -30,7 +30,7 @@ EMPTY = "```python\npass\n```"
 
 
 async def converse(interpreter: Any, num_conversations: int, text: str) -> list[float]:
-    """Play conversations together, each of its calls after the one before; seconds of each call."""
+    """Play conversations concurrently, each with sequential calls; return the seconds of each call."""
     from llmrl.tools import ToolSession
 
     seconds: list[float] = []
@@ -50,13 +50,13 @@ async def converse(interpreter: Any, num_conversations: int, text: str) -> list[
 
 
 def ours(*, persistent: bool) -> tuple[float, float]:
-    """Wall seconds of all conversations, and the median milliseconds of a call that does nothing."""
+    """Return the wall seconds of all conversations, and the median milliseconds of an empty call."""
     from llmrl.transforms import PythonExecutorService, PythonInterpreter
 
     executor = PythonExecutorService(pool_size=2 * num_cores())
     interpreter = PythonInterpreter(persistent=persistent, executor=executor)
     try:
-        interpreter.loop.run(converse(interpreter, 4, EMPTY))  # the first interpreters are there
+        interpreter.loop.run(converse(interpreter, 4, EMPTY))  # starts the first interpreters
         started = time.perf_counter()
         interpreter.loop.run(converse(interpreter, NUM_CONVERSATIONS, WORK))
         wall = time.perf_counter() - started
@@ -70,7 +70,7 @@ def ours(*, persistent: bool) -> tuple[float, float]:
 
 
 def torchrl() -> tuple[float, float]:
-    """As `ours`, of TorchRL's interpreter with its own defaults, scaled to all conversations."""
+    """Return the same for TorchRL's interpreter with its defaults, scaled to all conversations."""
     from torchrl.envs.llm.transforms import PythonInterpreter
 
     interpreter = PythonInterpreter()
@@ -89,12 +89,12 @@ def torchrl() -> tuple[float, float]:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def run() -> dict[str, Any]:
-    """Measure in turn, so that a busy moment of the machine meets all alike."""
+    """Measure alternately, so that a disturbance of the machine affects all cases alike."""
     ideal = NUM_CONVERSATIONS * NUM_CALLS * WORK_SECONDS / num_cores()
     measured: dict[str, list[tuple[float, float]]] = {"variables kept": [], "afresh each call": [], "TorchRL": []}
     for _ in range(NUM_REPEATS):
@@ -105,7 +105,7 @@ def run() -> dict[str, Any]:
     calls = {name: statistics.median(call for _, call in runs) for name, runs in measured.items()}
 
     table = Table(title=f"{NUM_CONVERSATIONS} conversations, {NUM_CALLS} calls of {1000 * WORK_SECONDS:.0f} ms each")
-    for column in ("interpreter", "wall s", "beside ideal", "empty call ms"):
+    for column in ("interpreter", "wall s", "relative to ideal", "empty call ms"):
         table.add_column(column, justify="left" if column == "interpreter" else "right")
     table.add_row(f"ideal on {num_cores()} cores", f"{ideal:.2f}", "1.00", "")
     for name, wall in walls.items():
@@ -115,7 +115,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "tools",
         "ratio": round(ratio, 3),
-        "ratio_of": "wall time of conversations that keep their variables, to that of their work alone on all cores",
+        "ratio_of": "wall time of conversations that keep their variables to the time of their work on all cores",
         "goal": GOAL,
         "met": ratio <= GOAL,
         "medians": {

@@ -1,4 +1,4 @@
-"""Train the embedded model on one-digit sums with TorchRL's `GRPOTrainer` and `Trainer`, and print their curves.
+"""Train the embedded model on one-digit sums with TorchRL's `GRPOTrainer` and `Trainer`, and print mean rewards.
 
 python -m benchmarks.torchrl_trainers [--num-steps 15] [--only GRPOTrainer]
 """
@@ -42,7 +42,7 @@ def make_env() -> DatasetChatEnv:
 
 
 def curve(name: str, engine: AsyncVLLM, folder: str, num_steps: int) -> list[float]:
-    """Return the mean rewards of the batches of a run with a trainer of TorchRL."""
+    """Train with a trainer of TorchRL, and return the mean reward of each batch."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     scorer = TransformersWrapper(model, generate=False, autocast_dtype=torch.bfloat16)
     policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 12})

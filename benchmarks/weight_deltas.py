@@ -1,4 +1,4 @@
-"""What is sent of true steps: of AdamW on float32 weights that engines hold in bfloat16, by files and by gloo."""
+"""Cost of sending weight deltas of real AdamW steps (float32 trainer, bfloat16 engines), by files and by gloo."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from llmrl.weight_sync.gloo import Receiver, free_port, open_group
 from llmrl.weight_sync.source import ModelWeights
 
 LEARNING_RATES = {"addition (the demo)": 2e-5, "gsm8k": 1e-6}
-"""Of the scripts' tasks."""
+"""Learning rates of the scripts' tasks."""
 NUM_STEPS = 6
 _PHASES = ("write", "read"), ("pack", "send")
 
 
 def seconds_of(action: Callable[[], Any]) -> float:
-    """Wall-clock seconds of one call."""
+    """Return the wall-clock seconds of one call."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 class RemoteWorker:
-    """A process that takes broadcasts as an engine's worker does, and has no model."""
+    """A process without a model that receives broadcasts as an engine's worker does."""
 
     num_workers, timeout_seconds = 1, 120.0
 
@@ -60,20 +60,20 @@ class RemoteWorker:
         return int(answer)
 
     def init_weight_transfer_engine(self, init_info: Any) -> None:
-        """As a host that does not see the trainer's memory."""
+        """Connect like a host that cannot access the trainer's memory."""
         if "path" in init_info:
             raise EngineError(UNREACHABLE)
         self._ask(init_info)
 
     def start_weight_update(self) -> None:
-        """Nothing is to be made ready."""
+        """Do nothing."""
 
     def update_weights(self, update_info: Any) -> None:
-        """Take what is broadcast."""
+        """Receive a broadcast."""
         self._ask(update_info)
 
     def checksum(self) -> int:
-        """Of the weights that it has."""
+        """Return the checksum of the received weights."""
         return self._ask("checksum")
 
 
@@ -97,7 +97,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def true_steps(path: str, learning_rate: float) -> Iterator[ModelWeights]:
-    """The weights of a model, then after each of some steps on its own words, as a policy's are."""
+    """Yield the weights of a model at the start, and after each policy-gradient step on its own samples."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def true_steps(path: str, learning_rate: float) -> Iterator[ModelWeights]:
 
 
 def measure_files(path: str, learning_rate: float) -> dict[str, float]:
-    """Medians of bytes and seconds of deltas to those of whole files, writing and reading apart."""
+    """Return medians of the bytes and seconds of delta files and whole files, for writing and reading separately."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         whole = DoubleBuffer(f"{folder}/whole")
@@ -134,14 +134,14 @@ def measure_files(path: str, learning_rate: float) -> dict[str, float]:
             pointer, reference = deltas.pointer(), whole.pointer()
             assert pointer is not None
             assert reference is not None
-            assert pointer.checksum == reference.checksum, "bit by bit the same file"
+            assert pointer.checksum == reference.checksum, "the files differ"
             row["bytes_ratio"] = deltas.delta_path(pointer.serial).stat().st_size / pointer.num_bytes
             rows.append(row)
     return _medians(rows, *_PHASES[0])
 
 
 def measure_gloo(path: str, learning_rate: float) -> dict[str, float]:
-    """The same of broadcasts to another process: packing, for which no engine waits, and sending, for which they do."""
+    """Return the same for broadcasts: packing, during which engines generate, and sending, during which they wait."""
     rows = []
     steps = true_steps(path, learning_rate)
     source = next(steps)
@@ -161,7 +161,7 @@ def measure_gloo(path: str, learning_rate: float) -> dict[str, float]:
             for name, channel in channels.items():
                 row[f"{name}_pack_s"] = seconds_of(lambda: channel.stage(version))  # noqa: B023
                 row[f"{name}_send_s"] = seconds_of(connections[name].send_weights)
-            assert first.checksum() == second.checksum(), "bit by bit the same weights"
+            assert first.checksum() == second.checksum(), "the weights differ"
             delta = channels["delta"].delta
             row["bytes_ratio"] = (num_bytes if delta is None else len(delta[1])) / num_bytes
             rows.append(row)
@@ -172,17 +172,17 @@ def measure_gloo(path: str, learning_rate: float) -> dict[str, float]:
 
 
 def _medians(rows: list[dict[str, float]], *phases: str) -> dict[str, float]:
-    """Of each column, the first step left out, in which every moment is new; and the ratios of deltas to wholes."""
+    """Return the median of each column without the first step, in which all moments are new, and delta ratios."""
     result = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
     return result | {f"{name}_ratio": result[f"delta_{name}_s"] / result[f"whole_{name}_s"] for name in phases}
 
 
 def measure_deltas(path: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Measure both ways at each learning rate, and print what they cost."""
+    """Measure both channels at each learning rate, and print the results."""
     results = {}
     for way, measure, phases in (("files", measure_files, _PHASES[0]), ("gloo", measure_gloo, _PHASES[1])):
         results[way] = {name: measure(path, learning_rate) for name, learning_rate in LEARNING_RATES.items()}
-        table = Table(title=f"{way}: what a step changed, beside all weights (bfloat16 of a float32 trainer)")
+        table = Table(title=f"{way}: deltas of a step compared with all weights (bfloat16 of a float32 trainer)")
         for column in ("learning rate of", "bytes", f"{phases[0]}, s", "of whole", f"{phases[1]}, s", "of whole"):
             table.add_column(column, justify="right")
         for name, row in results[way].items():

@@ -1,18 +1,18 @@
-"""Seconds of a weight sync, beside a checkpoint saved and reloaded, and beside one copy in memory.
+"""Seconds of a weight sync, compared with saving and reloading a checkpoint and with one copy in memory.
 
-TorchRL 0.14.1 cannot update a vLLM 0.32 engine on CPU, so that its files are compared and the rest is left out:
+TorchRL 0.14.1 cannot update a vLLM 0.32 engine on a CPU, so only writing and reading its files is compared:
 
-- its receiver asks the workers for `load_weights_from_storage`, which none of vLLM's has (`NotImplementedError`);
-- where it calls the model's `load_weights` itself, that finds the parameters that vLLM packed and emptied
+- its receiver calls `load_weights_from_storage`, which no worker of vLLM has (`NotImplementedError`);
+- if it calls the model's `load_weights` itself, this fails for parameters that vLLM has packed and emptied
   (`AttributeError: 'Parameter' object has no attribute 'weight_loader'`);
-- its own asynchronous engine asks Ray for GPUs, and its other scheme for NCCL.
+- its own asynchronous engine needs GPUs in Ray, and its other scheme needs NCCL.
 
-No sync can cost less than one copy and the packing that vLLM's CPU kernels need, which it does again for each matrix:
-that floor is printed beside the goal, which it does not reach on every machine.
+No sync can cost less than one copy and the packing of every matrix for vLLM's CPU kernels. This lower bound is printed
+with the goal, which not every machine reaches.
 
-Deltas are of true steps of AdamW, beside all weights, in bytes and in seconds: through files, and by gloo to a process
-on this host. There a broadcast of all costs little more than a copy, so that deltas save bytes, and seconds only where
-few words changed. Engines wait for reading and sending, and for neither writing nor packing.
+Deltas of real AdamW steps are compared with all weights, in bytes and in seconds: through files, and by gloo to a
+process on this host. On one host a broadcast of all weights costs little more than a copy, so deltas save bytes, but
+save seconds only if few values changed. Engines wait for reading and sending, but not for writing and packing.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, 
 
 NUM_REPEATS = 7
 GOAL = 0.1
-"""Of the time that a checkpoint takes: saved to a folder in page cache, and reloaded by vLLM itself."""
+"""Maximum share of the time to save a checkpoint into the page cache and reload it with vLLM."""
 GROWTH = {"2M": (128, 4, 8192), "20M": (384, 8, 16384), "100M": (768, 12, 32768), "360M": (1024, 24, 49152)}
-"""Random llamas: hidden size, layers, vocabulary."""
+"""Random Llamas: hidden size, number of layers, size of the vocabulary."""
 TITLES = {
-    "sync": "sync, all of it",
+    "sync": "sync, total",
     "stage_s": "  pack and cast (the engine generates)",
     "pause_s": "  pause",
     "send_s": "  send and check (the engine waits)",
     "load_s": "  load, empty the prefix cache (the engine waits)",
     "resume_s": "  resume",
     "copy": "copy the same bytes once",
-    "repack": "pack each matrix anew, as vLLM's kernels need it",
-    "checkpoint": "save a checkpoint, reload it",
+    "repack": "pack each matrix again, as vLLM's kernels need it",
+    "checkpoint": "save and reload a checkpoint",
     "double_buffer": "sync through files (double buffer)",
-    "torchrl_files": "torchrl's double buffer: write and read its files",
+    "torchrl_files": "torchrl's double buffer: write and read the files",
 }
 
 
 def medians_of(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Of each column; the first two rows touch both buffers for the first time and are left out."""
+    """Return the median of each column without the first two rows, which touch both buffers for the first time."""
     return {name: statistics.median(row[name] for row in rows[2:]) for name in rows[0]}
 
 
 def start(path: str) -> AsyncVLLM:
-    """An engine that serves nothing else."""
+    """Start an engine."""
     return AsyncVLLM.from_pretrained(
         path,
         max_model_len=512,
@@ -71,7 +71,7 @@ def start(path: str) -> AsyncVLLM:
 
 
 def make_repack(model: torch.nn.Module) -> Callable[[], None]:
-    """Packs matrices of the engine's shapes (fused as a llama's are) as vLLM does when it loads them."""
+    """Return a function that packs matrices of the engine's shapes, fused as in a Llama, as vLLM does on loading."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     config = model.config
@@ -93,7 +93,7 @@ def make_repack(model: torch.nn.Module) -> Callable[[], None]:
 
 
 def make_torchrl_files(model: torch.nn.Module, folder: str) -> Callable[[], None]:
-    """What torchrl's scheme does up to vLLM: it writes its files and reads them; see the module for the rest."""
+    """Return a function that writes and reads the files of torchrl's scheme, which cannot update vLLM."""
     logging.getLogger("torchrl").setLevel("WARNING")
     from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferSyncScheme as TorchRLScheme
 
@@ -110,7 +110,7 @@ def make_torchrl_files(model: torch.nn.Module, folder: str) -> Callable[[], None
 
 
 def measure(path: str) -> tuple[dict[str, float], int]:
-    """Medians of the model in `path`, and the bytes of its weights as sent."""
+    """Return the medians for the model in `path`, and the number of bytes sent."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -136,7 +136,7 @@ def measure(path: str) -> tuple[dict[str, float], int]:
 
         sender.register_model(model)
         sender.init_all_workers_group(metadata, engine)
-        # In turn, so that a busy moment of the machine meets all alike.
+        # Alternate the cases, so that a disturbance of the machine affects all alike.
         for _ in range(NUM_REPEATS + 2):
             model.to(torch.float32)
             row = {"sync": seconds_of(sender.update_weights), **sender.last_timings}
@@ -146,7 +146,7 @@ def measure(path: str) -> tuple[dict[str, float], int]:
             rows.append(row)
         sender.shutdown()
 
-        # An engine follows one sender at a time.
+        # An engine accepts one sender at a time.
         model.to(torch.float32)
         files_sender.register_model(model)
         files_sender.init_all_workers_group(metadata, engine)
@@ -159,7 +159,7 @@ def measure(path: str) -> tuple[dict[str, float], int]:
 
 
 def measure_growth() -> dict[str, dict[str, float]]:
-    """Seconds of a sync by size of a random model."""
+    """Return the seconds of a sync for random models of several sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     results = {}
@@ -185,27 +185,27 @@ def measure_growth() -> dict[str, dict[str, float]]:
 
 
 def run() -> dict[str, Any]:
-    """Measure the embedded model, then random ones of growing size, then what true steps change."""
+    """Measure the embedded model, then random models of growing size, then deltas of real steps."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     medians, num_bytes = measure(str(Path(ensure_embedded_model())))
     console = Console()
     table = Table(title=f"One weight sync of {num_bytes / 1e6:.0f} MB, median of {NUM_REPEATS}")
-    table.add_column("what")
+    table.add_column("measured")
     table.add_column("seconds", justify="right")
     for name, title in TITLES.items():
         table.add_row(title, f"{medians[name]:.3f}")
     allowed = 3 * medians["copy"] + medians["repack"]
     stands_still = medians["sync"] - medians["stage_s"]
-    table.add_row("engine stands still", f"{stands_still:.3f}")
-    table.add_row("3 copies and the packing (the sync should cost no more)", f"{allowed:.3f}")
+    table.add_row("engine waits", f"{stands_still:.3f}")
+    table.add_row("three copies and the packing (the sync should not cost more)", f"{allowed:.3f}")
     floor = medians["copy"] + medians["repack"]
-    table.add_row("one copy and the packing (no sync can cost less)", f"{floor:.3f}")
+    table.add_row("one copy and the packing (lower bound of a sync)", f"{floor:.3f}")
     console.print(table)
 
     growth = measure_growth()
-    table = Table(title="Growth: random llamas, bfloat16")
+    table = Table(title="Growth: random Llamas, bfloat16")
     for column in ("model", "parameters", "sync, s", "stage, s", "send, s", "load, s", "ns per parameter"):
         table.add_column(column, justify="right")
     for name, row in growth.items():
@@ -219,7 +219,7 @@ def run() -> dict[str, Any]:
     return {
         "name": "weight_sync",
         "ratio": ratio,
-        "ratio_of": "a weight sync to saving a checkpoint and reloading it in the same engine",
+        "ratio_of": "seconds of a weight sync to those of saving a checkpoint and reloading it in the same engine",
         "goal": GOAL,
         "met": ratio <= GOAL,
         "medians": {

@@ -1,4 +1,4 @@
-"""Collection in the background: a replay buffer fills while something else happens, and waits on demand."""
+"""Collection in the background: a replay buffer fills while the program does other work, and can be paused."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def main(engine: AsyncVLLM) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(256), batch_size=4)
     policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 12})
     env = make_addition_env("train", repeats=4)
-    # At most one batch ahead of the weights: without an update the collector stops after two, and waits.
+    # Collection is at most one batch ahead of the weights: without an update it waits after two batches.
     collector = LLMCollector(env, policy=policy, groups_per_batch=2, replay_buffer=buffer, max_staleness=1)
-    with collector:  # leaving it shuts the collector down, whatever is in flight
+    with collector:  # leaving the block shuts the collector down, even with rollouts in flight
         collector.start()
         while len(buffer) < 8:
-            collector.is_running()  # raises what ended the background, if anything did
+            collector.is_running()  # raises an error of the background collection
             time.sleep(0.01)
-        rows = buffer.sample()  # a trainer would take a step here, and then update_policy_weights_()
+        rows = buffer.sample()  # a trainer would make a step here, and call update_policy_weights_()
         print(rows.shape[0], "rows of version", rows[0]["policy_versions", "full"].max().item())
-        with collector.pause():  # nothing is started or written within: evaluate, save, sync
+        with collector.pause():  # nothing is started or written in this block: evaluate, save or sync here
             print("paused with", len(buffer), "rows")
     print("shut down; running:", collector.is_running())
 

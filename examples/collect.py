@@ -15,7 +15,7 @@ def main(engine: AsyncVLLM) -> None:
     policy = vLLMWrapper(engine, generate_kwargs={"max_new_tokens": 24})
     with LLMCollector(env, policy=policy, groups_per_batch=2, postproc=MCAdvantage(grpo_size=4)) as collector:
         batch = next(iter(collector))
-    for row in batch.unbind(0):  # ragged: each row has its own number of tokens
+    for row in batch.unbind(0):  # the batch is ragged: each row has its own number of tokens
         num_trained = int(row["masks", "all_assistant_mask"].sum())
         print(row["rollout", "rollout_id"], num_trained, "tokens", row["advantage"].item())
     print(collector.report)

@@ -36,7 +36,7 @@ async def play(row: Mapping[str, str], model: AgentModel) -> float:
 
 
 def draw(rows: list[TokenRow], path: Path) -> float:
-    """Draw the rows of one rollout, and return how far the farthest importance ratio is from 1."""
+    """Draw the rows of one rollout, and return the largest deviation of an importance ratio from 1."""
     figure = Figure(figsize=(9, 0.62 * len(rows) + 0.9), layout="constrained")
     axes = figure.add_subplot()
     sampled, farthest, places = 0, 0.0, []
@@ -65,7 +65,7 @@ def draw(rows: list[TokenRow], path: Path) -> float:
 
 
 def _num_shared(row: TokenRow, before: TokenRow) -> int:
-    """Return how many tokens two rows begin with alike."""
+    """Return the number of tokens of the common prefix of two rows."""
     pairs = zip(row.token_ids, before.token_ids, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -85,10 +85,12 @@ def main(engine: AsyncVLLM | None = None, picture: Path | None = None) -> None:
     run = read_run(path)
     places = [(one, (one["step"], one["split"], one["rollout_id"])) for one in run.rollouts]
     record, forked = next((one, run.rows[place]) for one, place in places if len(run.rows.get(place, ())) > 2)
-    assert sum(map(sum, (row.loss_mask for row in forked))) == record["num_completion_tokens"]  # each of them once
+    assert (
+        sum(map(sum, (row.loss_mask for row in forked))) == record["num_completion_tokens"]
+    )  # each sampled token once
     picture = Path(path) / "forked.png" if picture is None else picture
     farthest = draw(forked, picture)
-    print(f"{picture}: the farthest ratio is 1 ± {farthest:.1e}. Look at the run: llmrl view {path}")
+    print(f"{picture}: ratios deviate from 1 by at most {farthest:.1e}. Look at the run: llmrl view {path}")
 
 
 if __name__ == "__main__":

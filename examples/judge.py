@@ -1,4 +1,4 @@
-"""A judge compares the answers of a group: each pair, in both orders; an answer's reward is the share that it won."""
+"""A judge compares each pair of answers of a group, in both orders; the reward is the share of comparisons won."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = "{query}\n\nAnswer A: {first}\n\nAnswer B: {second}\n\nWhich is better?
 
 
 class Tournament(Rubric):
-    """Scores each answer by the share of its comparisons that it won."""
+    """Scores each answer by the share of its comparisons that it wins."""
 
     def __init__(self, judge: Judge) -> None:
         super().__init__(RewardFn(lambda completion: 0.0, name="won"))
@@ -52,7 +52,7 @@ class Tournament(Rubric):
 
 @contextlib.contextmanager
 def served(policy: LLMWrapperBase) -> Iterator[str]:
-    """Serve a policy as `llmrl serve` does; in earnest the judge is a larger model, elsewhere."""
+    """Serve a policy as `llmrl serve` does; a real judge is a larger model on another machine."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = ServeSettings(name="judge", host="127.0.0.1", port=port, api_key=None, out=None)

@@ -1,4 +1,4 @@
-"""An environment that answers: a game in messages, several turns, and one training row for all of it."""
+"""An environment that answers: a game of several turns, with one training row per game."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmrl import (
 
 
 class Guess(MessageEnv):
-    """Find a number; one instance plays one conversation."""
+    """The policy guesses a number; one instance plays one conversation."""
 
     def __init__(self, number: int) -> None:
         self.number = number

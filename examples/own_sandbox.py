@@ -1,7 +1,7 @@
-"""A sandbox of one's own: five methods, the contract's tests, and the tools that run in it. No model is asked.
+"""Your own sandbox: five methods, the tests of its contract, and tools that run in it. No model is needed.
 
-This one is a folder and plain processes: it confines nothing, and stands for a container or a provider's machine. Its
-methods would call that provider's client.
+This sandbox is a folder with ordinary processes and confines nothing. It stands for a container or a provider's
+machine; the methods would then call that provider's client.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class FolderSandbox:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-async def has_sorted(conversation_sandbox) -> float:  # a reward looks into the conversation's own sandbox
+async def has_sorted(conversation_sandbox) -> float:  # a reward function can use the conversation's own sandbox
     told = await conversation_sandbox.sandbox.run(["sort", "-c", "sorted.txt"])
     return float(told.exit_code == 0)
 
 
-# What a model would say.
+# The answers of a model.
 ANSWERS = (
     '<tool_call>{"name": "shell", "arguments": {"command": "printf \'b\\na\\n\' | sort > sorted.txt"}}</tool_call>',
     '<tool_call>{"name": "file_read", "arguments": {"path": "sorted.txt"}}</tool_call>',
@@ -76,7 +76,7 @@ def main(engine: AsyncVLLM | None) -> None:
     scripted = ScriptedEngine([f"{answer}<|im_end|>" for answer in ANSWERS], encode=renderer.encode)
     policy = LLMWrapperBase(scripted, renderer=renderer)
     with LLMCollector(env, policy=policy, groups_per_batch=1, limits=RolloutLimits(max_turns=4)) as collector:
-        [rollout] = collector.play(1)  # each conversation has a sandbox, which is closed when it has been scored
+        [rollout] = collector.play(1)  # each conversation has a sandbox, which is closed after scoring
     for message in rollout.messages:
         print(f"{message['role']}: {message['content']}")
     print("reward:", rollout.reward)

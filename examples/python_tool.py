@@ -1,11 +1,11 @@
-"""A tool: the model writes Python, a confined interpreter runs it, the conversation goes on with what it printed."""
+"""A tool: the model writes Python, a confined interpreter runs it, and the conversation continues with the output."""
 
 from __future__ import annotations
 
 from llmrl import AsyncVLLM, DatasetChatEnv, LLMCollector, RolloutLimits, ensure_embedded_model, vLLMWrapper
 from llmrl.transforms import PythonInterpreter, RubricReward
 
-# One conversation that shows a small model the way: code in a fenced block, then the answer.
+# An example conversation for a small model: code in a fenced block, then the answer.
 SHOWN = [
     {"role": "user", "content": "What is 12 * 34?"},
     {"role": "assistant", "content": "```python\nprint(12 * 34)\n```"},
@@ -14,7 +14,7 @@ SHOWN = [
 ]
 
 
-def is_right(completion: str, answer: str) -> float:  # the completion is the last answer, after the tool's
+def is_right(completion: str, answer: str) -> float:  # the completion is the last answer, after the tool's output
     return float(answer in completion)
 
 
@@ -30,7 +30,7 @@ def main(engine: AsyncVLLM) -> None:
         batch = next(iter(collector))
     for message in max(collector.rollouts, key=lambda rollout: rollout.num_turns).messages[len(SHOWN) :]:
         print(f"{message['role']}: {message['content']}")
-    # What the tool said is context: only what was sampled is trained.
+    # The tool's output is context; only sampled tokens are trained.
     print("right:", batch["next", "reward"].mean().item(), "tool:", dict(interpreter.counts))
     interpreter.close()
 

@@ -1,4 +1,4 @@
-"""A conversation by hand: reset, policy, step. What a collector does, one step of it."""
+"""A conversation step by step: reset, policy and step, as a collector calls them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def main(engine: AsyncVLLM) -> None:
     step = policy(step)  # adds the response and the full conversation, as messages and as tokens
     print(step["history"].response.content)
     print(step["tokens", "full"].tolist())
-    print(step["log_probs", "response"].tolist())  # of the sampled tokens alone
+    print(step["log_probs", "response"].tolist())  # only the sampled tokens have log-probs
 
-    step = env.step_mdp(env.step(step))  # what is full becomes the next prompt
+    step = env.step_mdp(env.step(step))  # the full conversation becomes the next prompt
     print(step["history"].prompt.role)
 
 

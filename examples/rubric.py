@@ -1,4 +1,4 @@
-"""Several rewards, weighed; a judge that is awaited; the parts stay in the batch."""
+"""Several weighted rewards, one of them an asynchronous judge; each rollout keeps its single rewards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llmrl import (
 )
 
 
-def names_word(completion: str, word: str) -> float:  # arguments are filled in by name, columns of the data included
+def names_word(completion: str, word: str) -> float:  # arguments are passed by name, including columns of the data
     return float(word in completion.lower())
 
 
 async def judge(completion: str) -> float:
-    await asyncio.sleep(0.01)  # a call to another model, say; all rollouts' judges wait side by side
+    await asyncio.sleep(0.01)  # for example a call of another model; the judges of all rollouts wait concurrently
     return min(1.0, len(set(completion.split())) / 10)
 
 

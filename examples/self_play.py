@@ -1,4 +1,4 @@
-"""Self-play: a tiny model that takes stones at random learns to win at Nim, by playing both sides."""
+"""Self-play: a tiny model that makes random moves learns to win at Nim by playing both sides."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llmrl.envs import Game, GameEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.testing import make_tiny_model
 
-RULES = "You take 1 or 2."  # in words that the player has
+RULES = "You take 1 or 2."  # only tokens in the vocabulary of the player
 ROLES = ("first", "second")
-ROWS = [{"stones": stones} for stones in (4, 5, 7, 8)]  # with 3, 6, ... stones the player that begins loses
+ROWS = [{"stones": stones} for stones in (4, 5, 7, 8)]  # with 3, 6, ... stones the first player loses
 
 
 class Nim(Game):
-    """Say how many stones there are, then whether you take one or two, as "52"; who takes the last one wins."""
+    """A move is the number of stones and then the number to take, 1 or 2, as in "52". Taking the last stone wins."""
 
     roles = ROLES
 
@@ -34,8 +34,8 @@ class Nim(Game):
 
     def act(self, text: str) -> None:
         is_move = text[1:] in ("1", "2")
-        self.stones -= int(text[1:]) if is_move else 0  # two of one are one
-        if not is_move or self.stones <= 0:  # what is no move has lost
+        self.stones -= int(text[1:]) if is_move else 0  # taking two of one stone takes one
+        if not is_move or self.stones <= 0:  # an invalid move loses
             self.winner = ROLES[self.turn if is_move else 1 - self.turn]
         self.turn = 1 - self.turn
 
@@ -47,28 +47,28 @@ class Nim(Game):
 
 
 def move_at_random(messages: Sequence[Message]) -> str:
-    """Take one or two, each as often."""
+    """Take one or two with equal probability."""
     return f"{messages[-1]['content']}{random.choice('12')}"
 
 
 def move_perfectly(messages: Sequence[Message]) -> str:
-    """Leave the other one a multiple of three where that is possible."""
+    """Leave a multiple of three if possible."""
     stones = int(messages[-1]["content"])
     return f"{stones}{stones % 3 or 1}"
 
 
 def make_player(folder: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a random model of one layer, and its tokenizer."""
+    """Return a random one-layer model and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(folder))
     shape = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "initializer_range": 0.1}
-    config = AutoConfig.from_pretrained(folder, vocab_size=10_240, **shape)  # the game has no tokens beyond
+    config = AutoConfig.from_pretrained(folder, vocab_size=10_240, **shape)  # the game uses no token ids above
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
 
 
 def teach_to_move(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_steps: int) -> None:
-    """Teach a random model to say the number in its prompt, and then 1 or 2, each as often.
+    """Teach a random model to repeat the number in its prompt, and then say 1 or 2 with equal probability.
 
-    A model that did not read the number would learn which move is better on the whole, and make no other ever after.
+    A model that did not read the number would learn the move that is better on average, and always make it.
     """
     texts = []
     for stones in [*"12345678"] * 32:
@@ -93,7 +93,7 @@ def teach_to_move(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, nu
 def share_won(
     policy: LLMWrapperBase, opponent: Callable[[Sequence[Message]], str], roles: Sequence[str], num_games: int
 ) -> float:
-    """Return the share of games that the policy wins, in each of these roles as often."""
+    """Return the share of games that the policy wins, with equally many games in each role."""
     rewards: list[float] = []
     for role in roles:
         opponents = {other: opponent for other in ROLES if other != role}
@@ -104,14 +104,14 @@ def share_won(
 
 
 def make_env(**options: Any) -> GameEnv:
-    """Return the game; both sides are the policy's, unless opponents are given."""
+    """Return the environment; the policy plays both sides unless opponents are given."""
     return GameEnv(lambda row: Nim(row["stones"]), ROWS, roles=ROLES, system_prompt=RULES, **options)
 
 
 def main(
     engine: object = None, *, num_steps: int = 1, num_games: int = 8, num_lessons: int = 60, seed: int = 0
 ) -> list[tuple[float, float]]:
-    """Train; return the shares of games won against random moves and, beginning, against perfect ones, as they grow."""
+    """Train; return the shares of games won against random moves and, as first player, perfect moves, over time."""
     torch.manual_seed(seed)
     random.seed(seed)
     with tempfile.TemporaryDirectory() as folder:

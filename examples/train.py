@@ -10,7 +10,7 @@ from llmrl import AsyncVLLM, DatasetChatEnv, RubricReward, train
 
 
 def is_right(completion: str, answer: str) -> float:
-    return float(re.findall(r"\d+", completion)[-1:] == [answer])  # the last number that is there
+    return float(re.findall(r"\d+", completion)[-1:] == [answer])  # the last number in the answer
 
 
 def sums(name: str, problems: list[tuple[int, int]], repeats: int) -> DatasetChatEnv:
@@ -27,14 +27,14 @@ def main(engine: AsyncVLLM | None = None) -> None:
         sums("train", problems[:75], repeats=8),
         eval_envs={"sums": sums("sums", problems[75:], repeats=1)},
         path=tempfile.mkdtemp(prefix="llmrl-sums-"),
-        num_steps=1,  # 12 are enough to learn it, in minutes
+        num_steps=1,  # 12 steps are enough to learn the task, in minutes
         groups_per_batch=2,
         max_new_tokens=12,
         max_model_len=256,
         learning_rate=2e-5,
         engine=engine,
     )
-    print(f"look at it: llmrl view {path}")
+    print(f"Look at the run: llmrl view {path}")
 
 
 if __name__ == "__main__":

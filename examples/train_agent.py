@@ -1,4 +1,4 @@
-"""Training an agent: whatever asks the policy at a URL, here OpenAI's client, learns one-digit sums by GRPO."""
+"""Training an agent: a program that calls the policy at a URL, here with OpenAI's client, learns one-digit sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmrl.envs.tasks.addition import addition_problems, is_last_number_right
 
 
 async def play(row: Mapping[str, str], model: AgentModel) -> float:
-    # Nothing is encrypted there: without certificates a client is made in no time.
+    # The connection is not encrypted; without reading certificates, a client is created faster.
     http = DefaultAsyncHttpxClient(verify=False)
     async with AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, http_client=http) as client:
         messages = [
@@ -39,7 +39,7 @@ def main(engine: AsyncVLLM | None = None, *, num_steps: int = 1, groups_per_batc
         seed=seed,
         engine=engine,
     )
-    print(f"look at it: llmrl view {path}")
+    print(f"Look at the run: llmrl view {path}")
 
 
 if __name__ == "__main__":

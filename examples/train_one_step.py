@@ -1,4 +1,4 @@
-"""One step of GRPO, and the check that matters: after the sync, engine and trainer agree on every sampled token."""
+"""Steps of GRPO, with the essential check: after the weight sync, engine and trainer agree on sampled tokens."""
 
 from __future__ import annotations
 

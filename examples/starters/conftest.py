@@ -1,4 +1,4 @@
-"""Plays an environment without a model: a function says the answers."""
+"""Fixture that plays an environment without a model: a function returns the answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmrl.testing import ScriptedEngine
 
 @pytest.fixture
 def played():
-    """`played(env, say)`: rollouts in which `say(prompt)` is what the model says."""
+    """Return `played(env, say)`, which returns rollouts with `say(prompt)` as the model's answers."""
     tokenizer = AutoTokenizer.from_pretrained(ensure_embedded_model())
 
     def play(env, say, num_rollouts=1):

@@ -1,1 +1,1 @@
-"""Helpers without dependencies on other packages of llmrl: loops, threads, failures, arguments, files, imports."""
+"""Helpers that depend on no other package of llmrl: loops, threads, failures, arguments, files, imports."""

@@ -1,4 +1,4 @@
-"""Errors for unknown arguments, with the nearest known name, and for values that an argument cannot have."""
+"""Errors for unknown arguments, with the nearest known name, and for invalid values of arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def refuse_unknown(
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the synonym or, unless the name is another library's, the most similar known name; None if there is none.
+    """Return the known name with the same meaning or, unless another library has this name, the most similar one.
+
+    None means that no known name is near.
 
     Example:
         >>> nearest("wnadb", ["tensorboard", "wandb"]), nearest("beta", ["kl_to_ref_coeff", "seed"])
@@ -52,22 +54,22 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     for synonym in SYNONYMS.get(name, ()):
         if synonym in known:
             return synonym
-    if name in SYNONYMS or name in EXPLAINED:  # it means something else than whatever is spelt like it
+    if name in SYNONYMS or name in EXPLAINED:  # a name that is spelled similarly has another meaning
         return None
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
 
 
 @functools.cache
 def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
-    """Return the keywords of a function, including those of a typed `**options`; None if it takes any keyword."""
+    """Return the keywords of a function, including those of a typed `**options`; None if it accepts any keyword."""
     names: list[str] = []
     for parameter in parameters_of(function).values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            if parameter.annotation == "Never":  # unknown arguments that the function refuses itself
+            if parameter.annotation == "Never":  # the function itself refuses unknown arguments
                 continue
-            # The other annotations may have names that only type checkers import.
+            # Resolve this annotation alone: the others may use names that only type checkers import.
             alone = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-            names_of_module = getattr(inspect.unwrap(_called(function)), "__globals__", {})  # a function in C has none
+            names_of_module = getattr(inspect.unwrap(_called(function)), "__globals__", {})  # absent for functions in C
             hint = get_type_hints(alone, names_of_module).get(parameter.name)
             if get_origin(hint) is not Unpack:
                 return None
@@ -78,7 +80,7 @@ def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
 
 
 def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function or class without `self`; a metaclass is not asked."""
+    """Return the parameters of a function, or of a class's `__init__`, without `self`; a metaclass is ignored."""
     parameters = inspect.signature(_called(function)).parameters
     return {name: parameter for name, parameter in parameters.items() if name != "self"}
 
@@ -88,7 +90,7 @@ def _called(function: Callable[..., object]) -> Callable[..., object]:
     if isinstance(function, functools.partial):
         return _called(function.func)
     if isinstance(function, type) and "__signature__" not in vars(function):
-        return getattr(function, "__init__")  # noqa: B009  # that of a class
+        return getattr(function, "__init__")  # noqa: B009  # type checkers refuse `function.__init__`
     return function
 
 
@@ -106,21 +108,21 @@ def check_least(least: float, **values: float | None) -> None:
 
 
 def check_positive(**values: float | None) -> None:
-    """Raise ValueError if an argument, given by its name, is not above 0; None is not checked."""
+    """Raise ValueError if an argument, given by its name, is not positive; None is not checked."""
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be positive, got {value}.")
 
 
 def check_choice(choices: Collection[object], **values: object) -> None:
-    """Raise ValueError if an argument, given by its name, is none of the choices."""
+    """Raise ValueError if an argument, given by its name, is not one of the choices."""
     for name, value in values.items():
         if value not in choices:
             raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
 
 
 class KnownArguments:
-    """Base of classes that refuse unknown keywords before they do anything else."""
+    """Base of classes with a constructor that first refuses unknown keywords."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         called: Callable[..., object] = cls

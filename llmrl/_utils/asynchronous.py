@@ -1,4 +1,4 @@
-"""Coroutines from synchronous code, and the standard input of programs."""
+"""Running coroutines from synchronous code, and writing to the standard input of programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_sync(coroutine: Coroutine[object, None, Result]) -> Result:
 
 
 async def write_input(stream: asyncio.StreamWriter, data: bytes) -> None:
-    """Write to a program's standard input and close it; the program need not read it."""
+    """Write to a program's standard input and close it, even if the program does not read it."""
     with contextlib.suppress(ConnectionError):
         stream.write(data)
         await stream.drain()

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Mailbox:
-    """Queue of calls for a loop in another thread; a burst of calls wakes the loop once."""
+    """A queue of calls for a loop in another thread; a burst of calls wakes the loop once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -30,7 +30,7 @@ class Mailbox:
 
     @property
     def overdue_seconds(self) -> float:
-        """Seconds for which the loop has not processed its queue."""
+        """Seconds since the loop was woken without processing its queue; 0 if no call waits."""
         woken_s = self._woken_s
         return 0.0 if woken_s is None else time.monotonic() - woken_s
 
@@ -83,9 +83,9 @@ class CrossLoopTask(Generic[Result]):
         self._ended: asyncio.Future[None] | None = None
 
     def go_to(self, background: BackgroundLoop) -> None:
-        """Start on this loop. If the loop is closed, closes the coroutine and raises RuntimeError."""
+        """Start the coroutine on this loop. If the loop is closed, close the coroutine and raise RuntimeError."""
         self._background = background
-        self._claims = [None]  # the side that takes the item owns the coroutine
+        self._claims = [None]  # the thread that takes the item may start or close the coroutine
         try:
             background.check_open()
             self._outbox = mailbox_of(self._here)
@@ -95,7 +95,7 @@ class CrossLoopTask(Generic[Result]):
             raise
 
     def withdraw(self) -> bool:
-        """Return whether the coroutine had not started yet and has been withdrawn."""
+        """Withdraw the coroutine if it has not started; return whether it was withdrawn."""
         return _take(self._claims)
 
     def cancel(self) -> asyncio.Future[None]:
@@ -119,7 +119,7 @@ class CrossLoopTask(Generic[Result]):
     def _finished(self, task: asyncio.Task[Result]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if isinstance(error, asyncio.CancelledError) and not self._background.is_closed:
-            error = as_exception(error)  # it cancelled itself; a cancelled wait does not get here
+            error = as_exception(error)  # the coroutine raised it: a cancelled wait ignores the result
         with contextlib.suppress(RuntimeError):  # the awaiting loop is closed
             self._outbox.post(self._deliver, error)
 
@@ -143,7 +143,7 @@ def _take(tickets: list[None]) -> bool:
 
 
 class BackgroundLoop:
-    """An event loop in a daemon thread. It runs until `close`, whatever its tasks raise."""
+    """An event loop in a daemon thread. It runs until `close`, even if a task raises `SystemExit`."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -164,7 +164,7 @@ class BackgroundLoop:
 
     @property
     def overdue_seconds(self) -> float:
-        """Seconds for which a call has waited because the loop's thread is blocked."""
+        """Seconds for which a call has waited; more than a moment means that the loop's thread is blocked."""
         return self._inbox.overdue_seconds
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -180,10 +180,10 @@ class BackgroundLoop:
             raise
 
     def run(self, coroutine: Coroutine[None, None, Result], timeout: float | None = None) -> Result:
-        """Run a coroutine on the loop and return its result. Raises RuntimeError in its thread, or after `close`."""
+        """Run a coroutine on the loop and return its result. Raises RuntimeError in that thread or after `close`."""
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError(f"The background loop {self._thread.name!r} cannot block on itself.")
+            raise RuntimeError(f"The background loop {self._thread.name!r} cannot block on itself; use await instead.")
         return self.submit(coroutine).result(timeout)
 
     def check_open(self) -> None:
@@ -231,7 +231,7 @@ class BackgroundLoop:
             self._thread.join(timeout=10)
 
     def abandon(self) -> None:
-        """Close the loop of an owner that was dropped; in its own thread, without waiting."""
+        """Close the loop of an owner that was garbage-collected. In the loop's own thread this does not wait."""
         self.stop()
         self.close()
 

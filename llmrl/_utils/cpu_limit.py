@@ -13,26 +13,26 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 _LOOK_SECONDS = 0.1
-_REPEAT_SECONDS = 1.0  # Python drops an exception that is raised in a finalizer, so it is raised again after this time
+_REPEAT_SECONDS = 1.0  # Python drops an exception that is raised in a finalizer, so it is raised again later
 
 
 class CpuLimitError(Exception):
-    """User code exceeded its CPU time."""
+    """User code exceeded its limit of CPU time."""
 
 
 class _Expired(BaseException):
-    """Raised in user code, which must not catch it."""
+    """Raised inside user code to stop it; a BaseException, so that `except Exception` does not catch it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     seconds: Callable[[], float]
-    """Returns the CPU time of the thread, or the wall time if that is unknown (macOS)."""
+    """Function that returns the CPU time of the thread, or the wall time if CPU time is unavailable (macOS)."""
     end_s: float
     is_expired: bool = False
 
 
-_calls: dict[int, _Call] = {}  # by thread
+_calls: dict[int, _Call] = {}  # by thread identifier
 _lock = threading.Lock()
 _is_called = threading.Event()
 _watches: list[threading.Thread] = []
@@ -41,8 +41,8 @@ _watches: list[threading.Thread] = []
 def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
     """Call a function, and stop it after `cpu_seconds` of this thread's CPU time.
 
-    Raises CpuLimitError if it is stopped. It is stopped between two Python instructions, so a call into an extension
-    finishes first. Calls cannot be nested.
+    Raises CpuLimitError if the function is stopped. It is stopped between two Python instructions, so a call into an
+    extension module finishes first. Calls cannot be nested.
     """
     thread = threading.get_ident()
     seconds: Callable[[], float] = time.monotonic
@@ -67,7 +67,7 @@ def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
 def _begin(thread: int, call: _Call) -> None:
     with _lock:
         _calls[thread] = call
-        if not _watches or not _watches[0].is_alive():  # also after a fork, which has no other threads
+        if not _watches or not _watches[0].is_alive():  # a forked process has no other threads
             _watches[:] = [threading.Thread(target=_watch, name="llmrl-cpu-limit", daemon=True)]
             _watches[0].start()
     if not _is_called.is_set():

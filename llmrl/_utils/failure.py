@@ -1,6 +1,6 @@
-"""Converts whatever user code raises to an `Exception`.
+"""Conversion of everything that user code raises to an `Exception`.
 
-Event loops would obey a `SystemExit`, `CancelledError` or `GeneratorExit` that escapes from user code.
+An event loop would act on a `SystemExit`, `CancelledError` or `GeneratorExit` that escapes from user code.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _PACKAGES = re.compile(r"/(?:site-packages|lib/python3\.\d+)/")
 
 
 class EscapedError(RuntimeError):
-    """User code raised a `BaseException` that is no `Exception`, which is the cause of this error."""
+    """User code raised an error that a loop or future would act on; that error is the cause of this one."""
 
 
 class NothingLearned(RuntimeError):
-    """A run ended, and none of its steps changed the weights."""
+    """A run ended without a step that changed the weights."""
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Return the error itself, or an `EscapedError` with it as the cause if loops or futures would obey it.
+    """Return the error itself, or an `EscapedError` caused by it if event loops or futures would act on it.
 
-    Raises KeyboardInterrupt in the main thread.
+    A KeyboardInterrupt in the main thread is raised again.
 
     Example:
         >>> as_exception(SystemExit(3))
@@ -44,7 +44,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def describe(error: BaseException) -> str:
-    """Return type and text of an error in one line."""
+    """Return the type and the text of an error, as `TYPE: TEXT`."""
     try:
         text = str(error)
     except Exception:  # raised by a user's class
@@ -53,12 +53,12 @@ def describe(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error, as Python prints it."""
+    """Return the traceback of an error as Python prints it."""
     return "".join(traceback.format_exception(error))
 
 
 def without_packages(text: str) -> str:
-    r"""Return a traceback or stack without the frames of installed packages, except for the last ones.
+    r"""Return a traceback or stack without frames of installed packages, except for the innermost frame.
 
     Example:
         >>> inner = '  File "/env/lib/python3.11/site-packages/client.py", line 3, in ask\n    send()\n'
@@ -70,7 +70,7 @@ def without_packages(text: str) -> str:
             send()
         KeyError: 'a'
     """
-    parts = _FRAME.split(text)  # what lies between frames, and each frame
+    parts = _FRAME.split(text)  # alternately the text between frames and a frame
     shown = parts[:1]
     num_hidden = 0
     for index in range(1, len(parts), 2):
@@ -87,7 +87,7 @@ def without_packages(text: str) -> str:
 
 
 async def guarded(work: Awaitable[Result]) -> Result:
-    """Await user code in its own task, and raise only exceptions and cancellations."""
+    """Await user code in its own task; raise only its exceptions (`as_exception`) and the task's cancellation."""
     try:
         return await work
     except Exception:
@@ -100,7 +100,7 @@ async def guarded(work: Awaitable[Result]) -> Result:
 
 
 async def contained(work: Awaitable[Result]) -> Result:
-    """Await user code. A `CancelledError` is the caller's; `as_exception` converts all other errors."""
+    """Await user code. `as_exception` converts its errors; a `CancelledError` means that the caller was cancelled."""
     task = asyncio.ensure_future(guarded(work))
     try:
         await asyncio.wait([task])
@@ -111,7 +111,7 @@ async def contained(work: Awaitable[Result]) -> Result:
 
 
 def result_of(task: asyncio.Future[Result]) -> Result:
-    """Return the result of a finished task that llmrl did not cancel; raises errors as `as_exception` converts them."""
+    """Return the result of a finished task that llmrl did not cancel. Errors are converted by `as_exception`."""
     try:
         return task.result()
     except asyncio.CancelledError as error:
@@ -119,7 +119,7 @@ def result_of(task: asyncio.Future[Result]) -> Result:
 
 
 async def cancel_this_task() -> None:
-    """Cancel the running task. A `CancelledError` raised in any other way counts as one of user code."""
+    """Cancel the running task. A `CancelledError` that is raised in any other way counts as an error of user code."""
     task = asyncio.current_task()
     assert task is not None
     task.cancel()

@@ -1,7 +1,7 @@
 """Safe reading and writing of files: writes are atomic, and links are not followed.
 
 A folder of unknown origin may contain links to private files, pipes that block, or devices. `open_file` and the
-writers here accept only regular files.
+writing functions accept only regular files.
 """
 
 from __future__ import annotations
@@ -46,20 +46,22 @@ class UnsafeFileError(ValueError):
         except OSError:
             found = "nothing that can be opened"
         super().__init__(
-            f"{path} must be {expected}, and is {found}, which may lead out of the folder. Remove it, or "
-            f"put {expected} in its place."
+            f"{path} must be {expected}, and is {found}, which may give access to data outside the folder. "
+            f"Remove it, or put {expected} in its place."
         )
 
 
 def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors: str | None = None) -> IO[Any]:
-    """Open a regular file with the encoding UTF-8, without following links or blocking.
+    """Open a regular file in UTF-8, without following a link or blocking.
 
     Args:
-        path: path of the file. Links among its parent folders are followed (`check_entries`).
+        path: path of the file. Links among its parent folders are followed (see `check_entries`).
         mode: `r`, `r+`, `w`, `a` or `a+`, with `b` for bytes.
 
-    Raises UnsafeFileError if the path is no regular file, FileNotFoundError if there is no file to read, and ValueError
-    if text to read is larger than this machine's memory (a file with holes takes no space on a disk).
+    Raises:
+        UnsafeFileError: if the path is not a regular file.
+        FileNotFoundError: if there is no file to read.
+        ValueError: if text to read is larger than this machine's memory (a sparse file takes little space on disk).
 
     Example:
         >>> import tempfile
@@ -72,7 +74,7 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
     """
     flags = _FLAGS[mode.replace("b", "")]
     try:
-        # Truncate only after checking that it is a file.
+        # Truncate only after the check that the path is a regular file.
         descriptor = os.open(path, (flags & ~os.O_TRUNC) | _NO_LINKS, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.EOPNOTSUPP):
@@ -94,17 +96,17 @@ def open_file(path: Path, mode: str = "r", *, newline: str | None = None, errors
 
 
 def check_fits_memory(path: Path, num_bytes: int) -> None:
-    """Raise ValueError if reading a file takes more bytes than this machine's memory has."""
+    """Raise ValueError if reading a file takes more bytes than this machine's memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > memory:
         raise ValueError(
-            f"{path} takes {num_bytes / 1e9:.0f} GB to read, and this machine has {memory / 1e9:.0f} GB of memory: it "
-            "is damaged, or of a run that a larger machine must read"
+            f"{path} takes {num_bytes / 1e9:.0f} GB to read, and this machine has {memory / 1e9:.0f} GB of memory: the "
+            "file is damaged, or must be read on a machine with more memory"
         )
 
 
 def read_text(path: Path, *, newline: str | None = None, errors: str | None = None) -> str:
-    """Return the content of a file (`open_file`)."""
+    """Return the content of a text file, opened by `open_file`."""
     with open_file(path, newline=newline, errors=errors) as file:
         return str(file.read())
 
@@ -112,7 +114,7 @@ def read_text(path: Path, *, newline: str | None = None, errors: str | None = No
 def check_entries(folder: Path, names: Collection[str], *, links: Collection[str] = ()) -> None:
     """Raise UnsafeFileError if an entry of a folder, or anything below it, is neither a file nor a folder.
 
-    Used before other libraries, which follow links, open files in the folder.
+    Call it before other libraries, which follow links, open files in the folder.
 
     Args:
         names: patterns of the entries to check (`fnmatch`).
@@ -133,7 +135,7 @@ def check_entries(folder: Path, names: Collection[str], *, links: Collection[str
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically: `write(temporary_path)`, flush to disk, then rename.
+    """Write a file atomically: call `write(temporary_path)`, flush to disk, then rename.
 
     If `write` raises, nothing changes. `clean_killed_writes` removes the temporary file of a killed process.
     """
@@ -155,7 +157,7 @@ def _temporary(path: Path) -> Path:
 
 
 def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder atomically: `write(temporary_path)`, flush to disk, then rename.
+    """Write a folder atomically: call `write(temporary_path)`, flush to disk, then rename.
 
     If `write` raises, nothing changes. `clean_killed_writes` restores the old folder after a kill.
     """
@@ -180,7 +182,7 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
 
 
 def clean_killed_writes(folder: Path) -> None:
-    """Remove temporary entries of killed processes from a folder, and restore what they had renamed."""
+    """Remove temporary entries of killed processes from a folder, and restore entries that they had renamed."""
     for old in folder.glob(".*.old"):
         _put_back(old, old.with_name(old.name[1:].removesuffix(".old")))
     for left in folder.glob(".*.tmp"):
@@ -212,7 +214,7 @@ def flush_to_disk(path: str | os.PathLike[str]) -> None:
 
 
 def cut_lines(path: Path, is_kept: Callable[[bytes], bool] = lambda line: True) -> None:
-    r"""Remove an incomplete last line, and then all last lines for which `is_kept` is false.
+    r"""Remove an incomplete last line, and then trailing lines until `is_kept` is true for one.
 
     Example:
         >>> import tempfile

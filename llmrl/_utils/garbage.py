@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 
 NUM_OBJECTS = 50_000
-"""Threshold of new objects between two collections; Python's default is 700."""
+"""Number of new objects between two collections; Python's default is 700."""
 
 _lock = threading.RLock()  # reentrant, because a collection may finalize an owner
 _num_owners = 0
@@ -19,7 +19,7 @@ def search_rarely(owner: object) -> Callable[[], None]:
     """Collect garbage rarely while `owner` lives, or until the returned function is called.
 
     With Python's threshold, the short-lived objects of turns trigger full collections over the half million objects of
-    torch. A higher threshold of the program is kept, and so is a disabled collector.
+    torch. A threshold that the program has set higher, or to 0 (disabled), is kept.
     """
     global _num_owners, _before
     with _lock:

@@ -1,4 +1,4 @@
-"""Imports of optional packages, and the names of functions in files of one's own."""
+"""Imports of optional packages, and names of functions in a user's files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def require(module: str, *, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # If a dependency of that package is missing, our extra would not install it.
+        # llmrl's extra would not install a missing dependency of that package.
         package = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != package:
             raise
@@ -28,7 +28,7 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 
 def own_function(name: str) -> tuple[Path, str] | None:
-    """Return the file and the function of `FILE.py:FUNCTION`, or None if a name is another.
+    """Return the file and the function of a name `FILE.py:FUNCTION`; None for any other name.
 
     Example:
         >>> own_function("tasks/sums.py:env"), own_function("verifiers:wordle")

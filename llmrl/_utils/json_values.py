@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 from llmrl._utils.types import JSON
 
-# Python cannot write, or cannot read back, deeper values and longer integers.
+# Python cannot write, or cannot read back, deeper nesting and longer integers.
 _MAX_DEPTH = 100
 _MAX_BITS = 14_000
 
 
 def as_json(value: object, depth: int = _MAX_DEPTH) -> JSON:
-    """Return a value as JSON, with the text of objects that JSON does not support. Never raises.
+    """Return a value as JSON, with other objects converted to text. Never raises.
 
     Values nested more than 100 deep become `…`. Lone surrogates are kept: write the text with
     `errors="backslashreplace"`.
@@ -41,7 +41,7 @@ def as_json(value: object, depth: int = _MAX_DEPTH) -> JSON:
 
 
 def finite(value: object) -> object:
-    """Return a value of JSON without the numbers that JSON does not have; they become None.
+    """Return a JSON value with NaN and infinities, which JSON lacks, replaced by None.
 
     Example:
         >>> finite({"a": (1.0, math.nan), 3: math.inf})
@@ -55,7 +55,7 @@ def finite(value: object) -> object:
 
 
 def by_dotted_name(value: object, prefix: str = "") -> dict[str, object]:
-    """Return the leaves of nested mappings by dotted names; an empty mapping is a leaf.
+    """Return the leaves of nested mappings by dotted name; an empty mapping is a leaf.
 
     Example:
         >>> by_dotted_name({"a": {"b": 1, "c": []}})

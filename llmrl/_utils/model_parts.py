@@ -19,12 +19,12 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def has_encoders(model: object) -> bool:
-    """Return whether a model's class has parts that encode images or sound, loaded or not."""
+    """Return whether a model's class has encoders of images or sound, even if they are not loaded."""
     return getattr(getattr(model, "config", None), "text_config", None) is not None and hasattr(model, "get_decoder")
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return a causal language model without its head, and without what encodes images or sound."""
+    """Return a causal language model without its head and without encoders of images or sound."""
     if has_encoders(model):
         decoder: PreTrainedModel = model.get_decoder()
         is_whole = decoder is not model and decoder.get_output_embeddings() is not None
@@ -34,17 +34,17 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def is_quantized(weight: torch.Tensor) -> bool:
-    """Return whether a weight is bitsandbytes' of 4 bits."""
+    """Return whether a weight is quantized to 4 bits by bitsandbytes."""
     return getattr(weight, "quant_state", None) is not None
 
 
 def has_quantized_base(model: torch.nn.Module) -> bool:
-    """Return whether a model has frozen weights of 4 bits, under its adapters."""
+    """Return whether any weight of a model, such as the frozen base of its adapters, is quantized to 4 bits."""
     return any(map(is_quantized, model.parameters()))
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """Return the values that a layer computes with: those of a weight of 4 bits, or the weight itself."""
+    """Return a weight in the dtype of computation: dequantized from 4 bits, or the weight itself."""
     if not is_quantized(weight):
         return weight
     from bitsandbytes.functional import dequantize_4bit
@@ -54,9 +54,9 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Set the attention of a model's decoder."""
+    """Set the attention implementation of a model's decoder."""
     owner = decoder_of(model) if has_encoders(model) else model
-    owner.set_attn_implementation(implementation)  # type: ignore[operator]  # of a model of transformers
+    owner.set_attn_implementation(implementation)  # type: ignore[operator]  # a method of transformers' models
 
 
 def load_language_model(
@@ -67,25 +67,26 @@ def load_language_model(
     distribute: Callable[[PreTrainedModel], object] | None = None,
     quantize: bool = False,
 ) -> PreTrainedModel:
-    """Load the language model of a checkpoint under the checkpoint's own class; encoders of images are left out.
+    """Load the language model of a checkpoint under the checkpoint's own class, without encoders of images or sound.
 
-    What is left out is None in the module tree, and is neither read nor allocated. Code that comes with a checkpoint is
-    not run.
+    Encoders are None in the module tree; their weights are neither read nor allocated. Code that comes with a
+    checkpoint is not run.
 
     Args:
-        distribute: called with the model while its parameters have no memory (meta device). Of parameters that it
-            turns into `DTensor`s, each rank reads its own part of the files.
-        quantize: hold the weights of linear layers, except the head, in 4 bits (NF4, by bitsandbytes).
+        distribute: function that is called with the model while its parameters are on the meta device. Each rank reads
+            only its own part of parameters that the function turns into `DTensor`s.
+        quantize: whether to hold the weights of linear layers, except the head, in 4 bits (NF4, by bitsandbytes).
 
     Raises:
         ImportError: if the class needs a package that is not installed.
-        OSError: as transformers raises it.
-        ValueError: as transformers raises it, and if the weights cannot be read.
+        OSError: if transformers finds no checkpoint or no weights.
+        ValueError: if transformers refuses the checkpoint, if the weights cannot be read, or if bitsandbytes cannot
+            quantize a layer.
     """
     import transformers
     from safetensors import SafetensorError
 
-    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)  # else it asks on the terminal
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)  # the default asks on the terminal
     kind = class_with_images(config)
     options: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": False}
     if quantize:
@@ -114,7 +115,7 @@ def load_language_model(
 
 
 def _computing_as_in_training(model: PreTrainedModel) -> PreTrainedModel:
-    """Forbid bitsandbytes' kernel for CPUs, which computes in bfloat16 where no gradient is wanted."""
+    """Disable bitsandbytes' CPU kernel, which computes in bfloat16 without gradients and so differs from training."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -124,7 +125,7 @@ def _computing_as_in_training(model: PreTrainedModel) -> PreTrainedModel:
 def _loaded_as(
     kind: type[PreTrainedModel], distribute: Callable[[PreTrainedModel], object] | None
 ) -> type[PreTrainedModel]:
-    """Return a class that loads without encoders, and distributes the model before its weights are read."""
+    """Return a subclass that loads without encoders and distributes the model before its weights are read."""
 
     class LanguageModel(kind):
         def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object) -> None:
@@ -139,27 +140,27 @@ def _loaded_as(
                 distribute(model)
             return model
 
-    # transformers finds the conversion of names by the class's own name and module.
+    # transformers looks up the conversion of weight names by the name and module of the class.
     LanguageModel.__name__ = kind.__name__
     LanguageModel.__module__ = kind.__module__
     return LanguageModel
 
 
 def class_with_images(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return transformers' class of a checkpoint with a language model and encoders; None for other checkpoints."""
+    """Return transformers' class for a checkpoint with a language model and encoders; None for other checkpoints."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     if getattr(config, "text_config", None) is None:
         return None
     usual = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    # Checkpoints with code of their own name a class that transformers has under another name (Kimi K2.5).
+    # A checkpoint with its own code may name a class that transformers has under another name (Kimi K2.5).
     names = [*(config.architectures or ()), usual]
     return next((getattr(transformers, name) for name in names if name and hasattr(transformers, name)), None)
 
 
 def language_parameters(model: PreTrainedModel) -> set[int]:
-    """Return the ids of the parameters that compute text: those of decoder, embedding and head."""
+    """Return the `id`s of the parameters that compute text: those of decoder, embedding and head."""
     parts = [decoder_of(model), model.get_input_embeddings(), model.get_output_embeddings()]
     return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
 
@@ -192,5 +193,5 @@ def _leave_out(module: torch.nn.Module, kept: set[int]) -> None:
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and id(parameter) not in kept:
             module._parameters[name] = None
-            # Else transformers would initialise it (LLaVA-NeXT's image_newline).
+            # Otherwise transformers initialises the missing parameter (LLaVA-NeXT's image_newline).
             module._is_hf_initialized = True  # type: ignore[assignment]

@@ -13,10 +13,10 @@ _LARGEST = (2 - 2**-23) * 2.0**127
 
 
 def finite_number(value: object, name: str) -> float:
-    """Return a number of Python or NumPy, or a tensor with one element, as a float.
+    """Return a Python or NumPy number, or a tensor with one element, as a float.
 
-    Raises TypeError if it is not a number (text is not), and ValueError if float32 cannot represent it, or if it is NaN
-    or infinite. The messages contain `name`.
+    Raises TypeError if the value is not a number (text never is), and ValueError if it is NaN, infinite or too large
+    for float32. The messages contain `name`.
 
     Example:
         >>> finite_number(True, "reward"), finite_number(2, "reward")
@@ -28,7 +28,7 @@ def finite_number(value: object, name: str) -> float:
     try:
         if isinstance(value, str | bytes | bytearray):
             raise TypeError
-        number = float(value)  # type: ignore[arg-type]  # whatever has no float raises
+        number = float(value)  # type: ignore[arg-type]  # raises for any value that is not a number
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         raise TypeError(f"{name} must be a number, got {value!r:.80} ({type(value).__name__}).") from None
     except OverflowError:

@@ -1,6 +1,6 @@
 """Names in TorchRL, TRL, verl and prime-rl that are missing here, with alternatives.
 
-Errors and `docs/migrating-from-torchrl.md` quote them; a test compares them with TorchRL's signatures.
+Errors and `docs/migrating-from-torchrl.md` quote the alternatives. A test compares `TABLE` with TorchRL's signatures.
 """
 
 from __future__ import annotations
@@ -20,27 +20,35 @@ _COLLECTORS = "LLMCollector RayLLMCollector"
 _SCHEMES = "VLLMWeightSyncScheme VLLMDoubleBufferSyncScheme"
 
 TABLE: tuple[tuple[str, str, str], ...] = (
-    (f"{_DATASETS} make_gsm8k_env", "batch_size_dl", "a dataset is read once, for its rows"),
-    (_DATASETS, "collate_fn", "a dataset is read once, for its rows"),
+    (
+        f"{_DATASETS} make_gsm8k_env",
+        "batch_size_dl",
+        "the dataset is read once, row by row, without batches of a data loader",
+    ),
+    (_DATASETS, "collate_fn", "the dataset is read once, row by row, without batches of a data loader"),
     (f"{_DATASETS} DataLoadingPrimer make_gsm8k_env", "group_repeats", "draws of a prompt always follow each other"),
-    ("DatasetChatEnv DataLoadingPrimer", "primers", "the columns of a dataset travel with the conversation"),
+    (
+        "DatasetChatEnv DataLoadingPrimer",
+        "primers",
+        "the environment carries the dataset's columns with each conversation",
+    ),
     (_ON_RAY, "ray_backend dataloader_actor_name", "use a ChatEnv with a RayDataLoadingPrimer, or RayLLMCollector"),
-    (_DATASETS, "apply_template", "the policy renders: give it the tokenizer and its template"),
+    (_DATASETS, "apply_template", "the policy renders conversations: give it the tokenizer and its template"),
     (_TASKS, ".from_dataloader", "pass the loader as dataset="),
     ("make_gsm8k_env", "dataset", "pass it as data="),
     ("DataLoadingPrimer", "batch_size", "reset takes a tensordict of any batch shape"),
     ("DataLoadingPrimer", "stack_method", "batches are lazily stacked"),
     ("DataLoadingPrimer", "use_ray_service", "use RayDataLoadingPrimer"),
-    ("RayDataLoadingPrimer", "num_gpus", "rows need none"),
+    ("RayDataLoadingPrimer", "num_gpus", "rows need no GPU"),
     (
         "RayDataLoadingPrimer",
         ".dataloader .endless_dataloader .data_keys .repeats",
-        "prompts is the sampler of rows, columns names what a row has, group_size is repeats",
+        "use prompts (the sampler of rows), columns (the names of a row's entries) and group_size (the repeats)",
     ),
-    ("RayDataLoadingPrimer", ".primers .stack_method", "these arguments do not exist, either"),
-    ("DataLoadingPrimer RayDataLoadingPrimer", "device", "rows are no tensors"),
-    ("DataLoadingPrimer", ".device", "rows are no tensors"),
-    ("LLMEnv", "attention_key has_attention", "padding is known by its length; there are no masks for it"),
+    ("RayDataLoadingPrimer", ".primers .stack_method", "the corresponding arguments do not exist either"),
+    ("DataLoadingPrimer RayDataLoadingPrimer", "device", "rows are not tensors, so they have no device"),
+    ("DataLoadingPrimer", ".device", "rows are not tensors, so they have no device"),
+    ("LLMEnv", "attention_key has_attention", "token entries are ragged, so they need no attention mask"),
     ("LLMEnv", "reward_key", "the reward is in ('next', 'reward')"),
     (
         "LLMEnv",
@@ -48,70 +56,94 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "the reward (0 unless a transform writes one) and the done flags always exist",
     ),
     ("LLMEnv", "batch_size", "reset takes a tensordict of any batch shape"),
-    ("LLMEnv", "vocab_size", "token ids are not bounded"),
-    ("LLMEnv", "as_llm_data", "entries are those of the data contract"),
+    ("LLMEnv", "vocab_size", "the specs do not bound token ids"),
+    ("LLMEnv", "as_llm_data", "entries always have the names of the data contract"),
     (
         "LLMEnv.from_dataloader",
         "assign_done assign_reward attention_key batch_size example_data group_repeats has_attention primers "
         "reward_key stack_method tokenizer vocab_size",
         "as for LLMEnv and DataLoadingPrimer",
     ),
-    ("ChatEnv", "policy_role", "it is 'assistant', which rewards and tools read"),
+    ("ChatEnv", "policy_role", "the role is always 'assistant', which rewards and tools read"),
     ("ChatEnv.from_dataloader DatasetChatEnv.from_dataloader", "group_repeats primers", "as for DatasetChatEnv"),
     ("MLGymWrapper", ".set_env", "pass the environment to the constructor"),
-    ("make_mlgym", "tokenizer device", "the policy renders, and messages are no tensors"),
-    (f"{_PARSERS}", "tokenizer eos_token", "the text of the last message is judged, which has no end of turn"),
-    (f"{_PARSERS}", "in_keys", "the last message is judged; columns of the dataset are read by the hub's names"),
+    ("make_mlgym", "tokenizer device", "the policy renders conversations, and messages are not tensors"),
+    (
+        f"{_PARSERS}",
+        "tokenizer eos_token",
+        "the text of the last message is judged, which contains no end-of-turn token",
+    ),
+    (f"{_PARSERS}", "in_keys", "the last message is judged; columns are read by the names that the hub's dataset has"),
     (f"{_PARSERS}", "out_keys", "scores are in ('next', 'reward') and ('next', 'reward_breakdown', NAME)"),
-    (f"{_PARSERS}", "input_mode .input_mode", "the answer is judged, whatever the environment's input_mode="),
-    (_PARSERS, ".extract_tags", "llmrl.rewards.extract_tags"),
-    ("GSM8KRewardParser", ".normalize_answer", "functions of llmrl.rewards judge answers"),
-    ("CountdownRewardParser", ".validate_expression", "functions of llmrl.rewards judge answers"),
-    ("MATHRewardParser", ".answers_match .extract_boxed", "functions of llmrl.rewards judge answers"),
-    ("IfEvalScorer", "id_key prompt_key", "nothing reads it"),
-    ("IfEvalScorer", "instruction_ids_key keyword_args_key", "columns are named 'instruction_id_list' and 'kwargs'"),
+    (f"{_PARSERS}", "input_mode .input_mode", "the answer is judged, independent of the environment's input_mode="),
+    (_PARSERS, ".extract_tags", "use llmrl.rewards.extract_tags"),
+    ("GSM8KRewardParser", ".normalize_answer", "use the functions of llmrl.rewards that judge answers"),
+    ("CountdownRewardParser", ".validate_expression", "use the functions of llmrl.rewards that judge answers"),
+    ("MATHRewardParser", ".answers_match .extract_boxed", "use the functions of llmrl.rewards that judge answers"),
+    ("IfEvalScorer", "id_key prompt_key", "the score does not depend on this column"),
+    (
+        "IfEvalScorer",
+        "instruction_ids_key keyword_args_key",
+        "the columns are always 'instruction_id_list' and 'kwargs'",
+    ),
     ("IfEvalScorer", "response_column", "the last message is judged"),
     ("IfEvalScorer", "score_key verbose", "scores are in ('next', 'reward_breakdown', NAME)"),
-    ("IfEvalScorer", ".default_reward_aggregator", "without aggregate_reward, the weighed mean of the accuracies"),
-    ("IfEvalScorer", ".expected_keys", "the columns are 'instruction_id_list' and 'kwargs'"),
+    (
+        "IfEvalScorer",
+        ".default_reward_aggregator",
+        "without aggregate_reward, the reward is the weighted mean of the accuracies",
+    ),
+    ("IfEvalScorer", ".expected_keys", "the columns are always 'instruction_id_list' and 'kwargs'"),
     (
         "IFEvalScoreData",
         "prompt_level_strict_acc prompt_level_loose_acc batch_size device names",
-        "inst_level_strict_acc and inst_level_loose_acc are booleans; the prompt's are made of them",
+        "give inst_level_strict_acc and inst_level_loose_acc, from which the prompt's accuracies are computed",
     ),
-    ("IFEvalScoreData", ".default_spec .fields .from_tensordict", "it is a plain record, no tensorclass"),
+    ("IFEvalScoreData", ".default_spec .fields .from_tensordict", "it is a plain record, not a tensorclass"),
     ("AddThinkingPrompt", "egocentric", "use role='assistant'"),
-    ("AddThinkingPrompt", ".prompt", "prompts are those it chooses from"),
-    ("BrowserTransform", "headless", "it never opens a window; screenshot_folder= shows what it sees"),
-    ("BrowserTransform", "tokenizer", "the policy renders"),
+    ("AddThinkingPrompt", ".prompt", "prompts has the texts to choose from"),
+    ("BrowserTransform", "headless", "the browser never opens a window; set screenshot_folder= to get screenshots"),
+    ("BrowserTransform", "tokenizer", "the policy renders conversations"),
     ("MCPToolTransform", "tool_call_pattern", "calls are read in the chat template's format, or by tool_parser="),
-    ("IncrementalTokenizer", "add_generation_prompt", "a prompt always ends where the assistant is to speak"),
+    ("IncrementalTokenizer", "add_generation_prompt", "a prompt always ends with the assistant's generation prompt"),
     (
         "IncrementalTokenizer",
         "chat_template chat_template_name",
         "pass renderer=TemplateRenderer(tokenizer, chat_template=...)",
     ),
     ("Tokenizer", "padding max_length", "tokens are ragged; pad a batch with get(key, as_padded_tensor=True)"),
-    ("Tokenizer", "use_raw_nontensor", "the text is read from its wrapping"),
-    ("Tokenizer", "additional_tokens", "call tokenizer.add_tokens, and let the model's embedding grow with it"),
-    ("Tokenizer", "missing_tolerance", "what is missing is an error; what only a reset has needs call_before_reset"),
-    ("Tokenizer", ".call_tokenizer_fn .call_tokenizer_inv_fn", "call the tokenizer"),
-    ("Tokenizer", ".device .out_device", "tokens are made on the CPU"),
-    (_KL, "device", "move the model, and its answer is moved back"),
+    ("Tokenizer", "use_raw_nontensor", "the text is always unwrapped"),
+    ("Tokenizer", "additional_tokens", "call tokenizer.add_tokens, and resize the model's embedding"),
+    (
+        "Tokenizer",
+        "missing_tolerance",
+        "a missing entry is an error; for entries that only a reset has, set call_before_reset",
+    ),
+    ("Tokenizer", ".call_tokenizer_fn .call_tokenizer_inv_fn", "call the attribute tokenizer"),
+    ("Tokenizer", ".device .out_device", "tokens are on the device of the tensordict"),
+    (_KL, "device", "call model.to(device); the results are moved back to the rows' device"),
     (
         f"{_KL} KLComputation",
         "padding_side",
-        "rows are ragged, nothing is padded",
+        "rows are ragged, so nothing is padded",
     ),
-    ("RetrieveKL", "history_key", "what is scored are the tokens that were sampled"),
-    ("RetrieveKL KLRewardTransform", "use_ray_service", "ref_model_factory builds the model where it is used"),
-    ("KLRewardTransform", "in_keys", "the reward is read at 'reward'"),
+    ("RetrieveKL", "history_key", "the sampled tokens are scored, not the rendered history"),
+    (
+        "RetrieveKL KLRewardTransform",
+        "use_ray_service",
+        "use ref_model_factory, which builds the model in the process that uses it",
+    ),
+    ("KLRewardTransform", "in_keys", "the reward is always read at 'reward'"),
     ("KLRewardTransform", "out_keys", "use kl_key and ref_log_probs_full_key of RetrieveKL"),
-    ("KLRewardTransform", ".action_key .tokenizer .pad_output", "it reads the tokens that were sampled, unpadded"),
-    ("as_padded_tensor", "dim stack_dim", "dimension 0 is padded, and dimension 0 is the new one"),
-    ("Text.to_tokens", "padding truncation return_tensors", "ids are tensors, ragged"),
-    ("Tokens.to_history", "skip_special_tokens", "messages are recognised by their special tokens"),
-    ("TopKRewardSelector", "verbose", "len(batch) says how many rows it kept"),
+    ("KLRewardTransform", ".action_key .tokenizer .pad_output", "the sampled tokens are read, without padding"),
+    ("as_padded_tensor", "dim stack_dim", "rows are padded along dimension 0 and stacked along a new dimension 0"),
+    ("Text.to_tokens", "padding truncation return_tensors", "token ids are always ragged tensors"),
+    (
+        "Tokens.to_history",
+        "skip_special_tokens",
+        "messages are recognised by their special tokens, which are therefore kept",
+    ),
+    ("TopKRewardSelector", "verbose", "the number of rows kept is the length of the returned batch"),
     ("AsyncVLLM", "engine_args num_replicas actor_class enable_prefix_caching", "call AsyncVLLM.from_pretrained"),
     ("AsyncVLLM", ".launch", "call AsyncVLLM.from_pretrained"),
     (
@@ -123,48 +155,48 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "AsyncVLLM.generate",
         "prompts sampling_params prompt_token_ids use_tqdm lora_request prompt_adapter_request guided_options_request "
         "timeout_seconds actor_index",
-        "a policy asks the engine; await generate(prompt_ids, SamplingConfig(...)) is one request",
+        "use a policy, or await generate(prompt_ids, SamplingConfig(...)) for a single request",
     ),
     (
         "AsyncVLLM",
         ".create_load_balancer .get_random_actor_index .get_num_unfinished_requests .get_cache_usage",
-        "EngineReplicas sends each request to a replica by its Router",
+        "use EngineReplicas; its Router chooses a replica for each request",
     ),
     (
         "AsyncVLLM",
         ".collective_rpc .get_master_address .get_master_port .get_model_metadata .get_tp_size "
         ".init_weight_update_group",
-        "VLLMWeightSyncScheme().create_sender() arranges it with the engine",
+        "use VLLMWeightSyncScheme().create_sender(), which connects to the engine",
     ),
-    ("AsyncVLLM.update_weights", "weights", "update_policy_weights_ of a collector, or a scheme's sender"),
-    (_POLICY_LOSSES, "samples_mc_entropy", "the entropy is exact here, no samples are needed"),
+    ("AsyncVLLM.update_weights", "weights", "use update_policy_weights_ of a collector, or a scheme's sender"),
+    (_POLICY_LOSSES, "samples_mc_entropy", "the entropy is computed exactly, without samples"),
     (_POLICY_LOSSES, "reduction", "use aggregation"),
     (_POLICY_LOSSES, "gamma clip_value", "there is no value function, and nothing is discounted"),
     (
         _POLICY_LOSSES,
         "ref_log_prob_padding_side ref_log_prob_padding_value",
-        "rows are ragged, nothing is padded",
+        "rows are ragged, so nothing is padded",
     ),
     (_LOSSES, "device", "the loss works on the policy's device"),
     ("DistillationLoss", "assistant_only", "use masking_strategy, 'rlhf' or 'generic'"),
-    ("SFTLoss DistillationLoss", ".default_keys", "tensor_keys has the entries that are read"),
+    ("SFTLoss DistillationLoss", ".default_keys", "use tensor_keys, which has the entries that are read"),
     (_COLLECTORS, "weight_updater", "pass weight_sync_schemes={'policy': VLLMWeightSyncScheme()}"),
     (_COLLECTORS, ".init_updater .set_weight_updater .weight_updater", "pass weight_sync_schemes="),
     (_COLLECTORS, ".receive_weights .register_scheme_receiver", "engines receive weights, not collectors"),
-    ("RayLLMCollector", "policy", "each actor builds its own: pass policy_factory="),
+    ("RayLLMCollector", "policy", "each actor builds its own policy: pass policy_factory="),
     (_COLLECTORS, ".as_remote", "use RayLLMCollector"),
-    (_COLLECTORS, ".get_model .get_policy_model", "the engine is policy.engine"),
+    (_COLLECTORS, ".get_model .get_policy_model", "use policy.engine"),
     (_COLLECTORS, ".iterator", "iterate the collector itself"),
     (_COLLECTORS, ".rollout", "call next() for a batch, or play() for whole rollouts"),
-    (_COLLECTORS, ".reset", "pass reset_at_each_iter=True, or make a new collector"),
+    (_COLLECTORS, ".reset", "pass reset_at_each_iter=True, or create a new collector"),
     (_WRAPPERS, "batching batching_timeout min_batch_size", "the engine batches the requests of all threads"),
     (_WRAPPERS, "max_batch_size", "pass max_num_seqs= to the engine"),
-    (_WRAPPERS, "device", "a policy computes where its model is: model.to(device)"),
-    (_WRAPPERS, "layout", "entries are ragged; .as_nested_tensor(key) of a container makes a nested tensor"),
+    (_WRAPPERS, "device", "a policy computes on its model's device: call model.to(device)"),
+    (_WRAPPERS, "layout", "entries are ragged; call .as_nested_tensor(key) of a container for a nested tensor"),
     (
         _WRAPPERS,
         "history_key masks_key text_key tokens_key",
-        "entries have the names that losses and environments read",
+        "entries always have the names that losses and environments read",
     ),
     (_WRAPPERS, "tokenizer_kwargs", "pass renderer=make_renderer(tokenizer, template_kwargs=...), or pad_output="),
     (
@@ -172,79 +204,99 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         ".batching .cleanup_batching .get_batching_state",
         "the engine batches the requests of all threads",
     ),
-    (f"{_WRAPPERS} LLMWrapperBase", ".collector .register_collector", "a collector knows its policy"),
+    (f"{_WRAPPERS} LLMWrapperBase", ".collector .register_collector", "a policy does not depend on its collector"),
     (
         f"{_WRAPPERS} LLMWrapperBase",
         ".dist_params_keys .dist_sample_keys .log_prob_keys",
-        "log_probs_key is the container of what is written",
+        "use log_probs_key, the container of the entries that are written",
     ),
-    ("vLLMWrapper LLMWrapperBase", ".get_dist .log_prob", "TransformersWrapper(model, generate=False) has them"),
-    ("vLLMWrapper", ".get_dist_with_prompt_mask", "TransformersWrapper(model, generate=False) has get_dist"),
+    (
+        "vLLMWrapper LLMWrapperBase",
+        ".get_dist .log_prob",
+        "use TransformersWrapper(model, generate=False), which has both",
+    ),
+    ("vLLMWrapper", ".get_dist_with_prompt_mask", "use get_dist of TransformersWrapper(model, generate=False)"),
     ("vLLMWrapper", ".CompletionOutput_tc", "engines return a Completion"),
     ("vLLMWrapper", ".set_tokenizer", "pass tokenizer= to the constructor"),
-    ("TransformersWrapper", ".repeat_interleave_causal", "prompts that rows share are computed once by themselves"),
+    ("TransformersWrapper", ".repeat_interleave_causal", "a prompt that rows share is always computed once"),
     (
         "TransformersWrapper.get_dist",
         "as_nested_tensor as_padded_tensor layout padding_side padding_value tensordict_out",
-        "rows are padded on the left, as losses pad what they compare with",
+        "rows are always padded on the left, as in the losses",
     ),
     (
         _COLLECTORS,
         ".set_seed",
-        "the environment's seed orders the prompts, the engine's and a request's draw the tokens",
+        "set the environment's seed for the order of prompts, and the engine's or a request's seed for the tokens",
     ),
     (
         _COLLECTORS,
         ".cascade_execute .get_distant_attr .getattr_env .getattr_policy .map_fn",
-        "env, policy and replay_buffer are attributes; an actor's are made by your functions",
+        "use the attributes env, policy and replay_buffer; those of an actor come from your factory functions",
     ),
-    (_COLLECTORS, ".enable_profile .disable_profile .profile_config", "report says where a batch's time went"),
-    (_COLLECTORS, ".stats", "report says what a collection did"),
-    (_COLLECTORS, ".fake_tensordict", "call next() once: rows are ragged, and have no spec"),
-    (_COLLECTORS, ".pre_collect_hook", "set_post_collect_hook is called with each batch"),
-    (_COLLECTORS, ".worker_idx", "rows say their rollout, not their actor"),
-    ("LLMCollector.shutdown LLMCollector.async_shutdown", "close_env", "close env and engine yourself, after it"),
-    ("LLMCollector.shutdown", "raise_on_error", "what fails is raised"),
-    ("LLMCollector.update_policy_weights_ RayLLMCollector.update_policy_weights_", "worker_ids", "all have the same"),
-    ("VLLMDoubleBufferSyncScheme", "num_threads", "one file is written, at the disk's speed"),
+    (
+        _COLLECTORS,
+        ".enable_profile .disable_profile .profile_config",
+        "use report, which shows where a batch's time went",
+    ),
+    (_COLLECTORS, ".stats", "use report, which has the statistics of a collection"),
+    (_COLLECTORS, ".fake_tensordict", "call next() once, because rows are ragged and have no spec"),
+    (_COLLECTORS, ".pre_collect_hook", "use set_post_collect_hook; the hook is called with each batch"),
+    (_COLLECTORS, ".worker_idx", "rows name their rollout, not their actor"),
+    (
+        "LLMCollector.shutdown LLMCollector.async_shutdown",
+        "close_env",
+        "close the environment and the engine yourself after the shutdown",
+    ),
+    ("LLMCollector.shutdown", "raise_on_error", "errors are always raised"),
+    (
+        "LLMCollector.update_policy_weights_ RayLLMCollector.update_policy_weights_",
+        "worker_ids",
+        "all workers use the same weights",
+    ),
+    ("VLLMDoubleBufferSyncScheme", "num_threads", "a single file is written, at the speed of the disk"),
     (
         _SCHEMES,
         ".apply_weights .prepare_weights .send .receive .weights .model .model_id",
-        "create_sender() gives the trainer's end: register_model, then update_weights",
+        "call create_sender() for the trainer's end, then its register_model and update_weights",
     ),
     (
         _SCHEMES,
         ".connect .context .create_transport .from_backend .init_on_receiver .init_on_sender .initialized_on_receiver "
         ".initialized_on_sender .receiver_transport .sender_transports .shared_transport .shutdown "
         ".synchronized_on_receiver .synchronized_on_sender .worker_idx",
-        "create_sender() gives the trainer's end: init_all_workers_group, and shutdown at the end",
+        "call create_sender() for the trainer's end, then its init_all_workers_group, and finally shutdown",
     ),
-    ("VLLMWeightSyncScheme", ".create_receiver", "engines receive by themselves once the sender has them"),
+    (
+        "VLLMWeightSyncScheme",
+        ".create_receiver",
+        "engines receive weights without a receiver after init_all_workers_group of the sender",
+    ),
 )
 """Classes or functions, their arguments and (with a dot) attributes, and the alternative."""
 
 # Arguments of TRL's reward functions.
 _REWARDS: tuple[tuple[str, str, str], ...] = (
-    ("RubricReward", "reward_weights", "a function is weighed where it is named, RewardFn(f, weight=2)"),
-    ("RubricReward", "reward_funcs", "several are Rubric(f, g): RubricReward(Rubric(f, g))"),
+    ("RubricReward", "reward_weights", "set the weight of each function, RewardFn(f, weight=2)"),
+    ("RubricReward", "reward_funcs", "combine several functions in a rubric, RubricReward(Rubric(f, g))"),
 )
-# Arguments of ours until 0.1.0, and what they are called now; goes with 0.2.0.
+# Arguments that llmrl had until 0.1.0, with their replacements. Remove them in 0.2.0.
 RENAMED: tuple[tuple[str, str, str], ...] = (
     (
         "GRPOLoss",
         "importance_floor importance_mode importance_level",
-        "importance_cap=llmrl.objectives.ImportanceBound(cap, floor=..., mode=..., level=...) has it",
+        "use importance_cap=llmrl.objectives.ImportanceBound(cap, floor=..., mode=..., level=...)",
     ),
-    ("MCAdvantage", "is_constant_group_dropped", "it is drop_constant_groups"),
-    ("MCAdvantage", "is_batch_normalized", "it is normalize_batch"),
-    (_COLLECTORS, "step_timeout_seconds", "it is limits=RolloutLimits(step_timeout_seconds=...)"),
-    ("AsyncVLLM.from_pretrained", "max_num_batched_tokens", "it is engine_args={'max_num_batched_tokens': ...}"),
+    ("MCAdvantage", "is_constant_group_dropped", "use drop_constant_groups"),
+    ("MCAdvantage", "is_batch_normalized", "use normalize_batch"),
+    (_COLLECTORS, "step_timeout_seconds", "use limits=RolloutLimits(step_timeout_seconds=...)"),
+    ("AsyncVLLM.from_pretrained", "max_num_batched_tokens", "use engine_args={'max_num_batched_tokens': ...}"),
 )
 
 
 @functools.cache
 def instead_of(*owners: str) -> Mapping[str, str]:
-    """Return what classes or functions of these names offer in TorchRL, or offered here, with the alternatives.
+    """Return the arguments and attributes that these classes or functions lack here, with the alternatives.
 
     Example:
         >>> instead_of("DAPO")["reduction"]
@@ -312,104 +364,136 @@ _SAME: tuple[tuple[str, str], ...] = (
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     name: tuple(ours.split()) for theirs, ours in _SAME for name in theirs.split()
 }
-"""Names of options there, and the names here with the same meaning."""
+"""Names of options in TRL, verl and prime-rl, and the names here with the same meaning."""
 
-_SERVER = "engine=ServerEngine(url, weight_sync=True) asks a vllm serve, and trains its weights"
-_SPLIT = "a batch is split by its tokens, train.token_budget, and the gradient is the same whatever the split"
-_DTYPE = "dtype= (in scripts model.dtype) sets engine and trainer, by default float32 on a CPU and bfloat16 on a GPU"
-_RATIO = "the ratio is to the trainer's own log-probs, corrected by importance_cap; a loss of your own changes that"
+_SERVER = "engine=ServerEngine(url, weight_sync=True) generates with a `vllm serve` and updates its weights"
+_SPLIT = "a batch is split by its tokens, train.token_budget, and the gradient does not depend on the split"
+_DTYPE = "set dtype= (in scripts model.dtype) for engine and trainer; it is float32 on a CPU and bfloat16 on a GPU"
+_RATIO = (
+    "the ratio uses the trainer's own log-probs, with the correction of importance_cap; write a loss to change that"
+)
 _OTHER: tuple[tuple[str, str], ...] = (
-    ("use_vllm vllm_mode vllm_model_impl cache_implementation", "vLLM always generates, unless engine= is another"),
+    (
+        "use_vllm vllm_mode vllm_model_impl cache_implementation",
+        "vLLM always generates, unless engine= is another engine",
+    ),
     ("vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port", _SERVER),
-    ("use_transformers_paged use_transformers_continuous_batching", "engine=TransformersEngine(model) generates so"),
+    (
+        "use_transformers_paged use_transformers_continuous_batching",
+        "use engine=TransformersEngine(model) to generate with transformers",
+    ),
     ("gradient_accumulation_steps per_device_eval_batch_size auto_find_batch_size", _SPLIT),
     ("log_prob_micro_batch_size_per_gpu use_dynamic_bsz remove_unused_columns pad_to_multiple_of", _SPLIT),
     ("bf16 fp16 tf32 torch_dtype", _DTYPE),
-    ("generation_batch_size batch_size", "groups_per_batch counts prompts, each of which has `repeats` answers"),
-    ("ppo_mini_batch_size", "num_minibatches is the number of updates per batch"),
+    ("generation_batch_size batch_size", "use groups_per_batch, the number of prompts; each has `repeats` answers"),
+    ("ppo_mini_batch_size", "use num_minibatches, the number of updates per batch"),
     (
         "scale_rewards norm_adv_by_std_in_grpo",
-        "the loss has its advantage: loss='dr_grpo' does not divide by the spread",
+        "the loss determines the advantage: loss='dr_grpo' does not divide by the standard deviation",
     ),
     (
         "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg",
-        "neither SAPO nor VESPO is there; `loss` names those that are",
+        "SAPO and VESPO are not implemented; `loss` accepts the names of the losses that are",
     ),
-    ("importance_sampling_level ratio_type", "loss='gspo' takes the ratio of a whole answer"),
+    ("importance_sampling_level ratio_type", "loss='gspo' uses the ratio of a whole answer"),
     ("vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_min", _RATIO),
     ("off_policy_mask_threshold use_bias_correction_kl top_entropy_quantile", _RATIO),
     ("token_mask_low token_mask_high", _RATIO),
     (
         "reward_weights reward_model custom_reward_function",
-        "weigh rewards in the environment, Rubric(RewardFn(f, weight=2))",
+        "set the weights of rewards in the environment, Rubric(RewardFn(f, weight=2))",
     ),
     ("multi_objective_aggregation", "a Rubric adds weighted rewards"),
     (
         "mask_truncated_completions zero_truncated_completions overlong_filter",
-        "Rubric(f, truncation_reward=0.0) scores answers that are cut",
+        "Rubric(f, truncation_reward=0.0) sets the reward of truncated answers",
     ),
     (
         "entropy_coef entropy_coeff use_adaptive_entropy entropy_target",
-        "GRPOLoss(entropy_coeff=...) in a loop of your own",
+        "use GRPOLoss(entropy_coeff=...) in a loop of your own",
     ),
-    ("use_kl_loss use_kl_in_reward", "a number as kl_to_ref_coeff adds the KL to the loss, None leaves it out"),
+    (
+        "use_kl_loss use_kl_in_reward",
+        "set kl_to_ref_coeff to a number to add the KL to the loss, or to None to omit it",
+    ),
     (
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
-        "the reference is the model that training began with",
+        "the reference is always the model at the start of training",
     ),
     ("model_init_kwargs trust_remote_code", "load a model of your own in a loop of your own: llmrl new loop NAME"),
-    ("chat_template_kwargs", "give the tokenizer's template, chat_template=FILE"),
-    ("repetition_penalty generation_kwargs", "a repetition penalty samples from what the trainer cannot score again"),
-    ("shuffle_dataset", "DatasetChatEnv(rows, shuffle=True)"),
-    ("eval_dataset val_files test_data", "eval_envs={'sums': env} are environments of problems held out"),
-    ("log_completions num_completions_to_print log_unique_prompts", "llmrl view RUN shows every conversation"),
-    ("logging_steps logging_dir", "every step is logged, in metrics.csv of the run's folder and to trackers=[...]"),
-    ("eval_strategy evaluation_strategy save_strategy", "the steps between say it: eval_every, export_every"),
-    ("load_best_model_at_end", "best_by='eval/NAME/pass@1' saves the best model in model-best/"),
-    ("project_name experiment_name run_name wandb_project wandb", "trackers=['wandb'] names the run as its folder"),
-    ("optim optimizer adam_beta1 adam_beta2 adam_epsilon", "the optimizer is AdamW; another one in a loop of your own"),
-    ("warmup_ratio lr_warmup_steps_ratio", "warmup_steps is a number of steps"),
-    ("deepspeed fsdp ddp strategy param_offload optimizer_offload", "train.num_ranks shards the trainer over GPUs"),
-    ("nnodes", "hardware=ray-cluster spreads a run over machines"),
-    ("val_before_train eval_on_start", "eval_envs are evaluated before and after training, too"),
-    ("critic_warmup critic", "there is no critic: advantages are those of a group"),
+    ("chat_template_kwargs", "pass a template to the tokenizer, chat_template=FILE"),
+    (
+        "repetition_penalty generation_kwargs",
+        "with a repetition penalty, the trainer could not compute the log-probs of the sampling distribution",
+    ),
+    ("shuffle_dataset", "use DatasetChatEnv(rows, shuffle=True)"),
+    ("eval_dataset val_files test_data", "pass environments with held-out problems, eval_envs={'sums': env}"),
+    (
+        "log_completions num_completions_to_print log_unique_prompts",
+        "use llmrl view RUN, which shows every conversation",
+    ),
+    ("logging_steps logging_dir", "every step is logged to metrics.csv in the run's folder and to trackers=[...]"),
+    (
+        "eval_strategy evaluation_strategy save_strategy",
+        "set the number of steps between two evaluations or exports, eval_every and export_every",
+    ),
+    ("load_best_model_at_end", "use best_by='eval/NAME/pass@1', which saves the best model in model-best/"),
+    (
+        "project_name experiment_name run_name wandb_project wandb",
+        "use trackers=['wandb'], which names the run after its folder",
+    ),
+    (
+        "optim optimizer adam_beta1 adam_beta2 adam_epsilon",
+        "the optimizer is AdamW; use another one in a loop of your own",
+    ),
+    ("warmup_ratio lr_warmup_steps_ratio", "use warmup_steps, a number of steps"),
+    (
+        "deepspeed fsdp ddp strategy param_offload optimizer_offload",
+        "use train.num_ranks, which shards the trainer over GPUs",
+    ),
+    ("nnodes", "use hardware=ray-cluster, which distributes a run over machines"),
+    ("val_before_train eval_on_start", "eval_envs are also evaluated before and after training"),
+    ("critic_warmup critic", "there is no critic: advantages are relative to a group"),
     (
         "tools environment_factory rollout_func multi_turn",
-        "the environment has tools and turns: ToolTransform, MessageEnv",
+        "the environment defines tools and turns: see ToolTransform and MessageEnv",
     ),
-    ("peft_config lora_alpha", "lora_rank=16 trains an adapter; model.lora has the rest"),
-    ("processing_class tokenizer", "the tokenizer is the model's; chat_template=FILE replaces its template"),
-    ("callbacks", "the loop is yours: llmrl new loop NAME"),
-    ("args", "options are keywords of train itself: train(model, env, num_steps=100)"),
+    ("peft_config lora_alpha", "lora_rank=16 trains an adapter; in scripts, model.lora has the other options"),
+    ("processing_class tokenizer", "the model's tokenizer is used; chat_template=FILE replaces its template"),
+    ("callbacks", "write a loop of your own: llmrl new loop NAME"),
+    ("args", "pass options as keywords of train itself: train(model, env, num_steps=100)"),
     (
         "oversampling_factor online_difficulty_filtering easy_fraction hard_fraction",
         "replace_constant_groups=True replaces groups without signal, and max_staleness collects ahead",
     ),
     (
         "train_files prompt_key reward_fn_key",
-        "the environment has the rows: DatasetChatEnv(rows), whose columns rewards read by name",
+        "the environment contains the rows, DatasetChatEnv(rows), and rewards read their columns by name",
     ),
-    ("val_batch_size", "conversations of eval_envs run side by side, as many as the engine takes"),
+    ("val_batch_size", "conversations of eval_envs run concurrently, as many as the engine accepts"),
     (
         "truncation filter_overlong_prompts",
-        "max_model_len bounds prompt and answer; leave longer rows out",
+        "max_model_len bounds prompt and answer; remove longer rows from the dataset",
     ),
-    ("do_sample ignore_eos min_tokens", "answers are sampled, and end where the model ends them"),
-    ("max_num_batched_tokens", "the script passes arguments to vLLM, as engine.engine_args"),
-    ("kl_loss_type kl_penalty kl_ctrl", "kl_to_ref_coeff adds the KL to the loss; another form in a loop of your own"),
-    ("gamma lam", "there is no critic; MCAdvantage(gamma=...) in a loop of your own credits turns"),
+    ("do_sample ignore_eos min_tokens", "answers are always sampled, and end at the model's end-of-turn token"),
+    ("max_num_batched_tokens", "use the script, which passes engine.engine_args to vLLM"),
+    (
+        "kl_loss_type kl_penalty kl_ctrl",
+        "kl_to_ref_coeff adds the KL to the loss; use another form in a loop of your own",
+    ),
+    ("gamma lam", "there is no critic; to discount over turns, use MCAdvantage(gamma=...) in a loop of your own"),
     (
         "balance_batch use_remove_padding calculate_log_probs",
-        "rows are packed by their tokens, without padding, and have the sampler's log-probs",
+        "rows are always packed without padding, and have the sampler's log-probs",
     ),
-    ("mask_env_responses trajectory_strategy", "what the policy sampled is trained, each token once, and nothing else"),
-    ("min_lr_ratio", "schedule names the course of the learning rate; another one in a loop of your own"),
-    ("adv_tau length_bonus", "weigh rewards in the environment, Rubric(RewardFn(f, weight=2))"),
+    ("mask_env_responses trajectory_strategy", "exactly the tokens that the policy sampled are trained, each once"),
+    ("min_lr_ratio", "schedule names the course of the learning rate; use another one in a loop of your own"),
+    ("adv_tau length_bonus", "set the weights of rewards in the environment, Rubric(RewardFn(f, weight=2))"),
 )
 EXPLAINED: Mapping[str, str] = {name: text for names, text in _OTHER for name in names.split()}
-"""Names of options there without one of the same meaning here, and what to do instead."""
+"""Names of options in TRL, verl and prime-rl without a counterpart here, and what to do instead."""
 
 SAMPLING = frozenset(
     ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "max_tokens", "stop", "repetition_penalty")
 )
-"""Names of sampling parameters there and here, which policies take as `generate_kwargs`."""
+"""Names of sampling parameters in any of the libraries, which policies take as `generate_kwargs`."""

@@ -18,9 +18,10 @@ def rank_and_size(process_group: torch.distributed.ProcessGroup | None) -> tuple
 
 
 def share_of(micro_batches: Sequence[T], rank: int, num_ranks: int) -> Iterator[tuple[T, bool]]:
-    """Yield a rank's micro-batches, each with a flag: True if another rank already counts it.
+    """Yield a rank's micro-batches, each with a flag: whether another rank already counts it.
 
-    Ranks without a micro-batch repeat one, so that all ranks make the same number of passes and collective calls.
+    A rank without a micro-batch repeats another rank's, so that all ranks make the same number of passes and collective
+    calls.
 
     Example:
         >>> [list(share_of("abc", rank, 2)) for rank in (0, 1)]
@@ -32,7 +33,7 @@ def share_of(micro_batches: Sequence[T], rank: int, num_ranks: int) -> Iterator[
 
 
 def gather_or_fail(compute: Callable[[], T], process_group: torch.distributed.ProcessGroup | None) -> list[T]:
-    """Return the results of all ranks by rank. Raises this rank's error, or RuntimeError if another one failed."""
+    """Return the results of all ranks by rank. Raises this rank's error, or RuntimeError if another rank failed."""
     if process_group is None:
         return [compute()]
     rank, num_ranks = rank_and_size(process_group)

@@ -36,7 +36,7 @@ class _Visit:
 
 
 class _Watch:
-    """What one event loop waits for. It checks periodically whether the background loops respond."""
+    """The coroutines that one event loop waits for. The loop checks periodically whether their loops respond."""
 
     __slots__ = ("is_looking", "overdue", "visits")
 
@@ -47,7 +47,7 @@ class _Watch:
 
 
 class ReplaceableLoop:
-    """A background loop, started on first use, with a replacement while its thread is blocked.
+    """A background loop, started on first use, that is replaced by another loop while its thread is blocked.
 
     If user code blocks (`time.sleep`, a synchronous request), coroutines that have not started move to another loop,
     and a warning shows the stack of the blocked thread. A loop that responds again is used again.
@@ -96,7 +96,7 @@ class ReplaceableLoop:
         *,
         on: BackgroundLoop | None = None,
     ) -> Result:
-        """Await a coroutine on the current loop, or on `on`, up to a timeout. Cancelling the wait cancels it."""
+        """Await a coroutine on `on` or the current loop, up to a timeout. Cancelling the wait cancels the coroutine."""
         here = asyncio.get_running_loop()
         place = on or self.current
         if place.loop is here:
@@ -114,10 +114,10 @@ class ReplaceableLoop:
         except (asyncio.CancelledError, TimeoutError) as interruption:
             if not future.cancelled():
                 if isinstance(interruption, TimeoutError):
-                    return future.result()  # the coroutine's own TimeoutError, or a result that came with the limit
+                    return future.result()  # the coroutine's own TimeoutError, or a result that arrived at the deadline
                 raise
             ended = errand.cancel()
-            # Cancellation may itself take time, so the owner of the limit waits longer.
+            # Cancellation may itself take time, so a call with a timeout waits longer.
             await asyncio.wait([ended], timeout=_GRACE_SECONDS * (1 if timeout_seconds is None else 2))
             if not ended.done() and visit.place.overdue_seconds:
                 self._found_blocked(visit.place)
@@ -140,7 +140,7 @@ class ReplaceableLoop:
     def _look(self, watch: _Watch) -> None:
         watch.is_looking = False
         overdue = {place for place in {visit.place for visit in watch.visits} if place.overdue_seconds > _GRACE_SECONDS}
-        for place in overdue & watch.overdue:  # twice, because once may be a pause of the whole process
+        for place in overdue & watch.overdue:  # overdue twice, because once may be a pause of the whole process
             self._found_blocked(place)
         for visit in list(watch.visits):
             if visit.is_movable and visit.place in self._blocked and visit.errand.withdraw():
@@ -158,14 +158,14 @@ class ReplaceableLoop:
             self._blocked.add(loop)
         frame = sys._current_frames().get(loop.thread.ident or 0)
         logger.warning(
-            "the thread %r is blocked; new work runs on another one. A coroutine must not block: await slow work, "
-            "or run it in a thread. It is blocked in\n%s",
+            "the thread %r is blocked; new work runs on another thread. A coroutine must not block: await slow work, "
+            "or run it in a thread. The thread is blocked in\n%s",
             self.name,
             "" if frame is None else without_packages("".join(traceback.format_stack(frame))),
         )
 
     def close(self) -> None:
-        """Cancel all tasks and end the threads, a blocked one when it can. May be called twice."""
+        """Cancel all tasks and end the threads, without waiting for a blocked thread. May be called twice."""
         for loop in self._loops:
             if loop.overdue_seconds > _GRACE_SECONDS:
                 loop.stop()

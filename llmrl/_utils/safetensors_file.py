@@ -1,4 +1,4 @@
-"""Streaming of safetensors files: the library's writer would hold all tensors twice."""
+"""Streaming of safetensors files, because the writer of the safetensors library would hold all tensors twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from llmrl._utils.files import flush_to_disk
 
 Announced: TypeAlias = tuple[str, torch.dtype, Sequence[int]]
-"""Name, dtype and shape of a coming tensor."""
+"""Name, dtype and shape of a tensor that follows."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -35,7 +35,7 @@ class TensorPlace(NamedTuple):
     """Bytes from the start of the file."""
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as a view of the file's bytes (uint8, [num_bytes])."""
+        """Return the tensor as a view of the file's bytes (uint8, `[num_bytes]`)."""
         size = torch.Size(self.shape).numel() * self.dtype.itemsize
         return buffer[self.offset : self.offset + size].view(self.dtype).view(self.shape)
 
@@ -51,13 +51,14 @@ def write_safetensors(
     """Write a file, flush it to disk, and return its size and CRC-32.
 
     Args:
-        pairs: names and tensors, in the same order.
-        metadata: text that the file has beside its tensors.
+        entries: name, dtype and shape of each tensor.
+        pairs: names and tensors, in the order of `entries`.
+        metadata: text to store in the file's header.
         checksum_name: name of an additional last tensor, the CRC-32 of everything before it.
 
     Raises ValueError if the tensors differ from `entries`.
     """
-    # Wide dtypes first, for alignment.
+    # Tensors of wide dtypes come first, so that every tensor is aligned.
     in_order = sorted(entries, key=lambda entry: -entry[1].itemsize)
     if in_order != list(entries):
         held = dict(pairs)
@@ -88,7 +89,7 @@ def write_safetensors(
 
 
 def is_sealed(buffer: torch.Tensor) -> bool:
-    """Return whether the checksum of a file (uint8, [num_bytes]) is right."""
+    """Return whether a file (uint8, `[num_bytes]`) ends with the checksum of its content."""
     data = memoryview(buffer.numpy())  # type: ignore[arg-type]
     sealed = data[:-_CHECKSUM_SIZE]
     seal = data[-_CHECKSUM_SIZE:]
@@ -96,7 +97,7 @@ def is_sealed(buffer: torch.Tensor) -> bool:
 
 
 def places_of(buffer: torch.Tensor) -> list[TensorPlace]:
-    """Return the locations of the tensors in a file (uint8, [num_bytes])."""
+    """Return the locations of the tensors in a file (uint8, `[num_bytes]`)."""
     header_size = int.from_bytes(bytes(buffer[:8].tolist()), "little")
     header = json.loads(bytes(buffer[8 : 8 + header_size].numpy()))
     return [

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of rollouts, named by the GenAI conventions.
 
-They are off until `trace_spans`. A provider of OpenTelemetry's SDK exports them: the program's own, or the one that
-`run.spans` sets up.
+Spans are off until `trace_spans` is called. They are exported by the program's own tracer provider, or by one that
+`trace_spans` creates.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _tracer: Tracer | None = None
 def trace_spans(provider: TracerProvider | None = None) -> None:
     """Create spans for rollouts of this process, without conversation text.
 
-    `provider` None means the program's provider, or one that exports by OTLP to `OTEL_EXPORTER_OTLP_ENDPOINT`. Raises
-    MissingExtraError if OpenTelemetry is not installed.
+    The default `provider` is the program's own if it has set one, otherwise a new provider that exports by OTLP to
+    `OTEL_EXPORTER_OTLP_ENDPOINT`. Raises MissingExtraError if OpenTelemetry is not installed.
     """
     global _tracer
     trace = require("opentelemetry.trace", extra="spans")
@@ -54,7 +54,7 @@ def _sending_provider() -> TracerProvider:
 def span(operation: str, subject: str = "", *, parent: str = "") -> AbstractContextManager[Span | None]:
     """Return a context manager that yields a span named `operation subject`, or None if spans are off.
 
-    `parent` is `here()` of another thread; by default the current span.
+    `parent` is the result of `here()` in another thread; the default is the current span.
     """
     if _tracer is None:
         return _OFF

@@ -5,8 +5,8 @@ from __future__ import annotations
 import unicodedata
 
 _KEPT = "\n\t"
-# Among them are characters of category Cf that change the direction of text, so that it misleads (Boucher and Anderson,
-# 2021, "Trojan Source").
+# Category Cf includes characters that change the direction of text and can thereby mislead a reader (Boucher and
+# Anderson, 2021, "Trojan Source").
 _HIDDEN = ("Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp")
 _JOINERS = "\u200d\ufe0f"  # parts of emoji
 

@@ -31,7 +31,7 @@ class WorkerThread:
         threading.Thread(target=_work, args=arguments, name=self._name, daemon=True).start()
 
     def leave_behind(self) -> None:
-        """Continue in a new thread, because the current call cannot be interrupted."""
+        """Run later calls in a new thread, because the current call cannot be interrupted."""
         if self._is_left is not None:
             self._is_left.set()
         self._begin()
@@ -43,7 +43,7 @@ class WorkerThread:
         *arguments: Parameters.args,
         **keywords: Parameters.kwargs,
     ) -> Result:
-        """Call a function in the thread; raises errors as `as_exception` converts them."""
+        """Call a function in the thread and return its result. Errors are converted by `as_exception`."""
         if self._is_left is None:
             self._begin()
         call = _Call(lambda: function(*arguments, **keywords))
@@ -51,14 +51,14 @@ class WorkerThread:
         return await call.future
 
     def close(self) -> None:
-        """End the thread after the calls so far. May be called twice."""
+        """End the thread after the calls that are already queued. May be called twice."""
         self._calls.put(None)
 
 
 async def run_in_thread(
     function: Callable[Parameters, Result], /, *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> Result:
-    """Run a function in a new thread, abandoned on cancellation. Raises errors as `as_exception` converts them."""
+    """Run a function in a new thread, which a cancellation abandons. Errors are converted by `as_exception`."""
     call = _Call(lambda: function(*arguments, **keywords))
     threading.Thread(target=call.run, name="llmrl-call", daemon=True).start()
     return await call.future
@@ -67,7 +67,7 @@ async def run_in_thread(
 def start_in_thread(
     function: Callable[Parameters, Result], /, *arguments: Parameters.args, **keywords: Parameters.kwargs
 ) -> Future[Result]:
-    """Run a function in a new daemon thread, which, unlike an executor's, does not delay the end of the process."""
+    """Run a function in a new daemon thread. Unlike an executor's thread, it does not delay the end of the process."""
     future: Future[Result] = Future()
 
     def run() -> None:
@@ -111,4 +111,4 @@ def _work(calls: queue.SimpleQueue[Callable[[], None] | None], is_left: threadin
             calls.put(None)  # also for an abandoned thread
             return
         call()
-        del call  # free what the call refers to
+        del call  # release its arguments while waiting

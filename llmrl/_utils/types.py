@@ -18,7 +18,7 @@ InputMode: TypeAlias = Literal["history", "text", "tokens"]
 """The form in which a policy reads conversations."""
 
 StateDict: TypeAlias = dict[str, Any]
-"""A value of `state_dict` and `load_state_dict`."""
+"""The value that `state_dict` returns and `load_state_dict` takes."""
 
 Row: TypeAlias = Mapping[str, Any]
 """A row of a dataset: its columns by name."""

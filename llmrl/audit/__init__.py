@@ -1,4 +1,4 @@
-"""Audit of an environment before a run: what answers earn that deserve nothing, and what a run would trip over."""
+"""Audit of an environment before a run: rewards of worthless answers, and faults that would disturb a run."""
 
 from __future__ import annotations
 

@@ -10,22 +10,22 @@ from llmrl._utils.types import Row
 from llmrl.data import text_of
 
 NUM_NAMED = 20
-"""Number of answers that a spraying answer names."""
+"""Maximum number of answers that `spray` lists."""
 MAX_COLUMN_CHARS = 2000
 """Maximum length of a column's text for it to be tried as an answer."""
 
 
 class Kind(StrEnum):
-    """What an answer deserves."""
+    """The reward that an answer deserves."""
 
     REFERENCE = "reference"
-    """A column of its row, in one of the usual forms: the right answer, if any is."""
+    """A column of the row in one of the `FORMS`; one of these is usually the right answer."""
     OTHER = "other row"
-    """The same of another row."""
+    """The reference answer of another row."""
     WORTHLESS = "worthless"
     """Nothing: it solves no problem."""
     HOSTILE = "hostile"
-    """Nothing, and the reward function must survive it."""
+    """Nothing; the answer also tests that the reward function does not fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Answer:
     name: str
     kind: Kind
     of: Callable[[int], str | Sequence[int] | None]
-    """Function of the row's index, to text or token ids; None leaves the row out."""
+    """Function from the row's index to text or token ids; None omits the row."""
 
 
 FORMS: Mapping[str, Callable[[str], str]] = {
@@ -61,7 +61,7 @@ _HOSTILE = {
 
 
 def names_of_columns(row: Row) -> list[str]:
-    """Return a row's columns; an entry of a column that is a mapping is named `COLUMN.ENTRY`.
+    """Return the names of a row's columns; an entry of a column that is a mapping is named `COLUMN.ENTRY`.
 
     Example:
         >>> names_of_columns({"query": "1 + 1 =", "entry": {"answer": "2"}})
@@ -81,7 +81,7 @@ def value_of(row: Row, column: str) -> object:
 
 
 def _texts(rows: Sequence[Row], column: str) -> list[str | None]:
-    """Return a column as texts; None where it holds no short text or number."""
+    """Return a column as texts; None for rows without a short text or a number."""
     values = [value_of(row, column) for row in rows]
     return [
         str(value) if isinstance(value, str | int | float) and 0 < len(str(value)) <= MAX_COLUMN_CHARS else None
@@ -90,20 +90,20 @@ def _texts(rows: Sequence[Row], column: str) -> list[str | None]:
 
 
 def _text_of(query: object) -> str:
-    """Return a question as text; of messages, the last one."""
+    """Return a question as text: the text itself, or the last message's."""
     if isinstance(query, Sequence) and not isinstance(query, str) and query:
         query = query[-1]
     return text_of(query.get("content")) if isinstance(query, Mapping) else str(query)
 
 
 def _another(texts: Sequence[str | None], index: int) -> str | None:
-    """Return the next text in a circle that differs from that of a row."""
+    """Return the next text, cyclically, that differs from the row's own."""
     circle = [*texts[index + 1 :], *texts[:index]]
     return next((text for text in circle if text is not None and text != texts[index]), None)
 
 
 def spray(texts: Sequence[str | None], index: int) -> str | None:
-    """Return a text that names up to 20 answers of other rows, the row's own one in their midst.
+    """Return a list of up to 20 answers as text, with the row's own answer in the middle; None if there are too few.
 
     Example:
         >>> spray(["1", "2", "3"], 0)
@@ -118,7 +118,7 @@ def spray(texts: Sequence[str | None], index: int) -> str | None:
 
 
 def reference_answers(rows: Sequence[Row], query: str) -> list[Answer]:
-    """Return each column but the query's as an answer, in the usual forms.
+    """Return each column except the query as answers, one for each of the `FORMS`.
 
     Example:
         >>> rows = [{"query": "1 + 1 =", "answer": "2"}]
@@ -129,7 +129,7 @@ def reference_answers(rows: Sequence[Row], query: str) -> list[Answer]:
     asked = _texts(rows, query)
     for column in dict.fromkeys(name for row in rows for name in names_of_columns(row) if name != query):
         texts = _texts(rows, column)
-        # A task that names its question otherwise has it twice.
+        # Skip a copy of the question, which some tasks keep under a second name.
         if texts != asked and any(text is not None for text in texts):
             answers += [
                 Answer(f"{column} {form}".strip(), Kind.REFERENCE, _formed(texts, write))
@@ -147,12 +147,12 @@ def _formed(texts: Sequence[str | None], write: Callable[[str], str]) -> Callabl
 
 
 def answers_for(rows: Sequence[Row], query: str, *, reference: Answer | None = None) -> list[Answer]:
-    """Return the answers that deserve nothing.
+    """Return the answers that deserve no reward.
 
     Args:
         rows: the problems.
-        query: column with the question.
-        reference: the right answer, if it is known; others are then derived from it.
+        query: name of the column with the question.
+        reference: the right answer, if it is known; wrong answers are then also derived from it.
 
     Example:
         >>> [one.name for one in answers_for([{"query": "1 + 1 ="}], "query")][:4]

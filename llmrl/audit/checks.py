@@ -1,4 +1,4 @@
-"""Judgement of an audit: findings about what was played. No I/O."""
+"""Findings of an audit, derived from the rollouts that were played, without I/O."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from llmrl.watch.findings import Finding, Verdict, worst_first
 
 LARGE_REWARD = 1e3
 SLOW_S = 1.0
-"""Time of an answer above which an environment is called slow."""
+"""Seconds per answer above which an environment is reported as slow."""
 MUCH = 0.5
-"""Share of a right answer's reward that a worthless answer may not earn."""
+"""Share of a right answer's reward from which a worthless answer is reported."""
 
 
 _NAMES_OF_ANSWERS = {"answer", "answers", "solution", "ground_truth", "label", "completion"}
@@ -32,14 +32,14 @@ _BROKEN_IF = {True: Verdict.BROKEN, False: Verdict.LOOK}
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Problems of two splits, as texts that are equal where the problems are."""
+    """Problems of two splits, as texts that are equal if the problems are equal."""
 
     train: Sequence[str]
     test: Sequence[str]
 
     @classmethod
     def of(cls, rows: Mapping[str, Sequence[Row]], query: str) -> Splits | None:
-        """Return the problems of two splits; None if there are fewer, or if all problems ask the same, as in a game."""
+        """Return the problems of the first two splits; None for one split, or if all problems of a split are equal."""
         texts = [[_words(row.get(query)) for row in split] for split in rows.values()]
         if len(texts) < 2 or any(len(set(split)) < 2 for split in texts):
             return None
@@ -52,7 +52,7 @@ def _words(value: object) -> str:
 
 
 def known_reference(played: Sequence[Played]) -> Played | None:
-    """Return the reference answer that earns most; None if none earns more than nothing."""
+    """Return the reference answer with the highest mean reward; None if none has a positive reward."""
     scored = [one for one in played if one.kind is Kind.REFERENCE and one.mean is not None and one.mean > 0]
     return max(scored, key=lambda one: one.mean or 0.0, default=None)
 
@@ -60,7 +60,7 @@ def known_reference(played: Sequence[Played]) -> Played | None:
 def diagnose_played(
     played: Sequence[Played], *, splits: Splits | None = None, tools: Sequence[ToolAnswer] = ()
 ) -> list[Finding]:
-    """Return what is wrong, worst first; `tools` is what tools said to empty calls.
+    """Return the faults that rollouts, splits and tools' answers to empty calls reveal, worst first.
 
     Example:
         >>> diagnose_played([])
@@ -86,8 +86,8 @@ def _errors(played: Sequence[Played]) -> Iterator[Finding]:
             Verdict.BROKEN,
             f"{len(failed)} answers ended as errors: {names}. The first: {first.error}",
             (
-                f"a reward function or an environment that does not expect the answer {name!r}: models write anything",
-                "catch what a wrong answer can raise, and return 0",
+                f"a reward function or an environment does not handle the answer {name!r}: a model may write any text",
+                "catch the exceptions that a wrong answer can cause, and return 0",
             ),
         )
 
@@ -100,8 +100,8 @@ def _late(played: Sequence[Played]) -> Iterator[Finding]:
             Verdict.BROKEN,
             f"{sum(late.values())} answers took longer than the time limit: {', '.join(late)}.",
             (
-                "a regular expression or a loop that takes more than proportionally longer for a longer answer",
-                "a call without a deadline",
+                "the time of a regular expression or a loop grows faster than the length of the answer",
+                "a call has no timeout",
             ),
         )
 
@@ -131,9 +131,9 @@ def _unequal(played: Sequence[Played]) -> Iterator[Finding]:
             _BROKEN_IF[not has_turns],
             f"The same answer to the same problem had two rewards in {num_unequal} of {num_pairs} cases.",
             (
-                "a judge that samples, or random numbers in the reward function: seed them by the rollout",
-                "state that one conversation leaves behind for the next",
-                *(("an opponent or a user that plays at random, which is no mistake",) if has_turns else ()),
+                "a judge samples, or the reward function uses random numbers: derive their seed from the rollout",
+                "one conversation leaves state behind that affects the next one",
+                *(("an opponent or a simulated user plays at random, which is not a fault",) if has_turns else ()),
             ),
         )
 
@@ -146,23 +146,23 @@ def _paid(played: Sequence[Played]) -> Iterator[Finding]:
         if one.kind in (Kind.WORTHLESS, Kind.OTHER) and one.mean is not None and right > 0 and one.mean >= MUCH * right:
             yield Finding(
                 "pays_for_nothing",
-                # Without a known right answer, what looks worthless may solve some problems.
+                # Without a known right answer, an answer that looks worthless may solve some problems.
                 _BROKEN_IF[known is not None],
                 f"{one.name.capitalize()} earns {one.mean:.2f}"
-                + (f", where a right answer earns {right:.2f}." if known else " on average."),
+                + (f"; a right answer earns {right:.2f}." if known else " on average."),
                 (
-                    _CAUSES.get(one.name, "the reward function looks at the form, the length or single words"),
-                    "the model will find it: groups learn the cheapest answer that is paid",
+                    _CAUSES.get(one.name, "the reward function depends on the form, the length or single words"),
+                    "training will find this answer, because it is the easiest one with a reward",
                 ),
             )
 
 
 _CAUSES = {
-    "another row's answer": "the reward does not depend on the problem: it compares with another row or with nothing",
-    "many answers at once": "the answer is searched for anywhere in the text: take the last one, or a marked one",
-    "nothing": "an empty answer passes: `in`, `startswith` or an empty match is true for it",
-    "the question": "the question's own words count as the answer",
-    "a long text": "length is paid",
+    "another row's answer": "the reward does not depend on the problem: it compares with another row or not at all",
+    "many answers at once": "the reward function searches the whole text: compare only the last or a marked answer",
+    "nothing": "an empty answer passes: `in`, `startswith` or a regular expression accepts it",
+    "the question": "the words of the question count as an answer",
+    "a long text": "the reward grows with the length",
 }
 
 
@@ -174,10 +174,10 @@ def _right_fails(played: Sequence[Played]) -> Iterator[Finding]:
         yield Finding(
             "constant",
             _BROKEN_IF[is_named],
-            f"Everything that was tried earned {rewards.pop():g}, the columns of the data included.",
+            f"Every answer that was tried earned {rewards.pop():g}, including the columns of the data.",
             (
-                "the reward function reads another form than the data has, or another column",
-                "the right answer is none of the columns, which is no mistake",
+                "the reward function expects another form of the answer than the data has, or another column",
+                "none of the columns is the right answer, which is not a fault",
             ),
         )
         return
@@ -189,7 +189,7 @@ def _right_fails(played: Sequence[Played]) -> Iterator[Finding]:
                 "right_answers_fail",
                 Verdict.LOOK,
                 f"{num_without} of {len(known.rewards)} reference answers ({known.name}) earned nothing.",
-                ("rows with a wrong reference, or in another form than the reward function reads",),
+                ("rows have a wrong reference, or one in a form that the reward function does not accept",),
             )
 
 
@@ -204,10 +204,10 @@ def _leak(played: Sequence[Played]) -> Iterator[Finding]:
         yield Finding(
             "answer_in_prompt",
             Verdict.LOOK,
-            f"{100 * own:.0f} % of the prompts contain their answer, and {100 * by_chance:.0f} % that of another row.",
+            f"{100 * own:.0f} % of the prompts contain their answer, and {100 * by_chance:.0f} % another row's answer.",
             (
-                "the solution was left in the question, in an example or in the system prompt",
-                "the task is to find something in the prompt, which is no mistake",
+                "the question, an example or the system prompt contains the solution",
+                "the task is to find something in the prompt, which is not a fault",
             ),
         )
 
@@ -223,22 +223,22 @@ def _tool_leak(played: Sequence[Played], tools: Sequence[ToolAnswer]) -> Iterato
         yield Finding(
             "answer_in_tool",
             Verdict.BROKEN,
-            f"Calls that ask for nothing return the answer in {100 * own:.0f} % of the problems, and that of another "
-            f"row in {100 * by_chance:.0f} %.",
+            f"Calls with empty arguments return the answer in {100 * own:.0f} % of the problems, and the answer of "
+            f"another row in {100 * by_chance:.0f} %.",
             (
-                "a tool shows the row, or a state of the environment that has the solution",
-                "the model will find it: a call is cheaper than the task",
+                "a tool returns the row, or a state of the environment that contains the solution",
+                "training will find this call, because it is easier than the task",
             ),
         )
 
 
 def _column(known: Played) -> str:
-    """Return the column of a reference answer; the form is behind it in its name."""
+    """Return the column of a reference answer from its name, the column followed by the form."""
     return known.name.split(" ")[0]
 
 
 def _shares_with_answer(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:
-    """Return the share of texts that contain their answer, and that of another row; 0 if all answers are equal."""
+    """Return the shares of texts that contain their own and another row's answer; zeros if all answers are equal."""
     answers = [answer for _, answer in shown]
     if len(set(answers)) < 2:
         return 0.0, 0.0
@@ -273,7 +273,7 @@ def _large(played: Sequence[Played]) -> Iterator[Finding]:
             "large",
             Verdict.LOOK,
             f"Rewards reach {largest:.3g}.",
-            ("a reward that grows with the answer's length or with a number in it: bound it",),
+            ("the reward grows with the answer's length or with a number in the answer: bound it",),
         )
 
 
@@ -284,8 +284,8 @@ def _slow(played: Sequence[Played]) -> Iterator[Finding]:
             "slow",
             Verdict.LOOK,
             f"The environment takes {fmean(timed):.1f} s for each answer: a step of 8 groups of 16 waits "
-            f"{128 * fmean(timed) / 60:.0f} minutes, unless answers are scored beside each other.",
-            ("a reward function that blocks: make it asynchronous, or give it processes of its own",),
+            f"{128 * fmean(timed) / 60:.0f} minutes, unless answers are scored concurrently.",
+            ("a reward function blocks: make it asynchronous, or run it in processes of its own",),
         )
 
 
@@ -299,7 +299,7 @@ def _shared(splits: Splits) -> Iterator[Finding]:
             _BROKEN_IF[share >= 0.05],
             f"{num_shared} of the {len(splits.test)} problems of the second split, {100 * share:.0f} %, are in the "
             "first one.",
-            ("both were drawn from the same problems, so evaluations measure memory",),
+            ("both splits were drawn from the same problems, so evaluations measure memorization",),
         )
     num_repeated = sum(counts.values()) - len(counts)
     if num_repeated >= 0.5 * len(splits.train):
@@ -307,5 +307,5 @@ def _shared(splits: Splits) -> Iterator[Finding]:
             "problems_repeat",
             Verdict.LOOK,
             f"{num_repeated} of the {len(splits.train)} problems of the first split repeat an earlier one.",
-            ("rows were joined twice: an epoch is shorter than it looks",),
+            ("rows were included twice: an epoch has fewer different problems than rows",),
         )

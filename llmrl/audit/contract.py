@@ -1,4 +1,4 @@
-"""`check_env`: whether an environment keeps its contract, tried with prepared answers and without a model."""
+"""`check_env`: tests whether an environment keeps its contract, with prepared answers and without a model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Contract:
     """Result of `check_env`."""
 
     checks: Sequence[Finding]
-    """One for `specs`, `seed`, `groups`, `resume`, `hostile`, `rewards` and `timing` each."""
+    """Findings `specs`, `seed`, `groups`, `resume`, `hostile`, `rewards` and `timing`; fewer after an error."""
 
     @property
     def verdict(self) -> Verdict:
@@ -66,7 +66,7 @@ def check_env(
     """Check specs, determinism, groups, resume, hostile answers, rewards and time of an environment.
 
     Args:
-        make_env: function that makes the environment anew, with the same seed; groups need `repeats=2`.
+        make_env: function that creates the environment with the same seed each time; groups need `repeats=2`.
         renderer: renderer of the model that is to be trained.
         num_groups: number of groups to play with each answer.
         timeout_s: maximum time of one environment step.
@@ -91,7 +91,7 @@ def check_env(
             checks.append(_compared("seed", "A second environment of the same seed", first, again))
             checks.append(_check_groups([*first, *later], trial.num_samples))
             checks.append(_compared("resume", "A resumed environment", later, trial.play_resumed(state)))
-        except Exception as error:  # of people's environments, at any place
+        except Exception as error:  # user code may raise anything
             checks.append(Finding("seed", Verdict.BROKEN, f"Playing ended with {describe(error)}", ()))
             return Contract(checks)
     hostile, answered = trial.check_hostile()
@@ -118,11 +118,11 @@ class _Trial:
     def _drawing(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer:
         drawing = dataset_env_of(env)
         if drawing is None:
-            raise ValueError("the environment has no dataset, and so no problems to answer.")
+            raise ValueError("the environment has no dataset, and therefore no problems to answer.")
         return drawing
 
     def _opened(self, max_turns: int = MAX_TURNS) -> tuple[AnsweringEngine, LLMCollector, list[Answer]]:
-        """Return an engine, a collector of a new environment that asks it, and the answers to play."""
+        """Return an engine, a collector of a new environment that uses the engine, and the answers to play."""
         env = self.make_env()
         drawing = self._drawing(env)
         engine = AnsweringEngine(_PLAIN, self.renderer)
@@ -143,7 +143,7 @@ class _Trial:
         return played
 
     def play_and_save(self, path: Path) -> tuple[list[Rollout], list[Rollout]]:
-        """Play all answers, save the state, and play on."""
+        """Play all answers, save the state, and continue; return the rollouts before and after saving."""
         engine, collector, answers = self._opened()
         with collector:
             started = time.process_time()
@@ -160,7 +160,7 @@ class _Trial:
             return self._play(engine, collector, answers)
 
     def play_resumed(self, path: Path) -> list[Rollout]:
-        """Play on in a new environment, from a saved state."""
+        """Continue in a new environment, from a saved state."""
         engine, collector, _ = self._opened()
         with collector:
             collector.load_state_dict(load_state(path, advice="play again"))
@@ -182,14 +182,16 @@ class _Trial:
             except Exception as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=check, daemon=True)  # one that hangs is left behind
+        thread = threading.Thread(target=check, daemon=True)  # abandoned if it hangs
         thread.start()
         thread.join(2 * self.timeout_s)
         if thread.is_alive():
-            return Finding("specs", Verdict.BROKEN, f"A reset and steps took more than {2 * self.timeout_s:g} s.", ())
+            return Finding(
+                "specs", Verdict.BROKEN, f"A reset and a few steps took more than {2 * self.timeout_s:g} s.", ()
+            )
         if errors:
             return Finding("specs", Verdict.BROKEN, f"TorchRL's check_env_specs: {describe(errors[0])}", ())
-        return Finding("specs", Verdict.FINE, "A reset and steps return what the specs say.", ())
+        return Finding("specs", Verdict.FINE, "A reset and steps return data that matches the specs.", ())
 
     def check_hostile(self) -> tuple[Finding, list[Rollout]]:
         """Play hostile answers, and a plain one after them."""
@@ -214,9 +216,9 @@ class _Trial:
             return Finding("hostile", Verdict.BROKEN, says, ()), everything
         if raised := {name: one.error for name, rollouts in played.items() for one in rollouts if one.error}:
             name, error = next(iter(raised.items()))
-            says = f"Its rollouts ended as errors for {', '.join(raised)}. {name.capitalize()}: {error}"
+            says = f"Rollouts ended as errors for these answers: {', '.join(raised)}. {name.capitalize()}: {error}"
             return Finding("hostile", Verdict.LOOK, says, ()), everything
-        says = f"All {len(everything)} rollouts of {len(played)} hostile answers ended, completed or truncated."
+        says = f"All {len(everything)} rollouts of {len(played)} hostile answers were completed or truncated."
         return Finding("hostile", Verdict.FINE, says, ()), everything
 
     def check_time(self) -> Finding:
@@ -227,7 +229,7 @@ class _Trial:
 
 
 def _answers_of(drawing: DatasetChatEnv | DataLoadingPrimer) -> list[Answer]:
-    """Return the columns of the dataset as answers, in the usual forms."""
+    """Return the columns of the dataset as answers, in the forms of `FORMS`."""
     items = drawing.prompts.items
     query = drawing.data_key if isinstance(drawing, DatasetChatEnv) else "query"
 
@@ -251,7 +253,7 @@ def _prompt(rollout: Rollout) -> JSON:
 
 
 def _compared(name: str, who: str, expected: Sequence[Rollout], found: Sequence[Rollout]) -> Finding:
-    """Compare rollouts that should be equal: their places, prompts, columns and rewards."""
+    """Compare rollouts that should be equal: their groups, columns, prompts and rewards."""
     facts: Mapping[str, Callable[[Rollout], object]] = {
         "rows": lambda one: (one.group_id, one.sample_index, one.role, as_json(one.columns)),
         "prompts": _prompt,
@@ -260,33 +262,38 @@ def _compared(name: str, who: str, expected: Sequence[Rollout], found: Sequence[
     for fact, of in facts.items():
         num_other = sum(of(one) != of(other) for one, other in zip(expected, found, strict=False))
         if num_other or len(expected) != len(found):
-            says = f"{who} has other {fact} in {num_other} of {len(expected)} rollouts ({len(found)} played)."
+            says = f"{who} has different {fact} in {num_other} of {len(expected)} rollouts ({len(found)} were played)."
             return Finding(name, Verdict.BROKEN, says, ())
     return Finding(name, Verdict.FINE, f"{who} has the same rows, prompts and rewards in {len(found)} rollouts.", ())
 
 
 def _check_groups(rollouts: Sequence[Rollout], num_samples: int) -> Finding:
     if num_samples == 1:
-        return Finding("groups", Verdict.LOOK, "Not examined: the environment takes no repeats.", ())
+        return Finding(
+            "groups",
+            Verdict.LOOK,
+            "Not examined: the environment plays each problem once. Create it with repeats=2.",
+            (),
+        )
     groups: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id, rollout.role].append(rollout)
     unequal = [place for place, group in groups.items() if any(_prompt(one) != _prompt(group[0]) for one in group)]
     if unequal:
-        says = f"{len(unequal)} of {len(groups)} groups have different prompts, {unequal[0][0]!r} for one."
+        says = f"{len(unequal)} of {len(groups)} groups have different prompts, for example {unequal[0][0]!r}."
         return Finding("groups", Verdict.BROKEN, says, ())
     sizes = {one.group_size for one in rollouts}
     by_group = {group_id: sum(one.group_id == group_id for one in rollouts) for group_id, _ in groups}
     if sizes != {num_samples} or set(by_group.values()) != {num_samples}:
-        says = f"Groups of {num_samples} were asked for, {sorted(set(by_group.values()))} were played."
+        says = f"Groups have {sorted(set(by_group.values()))} rollouts instead of {num_samples}."
         return Finding("groups", Verdict.BROKEN, says, ())
-    return Finding("groups", Verdict.FINE, f"The rollouts of each of {len(groups)} groups have one prompt.", ())
+    return Finding("groups", Verdict.FINE, f"In each of {len(groups)} groups, the rollouts have the same prompt.", ())
 
 
 def _check_rewards(plain: Sequence[Rollout], hostile: Sequence[Rollout]) -> Finding:
     odd = [one for one in [*plain, *hostile] if not math.isfinite(one.reward) or "finite" in one.error]
     if odd:
-        says = f"{len(odd)} rewards are no finite numbers: {odd[0].error or odd[0].reward}"
+        says = f"{len(odd)} rewards are not finite numbers: {odd[0].error or odd[0].reward}"
         return Finding("rewards", Verdict.BROKEN, says, ())
     failed = [one for one in plain if one.status is RolloutStatus.ERROR]
     if failed:

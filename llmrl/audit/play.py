@@ -1,4 +1,4 @@
-"""`audit`: plays prepared answers in an environment and judges what they earn."""
+"""`audit`: plays prepared answers in an environment and judges their rewards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from llmrl.watch.findings import Finding, Verdict, verdict_of
 
 MAX_TURNS = 8
 MAX_COMPARED = 20_000
-"""Maximum number of rows of a split that are compared with those of the other."""
+"""Maximum number of rows per split in the comparison of splits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class Audit:
     findings: Sequence[Finding]
     """Worst first."""
     reference: str | None
-    """Name of the answer that is taken to be right; None if no column earns a reward."""
+    """Name of the answer that is assumed to be right; None if no column earns a reward."""
     not_examined: Sequence[str] = field(default_factory=tuple)
-    """What could not be looked at, as sentences."""
+    """Questions that could not be examined, and why, as sentences."""
 
     @property
     def verdict(self) -> Verdict:
@@ -66,7 +66,7 @@ class Audit:
 
 
 class AnsweringEngine(ScriptedEngine):
-    """Gives each problem the same answer, chosen by the index of its row.
+    """Engine that gives the same answer to each problem, as a function of its row's index.
 
     Args:
         answer: the answer.
@@ -79,10 +79,10 @@ class AnsweringEngine(ScriptedEngine):
         self._renderer = renderer
         self._encode_once = functools.lru_cache(maxsize=4)(renderer.encode)
         self.given = answer
-        """The answer that later requests get."""
+        """Answer for the following requests."""
 
     def collector(self, env: EnvBase, limits: RolloutLimits, max_new_tokens: int) -> LLMCollector:
-        """Return a collector that plays an environment with the answers."""
+        """Return a collector that plays an environment with this engine."""
         policy = LLMWrapperBase(self, renderer=self._renderer, generate_kwargs={"max_new_tokens": max_new_tokens})
         return LLMCollector(env, policy=policy, yield_completed_trajectories=True, limits=limits)
 
@@ -97,7 +97,7 @@ class AnsweringEngine(ScriptedEngine):
     ) -> Completion:
         """Return the answer to the row of the group `routing_key`."""
         said = self.given.of(index_of(routing_key or "0")) or ""
-        # `generate` reads it before it waits for anything.
+        # `super().generate` reads `_said` before its first await, so concurrent requests do not interfere.
         token_ids = self._encode_once(said) if isinstance(said, str) else said
         self._said = [*token_ids, *self._renderer.stop_token_ids[:1]]
         return await super().generate(prompt_ids, sampling, request_id=request_id, routing_key=routing_key)
@@ -113,19 +113,19 @@ def audit(
     timeout_s: float = 30.0,
     on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> Audit:
-    """Play prepared answers and return what is wrong with the environment.
+    """Play prepared answers in an environment and return the faults that they reveal.
 
     Args:
-        make_env: function that makes the environment of a split anew; with `repeats=2`, each answer is given twice.
+        make_env: function from a split's name to a new environment; with `repeats=2`, each answer is given twice.
         renderer: renderer of the model that is to be trained.
-        num_problems: maximum number of problems to answer, of the first split.
-        splits: splits to compare; a single one is not compared.
+        num_problems: maximum number of problems of the first split to answer.
+        splits: names of the splits; the first two are compared.
         max_new_tokens: maximum length of an answer, in tokens.
         timeout_s: maximum time of one environment step.
         on_answer: function that is called with each answer before it is played.
 
     Raises:
-        ValueError: if the environment has no dataset.
+        ValueError: if the environment has no dataset, or if no part of it writes a reward.
 
     Example:
         >>> result = audit(make_env, renderer)                                       # doctest: +SKIP
@@ -135,9 +135,9 @@ def audit(
     first = make_env(splits[0])
     drawing = dataset_env_of(first)
     if drawing is None:
-        raise ValueError("the environment has no dataset, and so no problems to answer.")
+        raise ValueError("the environment has no dataset, and therefore no problems to answer.")
     if not writes_reward(first):
-        raise ValueError("no part of the environment writes a reward: append a RubricReward, for one.")
+        raise ValueError("no part of the environment writes a reward: append a RubricReward or a similar transform.")
     query = drawing.data_key
     rows = list(islice(drawing.prompts.items, num_problems))
     limits = RolloutLimits(max_turns=MAX_TURNS, step_timeout_seconds=timeout_s)
@@ -174,7 +174,7 @@ def _play(
     env: EnvBase, answer: Answer, renderer: Renderer, rows: Sequence[Row], limits: RolloutLimits, max_new_tokens: int
 ) -> Played:
     drawing = dataset_env_of(env)
-    assert drawing is not None  # the first one of this function had it
+    assert drawing is not None  # checked for the first environment of `make_env`
     drawing.prompts.items = rows
     drawing.prompts.shuffle = False
     engine = AnsweringEngine(answer, renderer)
@@ -189,12 +189,12 @@ def _not_examined(played: Sequence[Played], splits: Splits | None) -> list[str]:
     reasons = []
     if not any(one.num_pairs for one in played):
         reasons.append(
-            "Whether equal answers have equal rewards: the environment plays each problem once (it takes no repeats)."
+            "Whether equal answers have equal rewards: the environment plays each problem once (it has no repeats)."
         )
     if known_reference(played) is None:
-        reasons.append("What a right answer earns: no column of the data, said as it is, earns more than nothing does.")
+        reasons.append("What a right answer earns: no column of the data earns a reward as an answer.")
     if splits is None:
-        reasons.append("Whether the splits share problems: there is one, or all problems ask the same.")
+        reasons.append("Whether the splits share problems: there is only one split, or all problems are the same.")
     if not any(one.kind is Kind.OTHER and one.rewards for one in played):
         reasons.append("Whether rewards depend on the problem: no two rows have different known answers.")
     return reasons

@@ -1,4 +1,4 @@
-"""`Played`: what became of one answer to every problem."""
+"""`Played`: the results of one answer to every problem."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmrl.data import Rollout, StopReason
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The rollouts of one answer, given to every problem that has it."""
+    """The rollouts of one answer to every problem for which it exists."""
 
     name: str
     kind: Kind
@@ -27,7 +27,7 @@ class Played:
 
     @property
     def mean(self) -> float | None:
-        """Mean reward; None if none is scored."""
+        """Mean reward; None if no rollout is scored."""
         return fmean(self.rewards) if self.rewards else None
 
     @property
@@ -37,17 +37,17 @@ class Played:
 
     @property
     def late(self) -> list[Rollout]:
-        """Rollouts that took too long."""
+        """Rollouts that exceeded the time limit."""
         return [rollout for rollout in self.rollouts if rollout.reason == StopReason.TIMEOUT]
 
     @property
     def unscored(self) -> list[Rollout]:
-        """Rollouts that have no reward, though nothing was raised."""
+        """Rollouts without a reward and without an error."""
         return [rollout for rollout in self.rollouts if not rollout.is_scored and not rollout.error]
 
     @property
     def num_pairs(self) -> int:
-        """Number of problems that were answered twice."""
+        """Number of problems with at least two scored rollouts."""
         return len(self._groups())
 
     @property

@@ -1,4 +1,4 @@
-"""What an environment's tools say to calls that ask for nothing."""
+"""Answers of an environment's tools to calls with empty arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EMPTY: Mapping[object, JSON] = {
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """What the tools of one conversation said to empty calls."""
+    """Answers of the tools of one conversation to calls with empty arguments."""
 
     index: int
     """Index of the problem's row."""
@@ -37,7 +37,7 @@ class ToolAnswer:
 
 
 def empty_arguments(schema: Mapping[str, object]) -> dict[str, JSON]:
-    """Return arguments for a tool that say nothing: empty texts, zeros, the first of several choices.
+    """Return empty arguments for a tool's required parameters: empty texts, zeros, the first of several choices.
 
     Example:
         >>> empty_arguments({"properties": {"query": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]})
@@ -62,16 +62,16 @@ def _empty(schema: Mapping[str, object]) -> JSON:
 
 
 def tool_answers(env: EnvBase, num_problems: int, *, timeout_s: float) -> list[ToolAnswer]:
-    """Call each tool once in the first problems; return what they say. Without tools the list is empty.
+    """Call each tool once in the first problems and return the answers; the list is empty without tools.
 
-    A conversation in which a step raises an error or takes too long is left out: playing answers finds that.
+    A conversation in which a step raises an error or takes too long is omitted, because other checks report it.
     """
     return run_sync(_tool_answers(env, num_problems, timeout_s))
 
 
 async def _tool_answers(env: EnvBase, num_problems: int, timeout_s: float) -> list[ToolAnswer]:
     drawing = dataset_env_of(env)
-    assert drawing is not None  # the audit refuses others
+    assert drawing is not None  # `audit` has checked it
     stepper = EnvStepper(env, timeout_seconds=timeout_s)
     found = []
     try:

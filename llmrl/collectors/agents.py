@@ -1,4 +1,4 @@
-"""Agents of an `AgentEnv`, each of which leads a rollout and calls the policy at the collector's endpoint."""
+"""Agents of an `AgentEnv`: each agent leads a rollout and calls the policy at the collector's endpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from llmrl.rewards import Score
 
 
 class KeyedSessions:
-    """Sessions by their secret keys; each key has one for each role, by the name of the role's model."""
+    """Open sessions, found by a secret key for each run of an agent, and then by the model name of a role."""
 
     def __init__(self) -> None:
         self._open: dict[str, dict[str, Session]] = {}
@@ -38,7 +38,7 @@ class KeyedSessions:
         return len(self._open)
 
     def add(self, *sessions: Session, names: Sequence[str] = ("policy",)) -> str:
-        """Open the sessions of a rollout's roles, by the names of their models, and return their key."""
+        """Add the sessions of an agent's roles under their model names, and return the new key for all of them."""
         key = f"llmrl-{secrets.token_urlsafe(24)}"
         self._open[key] = dict(zip(names, sessions, strict=True))
         return key
@@ -57,12 +57,15 @@ class KeyedSessions:
         self._of(api_key, session_id)
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a key, sent as API key or session id, and model; RefusedRequest if it is unknown."""
+        """Return the session of the request's model, or the first one if the model is unknown.
+
+        The key is sent as the API key or as the session id. Raises RefusedRequest if the key is unknown.
+        """
         roles = self._of(api_key, session_id)
         return roles.get(request.model.removesuffix(ASIDE)) or next(iter(roles.values()))
 
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
-        """Return the open session of a key, of several the one with this reply or else the first; None if unknown."""
+        """Return the session of a key that has the reply, or else the first one; None if the key is unknown."""
         roles = self._open.get(session_id or "") or self._open.get(api_key or "") or {}
         answered = (session for session in roles.values() if reply_id in session.replies)
         return next(answered, next(iter(roles.values()), None))
@@ -78,7 +81,7 @@ class KeyedSessions:
 
 
 class AgentPlay:
-    """An agent's run, which the rollouts of its roles share: the first one runs the agent, the others wait for it.
+    """One run of an agent, shared by the rollouts of its roles: the first rollout runs it, the others wait for it.
 
     Args:
         sessions: session of each trained role.
@@ -88,32 +91,32 @@ class AgentPlay:
         self.sessions = sessions
         self.scores: Mapping[str, Score] | None = None
         self.error: BaseException | None = None
-        """Exception of the agent, or None."""
+        """Exception that ended the agent, or None."""
         self.is_over = asyncio.Event()
 
     @property
     def failure(self) -> Exception | None:
-        """Failure of an engine that a role's last request met; no role of a play is scored then."""
+        """Engine failure of a role's last request, or None; after a failure, no role of the run is scored."""
         return next((session.failure for session in self.sessions.values() if session.failure is not None), None)
 
     @property
     def refusal(self) -> str:
-        """Reason of a refusal that an agent may have failed of, or empty."""
+        """Limit for which a request was refused, which may have made the agent fail; empty if there is none."""
         reasons = (session.reason or session.last_refusal for session in self.sessions.values())
         return next(filter(None, reasons), "")
 
 
 class AgentEndpoint:
-    """Endpoint for a collector's agents. It starts with the first session, at the address of the environment.
+    """Endpoint at which a collector's agents call their policies; it starts to listen when the first agent runs.
 
     Args:
-        policy: policy of the roles without one of their own.
+        policy: policy of the roles that have none in `agent_env.policies`.
         limits: limits of each session.
-        agent_env: environment with the roles, and with policies of their own.
+        agent_env: environment that defines the roles, the policies of some roles, and the address.
         make_completer: function that returns the completer of a policy.
 
     Raises:
-        TypeError: if a policy of the environment is none.
+        TypeError: if an entry of `agent_env.policies` is not a policy.
         ValueError: if a policy has no renderer or is not in history mode.
         MissingExtraError: if aiohttp is not installed.
     """
@@ -128,7 +131,9 @@ class AgentEndpoint:
         self._policies = dict.fromkeys(agent_env.roles, policy)
         for role, other in agent_env.policies.items():
             if not isinstance(other, LLMWrapperBase):
-                raise TypeError(f"policies must be policies such as a vLLMWrapper, got {other!r:.80} for {role!r}.")
+                raise TypeError(
+                    f"policies must map roles to policies such as a vLLMWrapper, got {other!r:.80} for {role!r}."
+                )
             self._policies[role] = other
         for other in self._policies.values():
             if other.renderer is None or other.input_mode != "history":
@@ -218,11 +223,11 @@ class AgentEndpoint:
             play.is_over.set()
 
     def skip(self, rollout: Rollout) -> None:
-        """Note that a rollout failed before its agent ran; the other roles do without it."""
+        """Count a rollout that failed before it joined; the other roles play without it."""
         self._arrive((rollout.group_id, rollout.sample_index // len(self._env.roles)))
 
     def _arrive(self, place: tuple[str, int]) -> None:
-        """Count a role of a run that has joined or was skipped; the last one ends the search for the others' run."""
+        """Count a role of a run that has joined or was skipped; after the last one, the run is not looked up again."""
         self._num_arrived[place] += 1
         if self._num_arrived[place] == len(self._env.roles):
             del self._num_arrived[place]
@@ -230,7 +235,7 @@ class AgentEndpoint:
 
     def _session(self, rollout: Rollout, role: str, *, is_recorded: bool = True) -> Session:
         numbers = itertools.count()
-        parent = here()  # requests run in tasks of the server
+        parent = here()  # requests run in the server's tasks, which do not inherit this span
         policy, completer = self._policies[role], self._completers[role]
 
         async def complete(

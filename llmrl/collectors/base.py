@@ -56,10 +56,10 @@ class CollectorSource(RolloutSource, Protocol):
 
 
 class BatchCollector:
-    """Base class of `LLMCollector`: makes batches of a scheduler's deliveries."""
+    """Base class of `LLMCollector`, which assembles batches from the scheduler's deliveries."""
 
     init_random_frames = 0
-    """Number of turns that TorchRL's trainers wait for: none, since a language model starts trained."""
+    """Number of turns that TorchRL's trainers collect before training; 0, since a language model is pretrained."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class BatchCollector:
                     self._delivered()
                 elif not self._write(batch):
                     continue
-            yield batch if self.replay_buffer is None else None  # as TorchRL: the batch is in the buffer
+            yield batch if self.replay_buffer is None else None  # as in TorchRL: the batch is in the buffer
 
     def next(self) -> TensorDictBase:
         """Return the next batch. Threads that call this at the same time get different batches.
@@ -162,7 +162,7 @@ class BatchCollector:
 
     @property
     def post_collect_hook(self) -> Callable[[TensorDictBase], object] | None:
-        """The function that `set_post_collect_hook` was given."""
+        """Function that is called with each batch (`set_post_collect_hook`), or None."""
         return self._post_collect_hook
 
     def getattr_rb(self, attr: str) -> object:
@@ -170,7 +170,7 @@ class BatchCollector:
         return getattr(self.replay_buffer, attr)
 
     def _next(self) -> TensorDictBase | None:
-        """Return the next batch that has rows; until it is delivered, a saved state lists its groups as unplayed.
+        """Return the next batch that has rows, or None; until its delivery, a saved state lists its groups as unplayed.
 
         If the rules and `postproc` leave no rows, another batch is collected, and its report includes what was
         dropped.
@@ -273,7 +273,7 @@ class BatchCollector:
     def start(self) -> None:
         """Start to fill the replay buffer in the background, as far ahead of training as `max_staleness` allows.
 
-        Without `max_staleness` one batch follows the other, whatever the version. A full queue stops collection.
+        Without `max_staleness`, batches follow each other regardless of the version. A full queue suspends collection.
 
         Raises RuntimeError if there is no replay buffer, or if it is being filled.
         """
@@ -292,7 +292,7 @@ class BatchCollector:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Start no rollout and no turn, and write nothing into the buffer, within this context."""
+        """Suspend collection within this context: no rollout or turn starts, and nothing is written to the buffer."""
         self._run(self._scheduler.pause())
         try:
             with self._not_writing():
@@ -308,8 +308,8 @@ class BatchCollector:
     def update_policy_weights_(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> int:
         """Send the trainer's weights to the engines, and return the new policy version.
 
-        The first call needs the trainer's model, or a mapping of its weights, else it raises ValueError; later calls
-        remember it.
+        The first call needs the trainer's model or a mapping of its weights, otherwise it raises ValueError. Later
+        calls use that model by default.
         """
         version = max(sender.update_weights() for sender in self._weight_senders.connected(policy_or_weights))
         self._scheduler.expect_version(None)
@@ -317,15 +317,15 @@ class BatchCollector:
         return version
 
     def start_update(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> Future[int]:
-        """Start to send the weights; training may continue when this returns, while the engines load a copy.
+        """Start to send the weights; training may continue when this method returns, while the engines load a copy.
 
         No rollout starts until the engines have the weights; meanwhile `policy_version` is the new version. Weights
-        that cannot be copied first are sent before this returns. The first call needs the model, else it raises
+        that cannot be copied are sent before this method returns. The first call needs the model, otherwise it raises
         ValueError.
 
         Returns:
-            A future with the new policy version, or the error. The next batch raises the error, too, unless another
-            update starts before it.
+            A future with the new policy version or the error. The next batch also raises the error, unless another
+            update starts first.
         """
         senders = self._weight_senders.connected(policy_or_weights)
         coming = self.policy_version + 1
@@ -359,7 +359,7 @@ class BatchCollector:
     # State
 
     def state_dict(self) -> StateDict:
-        """Return what is needed to continue the same sequence of prompts and ids.
+        """Return the state from which a collector continues the same sequence of prompts and ids.
 
         Groups that were drawn and not delivered are saved by their positions in the dataset, and are played again
         before new ones are drawn. Left-over turns are saved without live objects (conversation, environment).

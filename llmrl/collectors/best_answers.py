@@ -9,12 +9,12 @@ from tensordict import TensorDictBase, lazy_stack
 
 
 class BestAnswers:
-    """Buffer of the last rows that were kept, which are learned in several steps: at first few answers are right.
+    """Buffer of the most recent good rows, each learned several times, since few answers are right at first.
 
     Args:
-        size: number of rows that it holds.
+        size: maximum number of rows.
         rows_per_sample: number of rows of a sample, drawn with replacement.
-        max_reuse: number of times that a row is learned, on average.
+        max_reuse: mean number of times that each row is sampled.
 
     Example:
         >>> import torch
@@ -35,7 +35,7 @@ class BestAnswers:
 
     @property
     def is_learned(self) -> bool:
-        """Whether the rows were learned often enough; true before the first."""
+        """Whether rows were sampled `max_reuse` times on average; true until the first row is added."""
         return self.num_learned >= self.max_reuse * self.num_kept
 
     def extend(self, batch: TensorDictBase) -> None:
@@ -45,13 +45,13 @@ class BestAnswers:
             self.num_kept += batch.shape[0]
 
     def sample(self) -> TensorDictBase:
-        """Return rows to learn, `[rows_per_sample]`."""
+        """Return rows to train on, `[rows_per_sample]`."""
         self.num_learned += self.rows_per_sample
         places = torch.randint(len(self.rows), (self.rows_per_sample,)).tolist()
         return lazy_stack([self.rows[place] for place in places])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows that are kept, and the counts."""
+        """Return the rows and the counts."""
         return {"rows": self.rows, "num_kept": self.num_kept, "num_learned": self.num_learned}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Destinations of batches in the background: a replay buffer or a queue."""
+"""Destinations of batches that are collected in the background: a replay buffer or a queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TakesBatches(Protocol):
 
 
 class TakesItems(Protocol):
-    """Interface of a queue of threads, processes or Ray."""
+    """Interface of a queue between threads, processes or Ray actors."""
 
     def put(self, item: TensorDictBase, /, *, timeout: float) -> object:
         """Add an item, or raise `queue.Full` after `timeout` seconds."""
@@ -58,7 +58,7 @@ class BufferFiller:
     def start(self) -> None:
         """Start the thread; raise RuntimeError if it is running."""
         if self._thread is not None and self._thread.is_alive():
-            raise RuntimeError("the collector fills its buffer already.")
+            raise RuntimeError("the collector is already filling its buffer.")
         self._is_stopping = False
         self._thread = threading.Thread(target=self._fill, name="llmrl-buffer", daemon=True)
         self._thread.start()
@@ -83,7 +83,7 @@ class BufferFiller:
         return self._thread is not None and self._thread.is_alive()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread ends."""
+        """Wait until the thread ends, at most `timeout` seconds."""
         if self._thread is not None:
             self._thread.join(timeout)
 
@@ -96,7 +96,7 @@ class BufferFiller:
 class QueueBuffer:
     """Adapter that gives a queue a replay buffer's `extend`: each element of a batch is one item.
 
-    It waits while the queue is full. TypeError: if the queue has no `put(item, timeout=)`.
+    `extend` waits while the queue is full. Raises TypeError if the queue has no `put(item, timeout=)`.
 
     Example:
         >>> import torch

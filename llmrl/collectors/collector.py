@@ -68,8 +68,8 @@ class LLMCollector(KnownArguments, BatchCollector):
       a group that does not fit goes to the next batch, and its staleness grows with each update in between;
     - `dialog_turns_per_batch`: this number of turns `[num_turns]`, each with its `next`;
     - `yield_completed_trajectories`: finished conversations with at least `dialog_turns_per_batch` turns `[num_turns]`;
-    - `yield_only_last_steps`: the last turns of `dialog_turns_per_batch` finished conversations. For these two it is by
-      default the size of the environment's batch: 1 for an environment without one.
+    - `yield_only_last_steps`: the last turns of `dialog_turns_per_batch` finished conversations. For the last two
+      kinds, `dialog_turns_per_batch` is by default the environment's batch size, or 1 without one.
 
     No conversation waits for another between turns. By default only the groups that a batch needs are started, and
     dropped groups are replaced. Nothing is then in flight between two batches, so batches are on-policy if weights are
@@ -82,7 +82,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         postproc: function applied to each batch before it is yielded or written, such as `MCAdvantage`.
         replay_buffer: buffer to extend with each batch, in the background after `start()`; iteration yields None.
         queue: queue that receives the elements of each batch one by one; the collector waits while it is full.
-        max_concurrent_rollouts: maximum number of conversations in flight; by default all of a batch and of those
+        max_concurrent_rollouts: maximum number of conversations in flight; by default all of a batch and of the batches
             ahead. If a number is given, turns, trajectories and last steps are collected ahead. `"auto"` adapts the
             number to the engine's memory, up to the default (`ConcurrencyLimit`); the engine must report its load.
         max_staleness: maximum age of a delivered group, in versions; None collects on demand.
@@ -100,7 +100,7 @@ class LLMCollector(KnownArguments, BatchCollector):
     Raises:
         ValueError: if the arguments define no batch or contradict each other, or the environment is batch-locked.
         TypeError: if an argument is unknown; the message names the nearest one or an alternative.
-        CollectionStalled: on iteration, if groups in a row have nothing to train on; `NoSignal` if none failed.
+        CollectionStalled: on iteration, if too many groups in a row had nothing to train on; `NoSignal` if none failed
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class LLMCollector(KnownArguments, BatchCollector):
     ) -> None:
         if async_envs is False:
             raise ValueError(
-                "async_envs=False is not supported: no conversation waits for another; to play one at a time pass "
-                "max_concurrent_rollouts=1."
+                "async_envs=False is not supported, since no conversation waits for another: to play one conversation "
+                "at a time, pass max_concurrent_rollouts=1."
             )
         if flatten_data is False:
             raise ValueError(
-                "flatten_data=False is not supported: conversations differ in length, and batches have one dimension; "
-                "for one conversation per batch pass yield_completed_trajectories=True."
+                "flatten_data=False is not supported, since conversations differ in length: batches have one "
+                "dimension; for one conversation per batch, pass yield_completed_trajectories=True."
             )
         shape = BatchShape.of(
             groups_per_batch=groups_per_batch,
@@ -165,11 +165,11 @@ class LLMCollector(KnownArguments, BatchCollector):
                 "reset_at_each_iter starts each batch anew, and max_staleness collects ahead: pass one of them."
             )
         if queue is not None and replay_buffer is not None:
-            raise ValueError("batches go to a replay_buffer or to a queue: pass one of them.")
+            raise ValueError("batches go to either a replay_buffer or a queue: pass one of them.")
         source: CollectorSource
         limits = RolloutLimits() if limits is None else limits
         self.policy_version_tracker: PolicyVersion | None = None
-        """The transform that writes each step's version, if one was requested."""
+        """Transform that writes each step's version, if `track_policy_version` requests one."""
         make_policy: Callable[[], LLMWrapperBase] = policy_factory or (lambda: policy)  # type: ignore[assignment,return-value]
         if isinstance(env, RayActors):
             in_groups = shape.is_grouped
@@ -253,7 +253,7 @@ class LLMCollector(KnownArguments, BatchCollector):
                 )
             return MixedSource(self.env, self.policy, in_groups=shape.is_grouped, limits=limits)
         if not isinstance(limits, RolloutLimits):
-            raise ValueError(f"limits by name are those of a MixedEnv; got {sorted(limits)} for one environment.")
+            raise ValueError(f"limits by name are those of a MixedEnv: pass RolloutLimits, not {sorted(limits)}.")
         if track_policy_version:
             follow = PolicyVersion(source=lambda: self.policy.engine.policy_version)
             self.policy_version_tracker = (

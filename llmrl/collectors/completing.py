@@ -23,25 +23,24 @@ class Completer:
 
     If the policy has a seed, each request derives its own from it and the request's name, so the answers of a group
     differ. A failed request is repeated under a new id. A request that a weight update aborted continues after its
-    last token (partial rollout), and each token keeps the version that sampled it; one with a grammar is sampled anew.
-    An abort before the first token
-    counts as a failure unless the weights were updated since the last attempt. Requests wait while `is_open` is
-    cleared.
+    last token (partial rollout), and each token keeps the version that sampled it; with a grammar, the answer is
+    sampled anew. An abort without a new token counts as a failure, the first one of a new count if the weights were
+    updated since the last attempt. Requests wait while `is_open` is cleared.
 
-    Raises ValueError if the policy has stop strings but no renderer, or a repetition penalty, which cannot be replayed.
+    Raises ValueError if the policy has stop strings but no renderer, or must replay a repetition penalty.
     """
 
     def __init__(self, policy: LLMWrapperBase, *, num_retries: int, is_open: asyncio.Event | None = None) -> None:
         if policy.sampling.stop and policy.renderer is None:
             raise ValueError(
-                "the policy has stop strings but no renderer, and a weight update may interrupt an answer within a "
-                "stop string, which only its text shows: build the policy with tokenizer= or renderer=."
+                "the policy has stop strings but no renderer. A weight update may interrupt an answer within a stop "
+                "string, which is only found in the decoded text: build the policy with tokenizer= or renderer=."
             )
         if policy.sampling.replay and policy.sampling.repetition_penalty != 1:
             raise ValueError(
                 f"the policy samples with repetition_penalty={policy.sampling.repetition_penalty:g}, and the "
-                "trainer cannot reproduce that distribution: leave it at 1, or set replay=False if nothing is "
-                "trained, or to train with importance ratios that are not 1 on-policy."
+                "trainer cannot reproduce that distribution: leave it at 1; or set replay=False if nothing is "
+                "trained, or if importance ratios other than 1 are acceptable on-policy."
             )
         self.policy = policy
         self._num_retries = num_retries
@@ -61,10 +60,10 @@ class Completer:
     ) -> Completion:
         """Generate one completion; `name` is unique among those in flight, `parent` is the parent span.
 
-        `stream` gets the tokens as they are sampled, if the engine reports them. Raises EngineError if more than
-        `num_retries` attempts in a row fail.
+        `stream` receives the tokens as they are sampled, if the engine reports them. Raises EngineError if more than
+        `num_retries` attempts in a row fail; if the last one was aborted, the finish reason is `abort` instead.
         """
-        if sampling.seed is not None and sampling.seed == self.policy.sampling.seed:  # else it is an agent's own
+        if sampling.seed is not None and sampling.seed == self.policy.sampling.seed:  # another seed is an agent's own
             sampling = sampling.with_changes(seed=_derived_seed(sampling.seed, name))
         with span("chat", parent=parent) as current:
             completion = await self._complete(prompt_ids, sampling, name, routing_key, stream)
@@ -103,7 +102,7 @@ class Completer:
             if self._is_open is not None:
                 await self._is_open.wait()
             sampled = [token for part in parts for token in part.token_ids]
-            if sampled and sampling.grammar is not None:  # which begins at an answer's first token
+            if sampled and sampling.grammar is not None:  # a grammar begins at an answer's first token
                 sampled.clear()
                 parts.clear()
                 num_sampled = 0
@@ -157,7 +156,7 @@ def _derived_seed(seed: int | None, what: object) -> int | None:
 
 def _joined(parts: list[Completion]) -> Completion:
     """Join the parts of one completion; its finish reason is that of the last part."""
-    sampled = [part for part in parts if part.token_ids]  # empty parts have no masks or experts
+    sampled = [part for part in parts if part.token_ids]  # parts without tokens have no masks or experts
     masks = [part.sampling_mask for part in sampled if part.sampling_mask is not None]
     return replace(
         parts[-1],

@@ -62,11 +62,11 @@ class ConcurrencyLimit:
     """Limit of the rollouts in flight, by additive increase and multiplicative decrease.
 
     *Waste* is the share of requests that were preempted plus the share of context tokens evicted between turns. If it
-    exceeds 0.3, the limit is cut to 0.85 of the number in flight, and stays until that many are left. A little waste
-    is tolerated: prefill is much faster than sampling, and a larger batch reads the weights less often. The limit
-    grows while it is reached, no request waits and memory is free: by 1 for each rollout that begins, after the first
-    cut by 0.15. A weight update empties the caches, so as many turns as rollouts are in flight are then ignored. Based
-    on the congestion control of TCP (Jacobson, 1988; Chiu and Jain, 1989).
+    exceeds 0.3, the limit is cut to 0.85 of the number in flight, and does not change until that number has fallen to
+    it. A little waste is tolerated: prefill is much faster than sampling, and a larger batch reads the weights less
+    often. The limit grows while it is reached, no request waits and memory is free: by 1 for each rollout that begins,
+    and by 0.15 after the first cut. A weight update empties the caches, so as many turns as rollouts are in flight are
+    then ignored. Based on the congestion control of TCP (Jacobson, 1988; Chiu and Jain, 1989).
 
     Example:
         >>> limit = ConcurrencyLimit(8, least=1, most=64)
@@ -95,7 +95,7 @@ class ConcurrencyLimit:
         return int(self._limit)
 
     def observe(self, load: EngineLoad, counts: TurnCounts, *, num_running: int, version: int) -> int:
-        """Return the limit after the load and the counts since the last call."""
+        """Return the limit adapted to the load and the counts since the last call."""
         self._is_draining = self._is_draining and num_running > self.value
         if self._is_draining:
             return self.value

@@ -33,14 +33,14 @@ class Demonstrations:
 
     Args:
         dataset: dataset as `load_rows` accepts it, such as a JSON lines file.
-        conversations_per_batch: number of conversations; the last batch of an epoch is filled from the next epoch.
+        conversations_per_batch: number of conversations; the next epoch fills up the last batch of an epoch.
         max_tokens: maximum length of a row; longer ones are left out with a warning, since truncated conversations
             would teach the model to stop early. Unlimited by default.
         shuffle: whether each epoch has its own order.
         num_epochs: number of epochs after which iteration ends; None never ends.
 
     Raises:
-        FileNotFoundError: if `load_rows` raises it.
+        FileNotFoundError: if the dataset's file or folder is missing.
         ValueError: if messages are malformed, have nothing to train or cannot be rendered as they would be sampled
             (the message names the row); or if all are longer than `max_tokens`.
 
@@ -146,7 +146,9 @@ def _that_fit(rows: Sequence[Row], renderer: Renderer, max_tokens: int | None) -
     named = ", ".join(map(str, too_long[:_NUM_NAMED])) + (" and more" if len(too_long) > _NUM_NAMED else "")
     what = f"longer than max_tokens={max_tokens} (the longest has {max(lengths)})"
     if len(too_long) == len(rows):
-        raise ValueError(f"all {len(rows)} conversations are {what}: raise model.max_model_len, or shorten them.")
+        raise ValueError(
+            f"all {len(rows)} conversations are {what}: raise max_tokens (model.max_model_len), or shorten them."
+        )
     warnings.warn(
         f"{len(too_long)} of {len(rows)} conversations are {what} and left out: rows {named}.",
         stacklevel=3,
@@ -156,7 +158,7 @@ def _that_fit(rows: Sequence[Row], renderer: Renderer, max_tokens: int | None) -
 
 
 def _rollout(drawn: Drawn, renderer: Renderer) -> Rollout:
-    """Return a conversation of the dataset as an unscored rollout."""
+    """Return a drawn conversation as an unscored rollout."""
     given, group_id, sample_index = drawn
     row = read_chat_log(given)
     messages = row["messages"]

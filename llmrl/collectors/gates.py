@@ -62,7 +62,7 @@ class Gate(Protocol):
         """Undo the last selection: the batch was empty, and another takes its place."""
 
     def carry(self, units: int) -> None:
-        """Count units that are left over from the batches of an earlier run."""
+        """Count units that a saved state has left over from earlier batches."""
 
     def overdue_ids(self, version: int) -> list[str]:
         """Return the groups, ready or not, that are too old to be delivered."""
@@ -75,9 +75,9 @@ class DemandGate:
 
     Args:
         units_per_batch: size of a batch, at least 1.
-        surplus: use of units beyond a batch: count them for the next batch (`carry`), add them to this one (`keep`),
-            or leave their group for the next (`refuse`).
-        estimate_units: whether to expect the mean size of the groups so far, if sizes are known only afterwards.
+        surplus: use of units beyond a batch: count them for the next batch (`carry`), add them to this batch (`keep`),
+            or leave their group for the next batch (`refuse`).
+        estimate_units: whether to expect the mean size of previous groups, if a group's size is not known in advance.
         num_extra: number of groups started beyond the need, so that the batch does not wait for the slowest.
         num_ahead: number of groups kept in play or ready, even if no batch was requested.
         reset_each_batch: whether a full batch drops the groups that are not in it.
@@ -147,7 +147,7 @@ class DemandGate:
             return 0
         if not self._estimate_units:
             return lacking + self._num_extra
-        if not self._num_seen:  # nothing to estimate from: wait for a first group
+        if not self._num_seen:  # nothing to estimate from: admit one group
             return 1
         return math.ceil(lacking * self._num_seen / max(1, self._num_units_seen))
 
@@ -192,7 +192,7 @@ class DemandGate:
         """Do nothing: the next request admits the groups of another batch."""
 
     def carry(self, units: int) -> None:
-        """Count units that are left over from the batches of an earlier run."""
+        """Count units that a saved state has left over from earlier batches."""
         self.credit = units
 
     def overdue_ids(self, version: int) -> list[str]:
@@ -295,6 +295,7 @@ class StalenessGate:
             return
         deadline, _ = self._admitted.pop(group_id)
         del self._order[group_id]
+        # A ready group has the value None; `self` stands for a group that is not ready.
         if self._ready_by_deadline.get(deadline, {}).pop(group_id, self) is None:
             self._num_ready -= 1
         self._num_by_deadline[deadline] -= 1
@@ -309,7 +310,7 @@ class StalenessGate:
         self._num_ready += 1
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None if there is none or `overdue_ids` remain; with `is_last`, what is ready."""
+        """Return a full batch, or None without one or with `overdue_ids`; with `is_last`, return what is ready."""
         self._observe(version)
         is_full = self._num_ready >= self.groups_per_batch
         if not (is_full or (is_last and self._num_ready)) or self.overdue_ids(version):

@@ -36,7 +36,7 @@ Dropped = tuple[Rollout, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRules:
-    """Rules that select the rollouts of a settled group. They only read the rollouts' records.
+    """Rules that select the rollouts of a settled group, based on the rollouts' records only.
 
     Example:
         >>> rollouts = [Rollout(rollout_id=str(i), group_id="g", sample_index=i, group_size=2, is_scored=i == 0,
@@ -140,29 +140,29 @@ class GroupCounter:
 
 
 class CollectionStalled(RuntimeError):
-    """Too many groups in a row had nothing to train on; their rollouts are in the collector's `rollouts`."""
+    """Raised if too many groups in a row have nothing to train on; the collector's `rollouts` has their rollouts."""
 
     dropped: Sequence[Dropped] = ()
     """Rollouts dropped since the last delivery."""
 
 
 class NoSignal(CollectionStalled):
-    """Nothing failed, but too many groups in a row were filtered or had equal rewards: too hard, or solved."""
+    """Raised if no group failed, but too many in a row were filtered out or had equal rewards (too hard, or solved)."""
 
 
 SIGNAL_PATIENCE = 64
-"""Number of groups without signal in a row before a warning; most groups of hard or solved tasks have none."""
+"""Number of groups in a row without signal before a warning; most groups of hard or solved tasks have no signal."""
 
 _MAX_WARNINGS = 7
 _LEAST_TO_JUDGE = 16
-"""Number of dropped groups that suffices to stop if none was ever delivered."""
+"""Minimum number of dropped groups before an early stop if no group was ever delivered."""
 
 
 class StallDetector:
-    """Warns for every `patience` groups that are dropped in a row, and raises if none is delivered for long.
+    """Warns after every `patience` groups that are dropped in a row, and raises `error` in place of the eighth warning.
 
-    It raises at the eighth warning. If no group was ever delivered, it raises after 16 dropped groups, since all
-    groups probably fail for the same reason, such as a missing reward.
+    If no group was ever delivered, an earlier warning except the first becomes the error, once at least 16 groups were
+    dropped, since all groups probably fail for the same reason, such as a missing reward.
     """
 
     def __init__(self, patience: int, *, error: type[CollectionStalled] = CollectionStalled) -> None:
@@ -174,7 +174,7 @@ class StallDetector:
         self._first_error = ""
 
     def delivered(self) -> None:
-        """Reset the count: a group was delivered."""
+        """Reset the count, since a group was delivered."""
         self._num_in_row = 0
         self._reasons = {}
         self._first_error = ""
@@ -184,7 +184,7 @@ class StallDetector:
         """Count a group that was dropped as a whole."""
         self._num_in_row += 1
         for rollout, reason in dropped:
-            met = f" ({rollout.reason})" if rollout.reason not in ("", reason) else ""  # which an agent met
+            met = f" ({rollout.reason})" if rollout.reason not in ("", reason) else ""  # a limit that an agent met
             self._reasons[f"{reason}{met}"] = self._reasons.get(f"{reason}{met}", 0) + 1
             self._first_error = self._first_error or rollout.error
         if self._num_in_row % self.patience:

@@ -16,8 +16,8 @@ from llmrl.policies import LLMWrapperBase
 class RayLLMCollector(LLMCollector):
     """Collector that plays rollouts in actors on a Ray cluster; used like `LLMCollector`.
 
-    This process decides which groups are drawn, in flight, ready or too old. An actor gets a group's positions in the
-    dataset and returns its rollouts. If an actor or its node dies, its groups are played again on another actor.
+    This process decides which groups are drawn, in flight, ready or too old. An actor receives a group's positions in
+    the dataset and returns its rollouts. If an actor or its node dies, its groups are played again on another actor.
 
     Args:
         env: a function that builds a `DatasetChatEnv`, usually transformed; called here once, and in every actor.
@@ -29,9 +29,10 @@ class RayLLMCollector(LLMCollector):
         num_gpus: GPUs of each actor.
         ray_init_config: arguments of `ray.init` if this process is not connected to Ray yet, such as
             `{"address": "auto"}` for an existing cluster.
-        sync_iter: false collects the next batch while the trainer uses the current one: groups and last steps with
-            `max_staleness=1`, turns and trajectories with as many conversations as a batch has turns.
-        arguments: those of `LLMCollector` except `policy`.
+        sync_iter: whether to collect only on demand; if false, the next batch is collected while the trainer uses the
+            current one: groups and last steps with `max_staleness=1`, turns and trajectories with as many
+            conversations in flight as a batch has turns.
+        arguments: arguments of `LLMCollector` except `policy`.
 
     Raises:
         ImportError: if Ray is not installed.
@@ -80,7 +81,7 @@ class RayLLMCollector(LLMCollector):
         self._background.post(self._scheduler.notify)
 
     def increment_version(self) -> None:
-        """Record one more such update."""
+        """Record one more update of the engines' weights that another component made."""
         self.set_policy_version(self.policy_version + 1)
 
     def _updated(self, version: int) -> None:
@@ -92,10 +93,10 @@ def _ahead(arguments: CollectorOptions) -> CollectorOptions:
     max_staleness = arguments.get("max_staleness")
     if max_staleness is not None:
         if max_staleness < 1:
-            raise ValueError("sync_iter=False collects ahead, and max_staleness=0 does not: pass one of them.")
+            raise ValueError("sync_iter=False collects ahead, which max_staleness=0 forbids: pass one of them.")
         return arguments
     if arguments.get("tokens_per_batch") is not None:
-        raise ValueError("sync_iter=False needs batches of a known number of rollouts: pass groups_per_batch.")
+        raise ValueError("sync_iter=False needs batches of a known size: pass groups_per_batch, not tokens_per_batch.")
     if arguments.get("groups_per_batch") is not None or arguments.get("yield_only_last_steps"):
         return {**arguments, "max_staleness": 1}
     size = arguments.get("dialog_turns_per_batch") or 1

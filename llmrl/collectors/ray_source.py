@@ -31,7 +31,7 @@ MAX_IN_FLIGHT = 1 << 16
 """Maximum number of concurrent calls per actor."""
 
 _NUM_RETRIES = 3
-"""Maximum number of repetitions of a group whose actor died, and of the start of an actor that failed to start."""
+"""Maximum number of retries: of a group after the death of its actor, and of an actor's start."""
 
 
 class CollectorActor:
@@ -66,7 +66,7 @@ class CollectorActor:
             if self._in_groups:
                 rollout.row_bytes = rollout_row_bytes(rollout)
             rollout.steps = [portable_turn(step) for step in rollout.steps]
-            rollout.conversation = None  # it holds the renderer; its tokens are in the packed rows
+            rollout.conversation = None  # it holds the renderer; its tokens are in the rows or turns
             rollout.columns = {}  # the trainer's process has them
             rollout.tool_states = {}
         return rollouts
@@ -78,13 +78,13 @@ class CollectorActor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayActors:
-    """Description of the collector actors on a Ray cluster."""
+    """Specification of the collector actors on a Ray cluster."""
 
     make_env: Callable[[], EnvBase]
-    """Builds an environment with a dataset; called here once, and in every actor."""
+    """Function that builds an environment with a dataset; called here once, and in every actor."""
     number: int
     options: Mapping[str, object]
-    """Options of each actor: `num_cpus`, `num_gpus`, `resources`, ..."""
+    """Ray options of each actor, such as `num_cpus`, `num_gpus` and `resources`."""
     engine: object
     """Engine to send weights to; None if this process cannot reach it."""
     ray_init_config: Mapping[str, object] | None
@@ -92,7 +92,7 @@ class RayActors:
 
 @dataclass(slots=True)
 class _ActorSlot:
-    """Place of an actor, and of its successor if it dies."""
+    """State of one actor, or of its successor if it died."""
 
     actor: Any
     load: int = 0
@@ -103,8 +103,8 @@ class _ActorSlot:
 class RaySource:
     """Source that sends each group to the least loaded collector actor.
 
-    A dead actor is replaced at once, and its groups are played again. The others play until its successor is ready.
-    With `in_groups`, actors return training rows, else turns.
+    A dead actor is replaced at once, and its groups are played again. Until its successor is ready, the other actors
+    play. Actors return training rows with `in_groups`, otherwise turns.
 
     Raises:
         ValueError: if the environment has no dataset, or if an argument cannot be sent to the actors.
@@ -121,7 +121,7 @@ class RaySource:
         limits: RolloutLimits | Mapping[str, RolloutLimits],
     ) -> None:
         if isinstance(limits, Mapping):
-            raise ValueError("limits by name are those of a MixedEnv, which is collected in one process.")
+            raise ValueError("limits by name are those of a MixedEnv, which actors do not play: pass RolloutLimits.")
         if isinstance(track_version, PolicyVersion):
             raise ValueError("your own PolicyVersion is not sent to the actors: pass track_policy_version=True.")
         connect(actors.ray_init_config)
@@ -167,7 +167,7 @@ class RaySource:
         return self.version
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
-        """Draw the next groups, each as one job and so one call; fewer if the data ends."""
+        """Draw the next groups, each as one job for one call of an actor; fewer if the data ends."""
         if self.group_size > 1:
             self._prompts.skip_to_group()
         jobs = await self.open_rollouts(num_groups * self.group_size)
@@ -186,7 +186,7 @@ class RaySource:
         return jobs
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
-        """Play a group on the least loaded actor; raise `RayError` if actors died under it four times."""
+        """Play a group on the least loaded actor; raise `RayError` if actors die in four attempts."""
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         for attempt in itertools.count():
@@ -208,7 +208,7 @@ class RaySource:
                     raise
             finally:
                 slot.load -= 1
-        raise AssertionError("the loop above ends by itself")
+        raise AssertionError("unreachable: the loop above returns or raises")
 
     async def _choose(self) -> _ActorSlot:
         while True:
@@ -216,7 +216,7 @@ class RaySource:
             if ready:
                 return min(ready, key=lambda slot: slot.load)
             if not self._starting:
-                raise RuntimeError("no collector actor runs, and none could be started; the actors' logs say why.")
+                raise RuntimeError("no collector actor is running, and none could be started: see the actors' logs.")
             self._changed.clear()
             await self._changed.wait()
 

@@ -32,7 +32,7 @@ class CollectionReport:
     num_completion_tokens: int
     seconds: float
     mean_reward: float
-    """Mean over scored rollouts; NaN without any."""
+    """Mean reward of the scored rollouts; NaN if no rollout is scored."""
     mean_completion_tokens: float
     """Mean number of sampled tokens per rollout."""
     num_by_status: dict[str, int] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class CollectionReport:
     """Mean number of versions between a group's start and its delivery."""
     max_staleness: int = 0
     num_forks: int = 0
-    """Number of rows that begin anew because a template or an environment rewrote history; no tokens are lost."""
+    """Number of rows that were started because a template or an environment rewrote history; no tokens are lost."""
     num_realigned_tokens: int = 0
     """Number of sampled tokens that are not trained on, because an environment edited the end of their answer."""
 
@@ -86,7 +86,7 @@ class CollectionReport:
         dropped: Sequence[Dropped] = (),
         staleness: Sequence[int] = (),
     ) -> CollectionReport:
-        """Compute the statistics of these rollouts, of which some were dropped."""
+        """Compute the statistics of `rollouts`, which include the dropped ones."""
         scored = [rollout.reward for rollout in rollouts if rollout.is_scored]
         num_completion_tokens = sum(rollout.num_completion_tokens for rollout in rollouts)
         return cls(

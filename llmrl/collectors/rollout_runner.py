@@ -1,4 +1,4 @@
-"""The loop that plays one rollout: generate and step until it has settled. All limits are enforced here."""
+"""Loop that plays one rollout: generate and step until the rollout has settled. It enforces all limits."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubri
 
 _SOLO_IDS = itertools.count()
 _GRACE_SECONDS = 1.0
-"""Time after a rubric's own limit, which names the function that is late, until it is ended from outside."""
-# Without its opening there is nothing to score: neither an answer, nor the state of the tools.
-_UNOPENED = "The time limit of the rollout ended it while its environment opened it."
+"""Seconds after a rubric's own time limit, which reports the late function, until the rubric is cancelled."""
+# A rollout that was not opened has nothing to score: neither an answer nor the state of tools.
+_UNOPENED = "The time limit of the rollout expired while its environment opened it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class RolloutRunner:
         self.limits = limits
         self.completer = Completer(policy, num_retries=limits.num_engine_retries, is_open=is_open)
         self.turn_counts = TurnCounts()
-        """Counts of turns since the reader last replaced this object."""
+        """Counts of turns; a reader replaces this object to start new counts."""
         self.judge_loop = ReplaceableLoop("llmrl-judges")
         """Event loop of the judges."""
         rubric_rewards = find_rubric_rewards(stepper.env)
@@ -113,8 +113,8 @@ class RolloutRunner:
     async def run(self, job: RolloutTask) -> Rollout:
         """Play one conversation to its end; errors of the conversation are recorded, not raised.
 
-        `job` has the record, which is filled during the conversation, and the opening (`Opening`) as its payload,
-        which is removed after it is opened to free its tensors.
+        The record in `job` is filled during the conversation. The payload of `job` is the opening (`Opening`), which is
+        removed once it is opened, to free its tensors.
         """
         [rollout] = job.records
         with span("invoke_agent", rollout.env) as current:
@@ -179,14 +179,14 @@ class RolloutRunner:
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         held.append(element)
         if not isinstance(opening, TensorDictBase):
-            rollout.columns = dataset_columns(element)  # now with what the environment's parts added
-        if _is_any(element.get("done")):  # a game that ended before this player's turn
+            rollout.columns = dataset_columns(element)  # now with columns that the environment's parts added
+        if _is_any(element.get("done")):  # the game ended before this player's turn
             rollout.status = decide_status(is_terminated=True)
             rollout.add_reward(float(element.get("reward", torch.zeros(1)).sum()))
 
     @staticmethod
     def open(element: TensorDictBase) -> Rollout:
-        """Return the record of a conversation that was just reset."""
+        """Return a new record for a conversation, given its reset environment state."""
         group_id = plain(element.get(("rollout", "group_id"), None)) or f"solo/{next(_SOLO_IDS)}"
         sample_index = int(element.get(("rollout", "sample_index"), 0))
         return Rollout(
@@ -200,10 +200,10 @@ class RolloutRunner:
     async def _play_agent(
         self, agent_env: AgentEnv, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]
     ) -> None:
-        """Run an agent, which leads the conversation, and end it with one step that has the agent's result."""
+        """Run an agent, which leads the conversation, and end the conversation with one step with the agent's score."""
         row = copied({name: rollout.columns.get(name) for name in agent_env.columns})
         play, session = await self._endpoint.play(rollout, partial(agent_env.run_agent, row))
-        if play.failure is not None:  # the agent may have made its result without the answer that it did not get
+        if play.failure is not None:  # the agent's result may lack the answer that the engine did not give
             return self._end(rollout, StopReason.ENGINE_ERROR, play.failure)
         if play.scores is None:
             # If the agent failed because a limit refused it an answer, that limit is the reason.
@@ -211,14 +211,14 @@ class RolloutRunner:
                 return self._end(rollout, play.refusal)
             if isinstance(play.error, AgentTimeout):
                 return self._end(rollout, StopReason.TIMEOUT)
-            error = as_exception(play.error or RuntimeError("the agent has no result."))
+            error = as_exception(play.error or RuntimeError("the agent returned no result."))
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         score = play.scores[rollout.role]
         rewards = session.replies.rewards_in(session.tree)
         score = with_answer_rewards(score, sum(rewards.values()) if rewards else None)
         self._endpoint.write_last(element, session, role=rollout.role, is_read=self.stepper.are_turns_read)
         agent_env.end_with(element, score)
-        rollout.reason = session.reason or score.reason  # set if the agent continued after a limit refused it answers
+        rollout.reason = session.reason or score.reason  # a limit refused answers, and the agent continued
         element.set(("rollout", "reason"), non_tensor(str(rollout.reason)))
         try:
             stepped, element = await self.stepper.step(element)
@@ -226,7 +226,7 @@ class RolloutRunner:
             return self._end(rollout, StopReason.ENVIRONMENT_ERROR, error)
         held[:] = [element]
         self._settle(rollout, stepped)
-        for place, reward in rewards.items():  # from the last turn, to which a score belongs
+        for place, reward in rewards.items():  # moved from the last turn, to which the score was added
             rollout.turn_rewards[-1] -= reward
             rollout.turn_rewards[place] += reward
         parents = session.tree.parents()
@@ -322,7 +322,7 @@ class RolloutRunner:
             rollout.steps.append(stepped)
 
     async def _score_at_end(self, rollout: Rollout) -> None:
-        if self.rubric is None:  # the reward is the environment's or the agent's
+        if self.rubric is None:  # the environment or the agent gives the reward
             is_rewarded = self._agent_env is None or rollout.is_scored
             rollout.is_scored = rollout.status.is_success and not rollout.error and is_rewarded
             return
@@ -331,7 +331,7 @@ class RolloutRunner:
             await self.score([rollout])
 
     async def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Score ended rollouts that no step has scored; a group is scored together if the rubric says so."""
+        """Score ended rollouts that no step has scored; group-scored rubrics need all rollouts of a group."""
         assert self.rubric is not None
         limit = self.rubric.timeout_seconds
         try:
@@ -355,7 +355,7 @@ class RolloutRunner:
 
     @staticmethod
     def _end(rollout: Rollout, reason: str, error: BaseException | str = "") -> None:
-        """End a rollout between two steps, with its results so far."""
+        """End a rollout between two steps, and keep its results so far."""
         rollout.reason = reason
         rollout.status = decide_status(is_terminated=False, reason=reason)
         rollout.error = error if isinstance(error, str) else describe(error)
@@ -367,7 +367,7 @@ class RolloutRunner:
 
 
 def _is_any(flags: torch.Tensor) -> bool:
-    # Most have one entry. An operation releases the GIL, which another thread may then take.
+    # Most flags have one entry. A tensor operation releases the GIL, which another thread may then take.
     return bool(flags if flags.numel() == 1 else flags.any())
 
 

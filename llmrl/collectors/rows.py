@@ -16,7 +16,7 @@ from llmrl.data.tensordicts import container_of, non_tensor, tensordict_of
 
 
 class RowBytes(NamedTuple):
-    """A training row as bytes to be sent between processes; pickling bytes is ten times faster than tensors."""
+    """A training row as bytes, for transfer between processes: bytes are pickled ten times faster than tensors."""
 
     columns: list[bytes]
     """Columns in the order of `_DTYPES`."""
@@ -68,7 +68,7 @@ def _tensor_of(column: bytes, dtype: type) -> torch.Tensor:
 def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
     """Return a rollout's training rows: one, several if its history was rewritten, none if nothing was sampled.
 
-    All rows contain the rollout's ids and its full reward. Their keys are those of the data contract.
+    All rows contain the rollout's ids and its full reward. The data contract defines their keys.
     """
     rows: list[TensorDictBase] = []
     parts = _rows_of(rollout)
@@ -118,7 +118,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
 
 
 def _token_rewards(rollout: Rollout, starts: Mapping[int, int], num_tokens: int) -> torch.Tensor:
-    """Return the rewards of a row's tokens, `[num_tokens]`; if the end of an answer was edited, those before it."""
+    """Return the rewards of a row's tokens, `[num_tokens]`; rewards of an answer's edited end are left out."""
     rewards = torch.zeros(num_tokens)
     order = sorted(starts.items(), key=lambda item: item[1])
     ends = [*(start for _, start in order[1:]), num_tokens]
@@ -131,7 +131,7 @@ def _token_rewards(rollout: Rollout, starts: Mapping[int, int], num_tokens: int)
 def portable_turn(step: TensorDictBase) -> TensorDictBase:
     """Return a copy of a turn that can be saved or sent: cloned to its own size, without live objects.
 
-    Left out are values that are not plain data: the token state with its renderer, the environment, tool sessions.
+    The copy lacks values that are not plain data: the token state with its renderer, the environment, tool sessions.
     """
     return step.exclude(*_live_keys(step)).clone()
 
@@ -158,7 +158,7 @@ def batch_rows(groups: Sequence[Sequence[Rollout]]) -> TensorDictBase | None:
     """Return the trainable rows of these groups as one lazily stacked batch `[num_rows]`; None if there are none.
 
     Rollouts that were not scored or have no sampled tokens give no rows. In each row, `("rollout", "num_in_group")` is
-    the number of rollouts of the group that have rows, so a reader knows when a group is complete.
+    the number of rollouts of the group that have rows, which shows when a group is complete.
     """
     batch: list[TensorDictBase] = []
     for group in groups:

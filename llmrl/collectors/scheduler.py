@@ -41,6 +41,7 @@ class RolloutTask:
     records: list[Rollout]
     """The rollouts so far; `play` fills or replaces them."""
     payload: Any = None
+    """Input of the source's `play`: the opening of a rollout, or positions in the dataset."""
     positions: tuple[int, ...] = ()
     """Positions of the rollouts in the dataset."""
 
@@ -152,11 +153,11 @@ class RolloutScheduler:
     # The consumer's side
 
     async def next_batch(self) -> ReadyBatch | None:
-        """Return the next full batch; at the end of the data the remaining groups or drops, then None.
+        """Return the next full batch; at the end of the data, return the remaining or dropped groups, then None.
 
         Raises:
             CollectionStalled: if too many groups in a row were dropped.
-            Exception: the source's error when it opened a group, or the error of a weight update.
+            Exception: if the source failed to open a group, or a weight update failed.
             CancelledError: after `stop`.
         """
         if self._admitting is None and not self._is_stopped:
@@ -208,7 +209,7 @@ class RolloutScheduler:
         self._undelivered = []
 
     def rollback(self) -> None:
-        """Undo the last delivery, also in the gate, since nothing in it is trained on."""
+        """Undo the last delivery in the gate, since nothing in it is trained on."""
         self.gate.rollback()
         self.notify()
 
@@ -219,12 +220,12 @@ class RolloutScheduler:
             yield self._undelivered + self._unreported + _positions(self._groups.values())
 
     def notify(self) -> None:
-        """Check again after a change that gates depend on, such as a new policy version."""
+        """Check the gate again after a change that it depends on, such as a new policy version."""
         self._wake.set()
         self._changed.set()
 
     def expect_version(self, version: int | None) -> None:
-        """Start nothing until `end_update`, since the engines load this version; None expects no update."""
+        """Start nothing until `end_update`, while the engines load this version; None: no update is pending."""
         self._update_error = None
         self._coming_version = version
 
@@ -315,7 +316,7 @@ class RolloutScheduler:
             task.add_done_callback(self._end_running)  # also if it is cancelled before its first step
 
     def _end_running(self, task: asyncio.Task[None]) -> None:
-        """Free the places of a task, once: when it has played, or when it ends early."""
+        """Free the places of a task once: after it has played, or when it ends early."""
         size = self._running.pop(task, 0)
         if size:
             self.num_running -= size
@@ -340,7 +341,7 @@ class RolloutScheduler:
                 settled = self._counter.settle(group_id, rollout)
                 if settled is not None:
                     await self._settle_group(group_id, settled)
-        except BaseException as error:  # an error of the user's rules, or `CollectionStalled`
+        except BaseException as error:  # the user's rules failed, or collection stalled
             if isinstance(error, asyncio.CancelledError) and self._is_given_up(group_id):
                 raise
             self._errors.append(as_exception(error))
@@ -349,7 +350,7 @@ class RolloutScheduler:
                 self._drop_group(group_id, DropReason.FAILED_GROUP)
 
     def _is_given_up(self, group_id: str) -> bool:
-        """Return whether the scheduler caused a cancellation, rather than the code that it called."""
+        """Return whether the scheduler cancelled the task, rather than the code that the task called."""
         return self._is_stopped or group_id not in self._groups
 
     async def _settle_group(self, group_id: str, settled: list[Rollout]) -> None:
@@ -358,7 +359,8 @@ class RolloutScheduler:
             return
         self._changed.set()
         kept, dropped = self.rules.judge(settled)
-        empty = [rollout for rollout in kept if not self._units([rollout])]  # such as those that ended before a step
+        # Rollouts without units, such as those that ended before a step, add nothing to a batch.
+        empty = [rollout for rollout in kept if not self._units([rollout])]
         dropped = [*dropped, *((rollout, rollout.reason or DropReason.NOTHING_TRAINED) for rollout in empty)]
         kept = [rollout for rollout in kept if all(rollout is not one for one in empty)]
         if kept:

@@ -119,7 +119,7 @@ class BatchShape:
     def assemble(
         self, groups: Sequence[Sequence[Rollout]], left_over: Sequence[TensorDictBase] = ()
     ) -> tuple[TensorDictBase | None, list[TensorDictBase]]:
-        """Return the batch of these groups and the surplus turns; `left_over`: surplus turns of the previous batch."""
+        """Return the batch of `groups`, begun with `left_over` surplus turns, and the new surplus turns."""
         if self.is_grouped:
             return batch_rows(groups), []
         steps = [*left_over]

@@ -48,7 +48,7 @@ class EnvSource:
         self.stepper = EnvStepper(env, timeout_seconds=limits.step_timeout_seconds, keep_steps=not in_groups)
         self.dataset_env = dataset_env_of(env)
         if in_groups and self.dataset_env is None:
-            raise ValueError("groups need a DatasetChatEnv: its repeats are the size of a group.")
+            raise ValueError("groups need a DatasetChatEnv, since its repeats argument is the size of a group.")
         self.is_open = asyncio.Event() if is_open is None else is_open
         """Event that rollouts wait for between turns while it is cleared."""
         self.is_open.set()
@@ -110,7 +110,7 @@ class EnvSource:
         return groups
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw `count` rollouts, fewer if the data ends, and reset the environment unless each is opened alone."""
+        """Draw `count` rollouts, fewer if the data ends; reset the environment unless each is opened separately."""
         return await self.stepper.call(self._draw_from_a_group if self._are_groups_whole else self._draw, count)
 
     async def open_at(self, positions: Sequence[int]) -> list[RolloutTask]:
@@ -146,7 +146,7 @@ class EnvSource:
         elements: tuple[TensorDictBase, ...]
         try:
             elements = self.stepper.env.reset(TensorDict(batch_size=[count])).unbind(0)
-        except EndOfData as end:  # the data has other readers, or its size is unknown
+        except EndOfData as end:  # the data has other readers or an unknown size
             return self._draw(end.num_left)
         except BaseException as error:
             return self._drawn_one_by_one(count, positions, as_exception(error))
@@ -165,7 +165,7 @@ class EnvSource:
         return record
 
     def _drawn_one_by_one(self, count: int, positions: list[int], error: Exception) -> list[RolloutTask]:
-        """Return the jobs of a reset that failed; only the rollouts that caused the failure fail."""
+        """Return jobs for rollouts after their common reset failed with `error`, so that only the culprits fail."""
         if self.prompts is not None and self.prompts.upcoming(count) != positions:  # the reset has drawn them
             self.prompts.load_state_dict(self.prompts.state_dict(unfinished=positions))
         if count > 1:
@@ -181,7 +181,7 @@ class EnvSource:
         return [await self.runner.run(job)]
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
-        """Score a group together if its rubric does; a failed member leaves the whole group unscored."""
+        """Score a group together if its rubric does so; if a rollout failed, the whole group stays unscored."""
         if self.is_group_scored and all(rollout.status.is_success for rollout in rollouts):
             await self.runner.score(rollouts)
 
@@ -213,9 +213,9 @@ def _role_of(dataset_env: object, sample_index: int) -> str:
 class MixedSource:
     """Source that draws each group from the environment that `MixedEnv` chooses.
 
-    Limits may be given by environment name; environments without an entry have none.
+    Limits may be given by environment name; environments without an entry have no limits.
 
-    Raises ValueError if `limits` names an unknown environment, or as `EnvSource`.
+    Raises ValueError if `limits` names an unknown environment; further errors as `EnvSource`.
     """
 
     def __init__(

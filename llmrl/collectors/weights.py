@@ -17,7 +17,7 @@ class WeightSender(Protocol):
     """Trainer's end of a weight-sync scheme."""
 
     def register_model(self, model: Weights) -> None:
-        """Set the model that sends its weights."""
+        """Set the model as the source of the weights."""
 
     def init_all_workers_group(self, model_metadata: Any, engine: Any) -> None:
         """Connect to an engine."""
@@ -33,22 +33,22 @@ class WeightSender(Protocol):
 
 
 class WeightScheme(Protocol):
-    """Method to send weights to engines, such as `VLLMWeightSyncScheme`."""
+    """Method of sending weights to engines, such as `VLLMWeightSyncScheme`."""
 
     def create_sender(self) -> WeightSender:
         """Return the trainer's end."""
 
 
 class HasEngine(Protocol):
-    """Object that has the engine."""
+    """Object that holds the engine."""
 
     @property
     def engine(self) -> object:
-        """The engine to send weights to; None if this process cannot reach it."""
+        """Engine that receives the weights; None if this process cannot reach it."""
 
 
 class WeightSenders:
-    """One sender per scheme of `schemes` (by policy name); without schemes, one of the engine's default scheme."""
+    """Weight senders, one per scheme (by policy name); without schemes, one of the engine's default scheme."""
 
     def __init__(self, schemes: Mapping[str, WeightScheme], source: HasEngine) -> None:
         self._schemes = dict(schemes)
@@ -59,7 +59,8 @@ class WeightSenders:
     def connected(self, model: Weights | TensorDictModuleBase | None) -> list[WeightSender]:
         """Return the senders, connected to the engines.
 
-        `model`: the trainer's model, a policy that scores with it, or a mapping of its weights; None keeps the last.
+        `model`: the trainer's model, a policy that scores with it, or a mapping of its weights; None keeps the last
+        model.
 
         Raises ValueError if there is no model at the first call, or if this process can reach no engine.
         """
@@ -78,7 +79,7 @@ class WeightSenders:
                     raise ValueError("the first update of the weights needs the trainer's model.")
                 sender = scheme.create_sender()
                 sender.register_model(model)
-                # On ranks above 0 of a sharded trainer, a sender only helps to gather.
+                # On ranks above 0 of a sharded trainer, a sender only helps to gather the weights.
                 sends = getattr(scheme, "rank", 0) == 0
                 sender.init_all_workers_group(get_model_metadata(model), engine if sends else None)
                 self._senders[name] = sender

@@ -1,4 +1,4 @@
-"""Dry run: a configuration's task and algorithm with a tiny model on the CPU."""
+"""Dry run: the task and algorithm of a configuration with a tiny model on the CPU."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _ROWS: dict[str, list[Row]] = {
 def as_dry_run(cfg: Config) -> Config:
     """Return the configuration of a dry run: two CPU steps with a tiny model, two groups and a temporary folder.
 
-    Hardware settings are replaced; the task and the algorithm stay the same, but smaller. Problems in a local file are
-    read. Problems on a hub are replaced if the task is one of llmrl's.
+    Hardware settings are replaced; the task and the algorithm are kept with smaller sizes. Problems from a local file
+    are used. Problems from a hub are replaced by built-in ones if the task belongs to llmrl.
     """
     cfg = copy.deepcopy(cfg)
     cfg.resume = False
@@ -60,7 +60,7 @@ def as_dry_run(cfg: Config) -> Config:
         cfg.conversations = replace(cfg.conversations, path=_conversations(), held_out=_conversations())
     cfg.collect = replace(cfg.collect, groups_per_batch=2, max_new_tokens=8, num_collectors=None)
     if isinstance(cfg, GRPOConfig):
-        cfg.collect = replace(cfg.collect, replace_constant_groups=False)  # the tiny model's answers are all wrong
+        cfg.collect = replace(cfg.collect, replace_constant_groups=False)  # all answers of the tiny model are wrong
     warmup_steps = min(cfg.train.warmup_steps, 1)
     cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
     cfg.train = replace(cfg.train, device="cpu", num_ranks=1, cpu_threads=None, head_kernel="torch")
@@ -83,7 +83,7 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
     collectors = "in this process" if collect.num_collectors is None else f"by {collect.num_collectors} Ray actors"
     staleness = "in turn" if collect.max_staleness is None else f"at once, up to {collect.max_staleness} versions old"
     return [
-        "dry run: what the configuration asks for, followed by two tiny steps on the CPU",
+        "dry run: a summary of the configuration, followed by two steps of a tiny model on the CPU",
         f"  engines  {count} of {cfg.model.dtype}, {where}{shards}{share}; weights by {cfg.sync.transport}",
         f"  trainer  {train.device}, computes in {cfg.model.dtype}, {train.token_budget} tokens per micro-batch"
         + (f", sharded over {train.num_ranks} processes" if train.num_ranks > 1 else "")
@@ -98,7 +98,7 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
 def _memory(cfg: ScriptConfig) -> str:
     model = shape_of(cfg)
     if model is None:
-        return "of the trainer is known when the model is here, and a dense transformer"
+        return "of the trainer is only known when the model is here, and only for dense transformers"
     plan = plan_memory(model, training_shape(cfg.model, cfg.train, budget=cfg.collect.budget))
     served = model.num_parameters * (4 if cfg.model.dtype == "float32" else 2)
     return (
@@ -130,7 +130,7 @@ def _temporary_folder() -> Path:
 
 
 def with_differing_rewards(batch: TensorDictBase) -> TensorDictBase:
-    """Add the sample index to each reward, since a random model's rewards are all equal and give no gradient."""
+    """Add the sample index to each reward, because equal rewards, as a random model gets, give no gradient."""
     for row in batch.unbind(0) if batch.shape[0] else ():
         row["next", "reward"] = row["next", "reward"] + row["rollout", "sample_index"]
     return batch

@@ -20,13 +20,13 @@ else:  # OmegaConf does not support Literal: it checks for strings, and `one_of`
 
 @dataclass(slots=True, kw_only=True)
 class EngineConfig(Section):
-    """One or several engines that generate."""
+    """The engines that generate."""
 
     section: ClassVar[str] = "engine"
     num_replicas: int | None = field(default=None, metadata=at_least(1))
     """Number of engines with the same weights; null starts one that this process manages."""
     tensor_parallel_size: int = field(default=1, metadata=at_least(1))
-    """Number of GPUs that one engine is sharded over."""
+    """Number of GPUs over which one engine is sharded."""
     max_num_seqs: int | None = field(default=None, metadata=at_least(1))
     """Maximum number of requests decoded together; null is the default of `AsyncVLLM`."""
     gpu_memory_utilization: float | None = field(default=None, metadata=above(0, at_most=1))
@@ -39,11 +39,12 @@ class EngineConfig(Section):
     """`int8` quantises the linear layers of an engine on CPU; `train.importance_cap` corrects for it."""
     speculative: Speculative | None = field(default=None, metadata=one_of("ngram"))
     """`ngram` drafts the tokens that followed the same tokens earlier in the request, and keeps those that the model
-    confirms. It is faster if answers repeat their prompt, and keeps the distribution."""
+    confirms. Drafting is faster if answers repeat parts of the prompt, and does not change the distribution."""
     sleep_while_training: bool | None = None
-    """Whether the engine frees a shared GPU for the trainer (`sync.transport=ipc`); null: only if they alternate."""
+    """Whether the engine frees the memory of a GPU shared with the trainer (`sync.transport=ipc`) while the trainer
+    trains; null is true if the two alternate."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Other arguments of vLLM, by name, as `engine_args` of `AsyncVLLM` takes them."""
+    """Other arguments of vLLM by name (`engine_args` of `AsyncVLLM`)."""
     use_ray: bool = False
     """Whether to start engines in Ray actors."""
     ray_options: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +64,8 @@ class SyncConfig(Section):
 
     section: ClassVar[str] = "sync"
     transport: Transport = field(default="direct", metadata=one_of("direct", "ipc", "files"))
-    """`direct`: shared memory on CPU, NCCL on GPU. `ipc`: one GPU for both. `files`: double-buffered files."""
+    """`direct`: shared memory on CPU, NCCL on GPU. `ipc`: one GPU shared with the trainer. `files`: double-buffered
+    files."""
     folder: str | None = field(default=None, metadata=NAMED)
     """Folder of the transport `files`; null is `weights` in the run's folder."""
     pause_mode: PauseMode = field(default="keep", metadata=one_of("keep", "wait", "abort"))
@@ -73,10 +75,10 @@ class SyncConfig(Section):
     anchor_every: int = field(default=1, metadata=at_least(1))
     """Number of updates per full transfer through files or gloo; the updates in between send only changes."""
     lora: SentLoRA = field(default="merged", metadata=one_of("merged", "adapter"))
-    """Whether LoRA adapters are merged into the weights, or sent alone (`adapter`) so that requests finish with their
-    own."""
+    """Whether LoRA adapters are merged into the weights (`merged`), or sent alone (`adapter`), so that each request
+    finishes with the adapters that it started with."""
     max_adapters: int = field(default=4, metadata=at_least(2))
-    """Maximum number of versions with requests in flight for `lora=adapter`; an update waits until one is free."""
+    """Maximum number of adapter versions in the engine (`lora=adapter`); an update waits until one has no requests."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -87,20 +89,21 @@ class SyncConfig(Section):
         if self.anchor_every > 1 and self.lora == "adapter":
             raise ValueError(
                 f"sync.anchor_every={self.anchor_every} is for full weights, and sync.lora=adapter sends adapters only."
+                " Set sync.anchor_every=1."
             )
 
 
 @dataclass(slots=True, kw_only=True)
 class RayConfig(Section):
-    """The Ray cluster of engines or collectors."""
+    """The Ray cluster on which engines or collectors run."""
 
     section: ClassVar[str] = "ray"
     address: str | None = field(default=None, metadata=NAMED)
-    """Address of an existing cluster (`auto`: this machine's); null starts one on this machine."""
+    """Address of an existing cluster (`auto`: the cluster of this machine); null starts a cluster on this machine."""
 
     @property
     def init_config(self) -> dict[str, object]:
-        """Arguments of `ray.init`: the cluster at `address`, or a new local one, even if another is running."""
+        """Arguments of `ray.init`: the cluster at `address`, or a new local cluster, even if another one is running."""
         if self.address is None:
             return {"address": "local", "include_dashboard": False}
         return {"address": self.address}

@@ -32,7 +32,7 @@ _KINDS: dict[object, str] = {
 
 
 class EntryError(ValueError):
-    """Error about an entry's invalid value; `problem` says what was expected and given."""
+    """An entry has an invalid value; `problem` names the expected and the given value."""
 
     def __init__(self, entry: str, problem: str) -> None:
         super().__init__(f"{entry} {problem}")
@@ -45,10 +45,10 @@ class Allowed:
     """Allowed values of an entry, in addition to its type."""
 
     says: str
-    """Description of the values, after "must be"."""
+    """Description of the values, which follows "must be" in messages."""
     includes: Callable[..., bool]
     choices: tuple[str, ...] = ()
-    """All values, if they are few."""
+    """All allowed values, if they can be listed."""
 
 
 def at_least(low: float) -> Metadata:
@@ -84,21 +84,21 @@ def one_of(*choices: str) -> Metadata:
 
 
 def matching(pattern: str, says: str) -> Metadata:
-    """Declare the regular expression of a text, and its description after "must be"."""
+    """Declare a regular expression for a text; `says` follows "must be" in messages."""
     return {_ALLOWED: Allowed(says, lambda value: re.fullmatch(pattern, value) is not None)}
 
 
 def any_value(reason: str) -> Metadata:
-    """Declare that every value of the type is allowed, with the reason."""
+    """Declare that every value of the type is allowed, and why."""
     return {_ALLOWED: Allowed("", lambda value: True), "reason": reason}
 
 
-NAMED: Metadata = matching(r"[^\0]*[^\s\0][^\0]*", "some text")
+NAMED: Metadata = matching(r"[^\0]*[^\s\0][^\0]*", "non-empty text")
 """Metadata of names and paths."""
 
 
 class Section:
-    """Section of a configuration. Its entries are checked on construction, and numbers become Python's own types."""
+    """Section of a configuration. Its entries are checked on construction, and numbers become Python's types."""
 
     __slots__ = ()
     section: ClassVar[str] = ""
@@ -109,7 +109,7 @@ class Section:
         check_entries(self, self.section)
 
     def arguments_of(self, function: Callable[..., object]) -> dict[str, Any]:
-        """Return the entries that have the name of a keyword of a function or a class."""
+        """Return the entries with the name of a keyword argument of a function or class."""
         assert dataclasses.is_dataclass(self)
         known = keywords_of(function) or ()
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in known}
@@ -118,7 +118,7 @@ class Section:
 def check_entries(section: DataclassInstance, name: str) -> None:
     """Check all entries of a dataclass against their types and declarations; `name` is the prefix of their names.
 
-    numpy numbers and tuples are replaced by Python's numbers and lists. EntryError: if a value is invalid.
+    Replaces numpy numbers by Python's, and tuples by lists. Raises EntryError if a value is invalid.
     """
     kinds = types_of(type(section))
     for field in dataclasses.fields(section):
@@ -162,7 +162,7 @@ def all_entries(
 
 
 def entries_by_name(config_type: type[DataclassInstance]) -> dict[str, str]:
-    """Return the dotted names of entries by their last parts; the first section wins if there are several.
+    """Return the dotted names of entries by their last parts; of equal last parts, the first entry wins.
 
     Example:
         >>> from llmrl.config.sections import GRPOConfig
@@ -174,7 +174,7 @@ def entries_by_name(config_type: type[DataclassInstance]) -> dict[str, str]:
 
 
 def choices_of(config_type: type[DataclassInstance]) -> dict[str, tuple[str, ...]]:
-    """Return the allowed values of all entries with few values, by their dotted names."""
+    """Return the allowed values of all entries that list them, by dotted name."""
     allowed = {name: field.metadata.get(_ALLOWED) for name, field in all_entries(config_type)}
     return {name: one.choices for name, one in allowed.items() if isinstance(one, Allowed) and one.choices}
 
@@ -186,7 +186,7 @@ def types_of(owner: object) -> dict[str, Any]:
 
 
 def _checked(entry: str, value: object, hint: object, allowed: Allowed | None) -> object:
-    """Return a value in the form in which its entry stores it."""
+    """Return a value converted to the type of its entry. Raises EntryError if the value is invalid."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kind = next(option for option in options if option is not type(None))
     null = " or null" if type(None) in options else ""
@@ -194,7 +194,7 @@ def _checked(entry: str, value: object, hint: object, allowed: Allowed | None) -
         return None
     item_kinds = get_args(kind)
     kind = get_origin(kind) or kind
-    if kind not in _KINDS:  # a section, or a value that is checked where it is used
+    if kind not in _KINDS:  # a section, or a value that its user checks
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and not isinstance(value, kind):
             raise EntryError(entry, f"must be a {kind.__name__}, got {value!r}.")
         return value

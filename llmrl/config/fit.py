@@ -1,4 +1,4 @@
-"""Check that a configuration fits into this machine's memory, before anything starts."""
+"""Checks that a configuration fits into this machine's memory, before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmrl.trainer.memory_plan import MemoryPlan, ModelShape, TrainingShape, pla
 
 GIB = 2**30
 _USABLE = 0.92
-"""Usable share of a device's memory, without the CUDA context and fragmentation."""
+"""Share of a device's memory that remains after the CUDA context and fragmentation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class PlannedTrainConfig(TrainerConfig):
     """Entries of `train` that determine the trainer's memory."""
 
     kl_to_ref_coeff: float | None = field(default=None, metadata=at_least(0))
-    """The KL coefficient of `GRPOTrainConfig`; if it is set, there is a reference model."""
+    """The KL coefficient of `GRPOTrainConfig`; a value other than null needs a reference model."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +36,10 @@ class PlanConfig(Section):
 
 
 def training_shape(model: ModelConfig, train: TrainerConfig, *, budget: int = 0) -> TrainingShape:
-    """Return the trainer's memory-relevant settings; `budget` is the maximum length of a conversation's answers."""
+    """Return the settings that determine the trainer's memory.
+
+    `budget` is the maximum number of tokens in the answers of a conversation.
+    """
     longest = model.max_model_len or train.token_budget
     return TrainingShape(
         num_ranks=train.num_ranks,
@@ -56,7 +59,7 @@ def training_shape(model: ModelConfig, train: TrainerConfig, *, budget: int = 0)
 
 
 def shape_of(cfg: ScriptConfig) -> ModelShape | None:
-    """Return the shape of the model; None if it is not on this machine or its kind cannot be planned."""
+    """Return the shape of the model; None if it has no local folder or is not a dense transformer."""
     folder = cfg.model.folder
     try:
         return ModelShape.read(folder)
@@ -67,17 +70,17 @@ def shape_of(cfg: ScriptConfig) -> ModelShape | None:
 def check_fit(cfg: ScriptConfig) -> None:
     """Raise ValueError if the trainer needs more GPU memory than there is; the message says what would fit.
 
-    It also raises ValueError if `train.context_ranks` does not divide the model's heads. Memory is not checked for a
-    CPU run, a model on a hub, another architecture, or without a GPU here.
+    Also raises ValueError if `train.context_ranks` does not divide the number of the model's attention heads. Memory is
+    checked only for training on a GPU of this machine, with a dense transformer in a local folder.
     """
     model = shape_of(cfg)
     training = training_shape(cfg.model, cfg.train, budget=cfg.collect.budget)
     if model is not None and model.num_heads % training.context_ranks:
         raise ValueError(
             f"train.context_ranks={training.context_ranks} does not divide the {model.num_heads} heads of the model's "
-            "attention, of which each rank computes a part."
+            "attention, and each rank computes an equal part of them."
         )
-    num_bytes = _gpu_memory() if training.is_gpu else None  # a CPU may swap, and its small batches fill no budget
+    num_bytes = _gpu_memory() if training.is_gpu else None  # a CPU may swap, and its batches fill no budget
     if model is None or num_bytes is None:
         return
     plan = plan_memory(model, training)
@@ -89,14 +92,14 @@ def check_fit(cfg: ScriptConfig) -> None:
         elif sum(plan.lasting.values()) > beside:
             raise ValueError(
                 f"what the trainer keeps while the engine generates, {sum(plan.lasting.values()) / GIB:.1f} GiB, does "
-                f"not fit into the {beside / GIB:.1f} that the engine leaves: lower "
+                f"not fit into the {beside / GIB:.1f} GiB that the engine leaves: lower "
                 "engine.gpu_memory_utilization, or train adapters (model.lora.rank=16)."
             )
     if plan.total <= usable:
         return
     fitting = what_fits(model, training, usable)
     raise ValueError(
-        f"the trainer needs {plan.total / GIB:.1f} GiB on each GPU and has {usable / GIB:.1f}: "
+        f"the trainer needs {plan.total / GIB:.1f} GiB on each GPU and has {usable / GIB:.1f} GiB: "
         f"{', '.join(lines_of(plan))}. "
         + (
             f"What would fit: {'; or '.join(fitting)}."
@@ -118,7 +121,7 @@ def lines_of(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _gpu_memory() -> int | None:
-    """Return the memory of the smallest GPU in bytes, without initialising CUDA, which must not precede the engines."""
+    """Return the memory of the smallest GPU in bytes, without CUDA, which must not be initialised here."""
     if shutil.which("nvidia-smi") is None:
         return None
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]

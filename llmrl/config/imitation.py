@@ -12,7 +12,7 @@ from llmrl.config.sections import ClippedTrainConfig, CollectConfig, ScriptConfi
 
 @dataclass(slots=True, kw_only=True)
 class ConversationsConfig(Section):
-    """Conversations to learn from: rows with `messages` and optionally `tools` (`Demonstrations`)."""
+    """Conversations to learn from: rows with `messages` and optional `tools` (`Demonstrations`)."""
 
     section: ClassVar[str] = "conversations"
     path: str = field(metadata=NAMED)
@@ -32,14 +32,14 @@ class SFTConfig(ScriptConfig):
     def __post_init__(self) -> None:
         # A slotted dataclass is a new class, so `super()` without arguments fails.
         ScriptConfig.__post_init__(self)
-        # Entries that `hardware` sets, as `num_collectors`, describe the machine: they are not refused.
+        # Entries that a `hardware` file sets, such as `num_collectors`, describe the machine and are ignored.
         unused = ("max_staleness", "max_concurrent_rollouts")
         for section, names in ((self.collect, unused), (self.train, ("target_reward",))):
             for name in names:
                 if (value := getattr(section, name)) is not None:
                     raise EntryError(
                         f"{section.section}.{name}",
-                        f"is for answers that are sampled and scored, got {value!r}; conversations are only read: "
+                        f"is for answers that are sampled and scored, got {value!r}; SFT only reads conversations: "
                         f"leave {section.section}.{name}=null.",
                     )
 
@@ -51,27 +51,28 @@ class TeacherConfig(Section):
     section: ClassVar[str] = "teacher"
     path: str | None = field(default=None, metadata=NAMED)
     """Hugging Face name or folder of a model with the student's tokenizer, loaded in addition to the student."""
-    url: str | None = field(default=None, metadata=matching(r"https?://.*\S", "an address, as http://localhost:8000"))
-    """Address of a `vllm serve` with such a model, which needs `collect.temperature=1`. Without `path` and `url`, the
-    student is its own teacher, with a hint."""
+    url: str | None = field(default=None, metadata=matching(r"https?://.*\S", "a URL such as http://localhost:8000"))
+    """Address of a `vllm serve` server with such a model; requires `collect.temperature=1`. Without `path` and `url`,
+    the student with `hint` in its prompt is the teacher."""
     hint: str | None = field(default=None, metadata=NAMED)
-    """Addition to the teacher's prompt, with the problem's columns: `The answer is {answer}.`; null: nothing."""
+    """Addition to the teacher's prompt, with the problem's columns in braces: `The answer is {answer}.`; null: none."""
     coeff: float = field(default=1.0, metadata=above(0))
-    """Weight of the teacher's part of each token's advantage; 1 gives the gradient of the KL."""
+    """Weight of the teacher's part in each token's advantage; 1 gives the gradient of the KL."""
     top_k: int | None = field(default=None, metadata=at_least(1))
-    """Number of the teacher's likeliest ids when whole distributions are compared; all other ids count as one."""
+    """Number of the teacher's most likely ids for a loss that compares distributions; all other ids count as one id.
+    With null, the teacher gives an advantage instead."""
     use_reward: bool = False
-    """Whether to add the teacher's part to GRPO's advantage; otherwise rewards are not used."""
+    """Whether to add the teacher's part to GRPO's advantage; if false, rewards are not used."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         if self.path is None and self.url is None and self.hint is None:
             raise ValueError(
-                "teacher.path, teacher.url or teacher.hint is needed: a student teaches itself only with a hint."
+                "teacher.path, teacher.url or teacher.hint is needed: the student is its own teacher only with a hint."
             )
         if self.path is not None and self.url is not None:
             raise ValueError(
-                f"teacher.path={self.path!r} and teacher.url={self.url!r} are two teachers: leave one null."
+                f"teacher.path={self.path!r} and teacher.url={self.url!r} are two teachers: set one of them to null."
             )
         if self.top_k is None:
             return
@@ -88,7 +89,7 @@ class TeacherConfig(Section):
                 )
 
     def hint_for(self, problem: Row) -> str:
-        """Return the hint for a problem; ValueError if the problem lacks one of the hint's columns.
+        """Return the hint for a problem. Raises ValueError if the problem lacks a column that the hint names.
 
         Example:
             >>> TeacherConfig(hint="It is {answer}.").hint_for({"query": "1 + 1 =", "answer": "2"})
@@ -100,7 +101,7 @@ class TeacherConfig(Section):
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(
                 f"teacher.hint={self.hint!r} cannot be filled in ({type(error).__name__}: {error}): a problem has the "
-                f"columns {sorted(problem)}; name them in braces, and write a brace itself twice."
+                f"columns {sorted(problem)}; name columns in braces, and double a literal brace."
             ) from error
 
 
@@ -120,7 +121,7 @@ class DistillationConfig(ScriptConfig):
             if self.teacher.top_k is not None and value != whole:
                 raise ValueError(
                     f"teacher.top_k={self.teacher.top_k} compares whole distributions, and collect.{name}={value:g} "
-                    f"samples from truncated ones: leave collect.{name}={whole:g}."
+                    f"samples from truncated distributions: leave collect.{name}={whole:g}."
                 )
 
 
@@ -129,9 +130,9 @@ class BestOfGroupConfig(CollectConfig):
     """Collection of the best answers of each group."""
 
     num_best: int = field(default=2, metadata=at_least(1))
-    """Number of answers kept per group; more answers would be near-duplicates."""
+    """Number of answers kept per group; more answers would often be near-duplicates."""
     in_background: bool = False
-    """Whether to collect batches in the background, and train on the buffer if none is ready."""
+    """Whether to collect batches in the background, and train on the buffer if no batch is ready."""
 
     def __post_init__(self) -> None:
         # A slotted dataclass is a new class, so `super()` without arguments fails.
@@ -143,7 +144,7 @@ class BestOfGroupConfig(CollectConfig):
             )
         if self.in_background and self.max_staleness is not None:
             # Each update is a new version, even without a new batch, so every group would become too old.
-            raise ValueError("collect.in_background has no bound of staleness: leave collect.max_staleness=null.")
+            raise ValueError("collect.in_background does not bound staleness: leave collect.max_staleness=null.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,13 +152,13 @@ class ExpertIterationTrainConfig(TrainConfig):
     """Supervised training on a buffer of the best answers."""
 
     num_updates: int = field(default=4, metadata=at_least(1))
-    """Updates per step; supervised updates are safe to repeat, and answers are expensive to generate."""
+    """Number of updates per step; supervised updates are safe to repeat, and answers are expensive to generate."""
     rows_per_update: int = field(default=16, metadata=at_least(1))
-    """Rows per update; with four updates per step, about as many as one step keeps."""
+    """Number of rows per update; four updates use about as many rows as one step adds."""
     max_reuse: int = field(default=8, metadata=at_least(1))
-    """Average number of uses of a row before training waits for new rows in the background."""
+    """Average number of uses of a row after which training waits for new rows (`collect.in_background`)."""
     buffer_size: int = field(default=512, metadata=at_least(1))
-    """Number of rows in the buffer, about those of the last 16 steps; older rows are of a worse policy."""
+    """Number of rows in the buffer, about the last 16 steps; older rows are from a worse policy."""
 
 
 @dataclass(slots=True, kw_only=True)

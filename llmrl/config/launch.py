@@ -1,4 +1,4 @@
-"""Start of a training script: from files and a command line to a typed configuration."""
+"""Start of a training script: composes a typed configuration from files and the command line."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ CONFIGS: Mapping[str, type[ScriptConfig]] = {
 def launch(main: Callable[[Config], None], config_type: type[Config], config_path: str) -> None:
     """Call `main` with the configuration that the command line describes.
 
-    hydra composes the file, the groups that the command line names (`task=gsm8k`) and single entries
-    (`train.learning_rate=1e-6`). Invalid entries end the program with a message before anything starts. With
-    `resume=true`, the command line changes the run's saved configuration. With `train.num_ranks` above 1, this number
-    of processes is started, unless `torchrun` has started them. `config_path` is relative to the file that defines
-    `main`.
+    hydra composes the configuration from the file `config_path` (relative to the file that defines `main`), the groups
+    that the command line names (`task=gsm8k`), and single entries (`train.learning_rate=1e-6`). Invalid entries end the
+    program with a message before anything starts. With `resume=true`, the command line changes the run's saved
+    configuration. With `train.num_ranks` above 1, this number of processes is started, unless `torchrun` has already
+    started them.
     """
     require("hydra", extra="scripts")
     import hydra
@@ -70,7 +70,7 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
         start_ranks(config)
         try:
             record(main)(config)
-        except NothingLearned:  # the run has said why, and hydra would add a traceback
+        except NothingLearned:  # the run has printed the reason, and hydra would add a traceback
             raise SystemExit(1) from None
         leave_ranks()
 
@@ -100,7 +100,7 @@ def _require_packages(config: ScriptConfig) -> None:
 
 
 def _entries_of(word: str) -> list[str]:
-    """Return the entries of `task=NAME`, where NAME is an environment without a file of its own.
+    """Return the overrides for a word of the command line: `task=NAME` may name an environment instead of a file.
 
     Example:
         >>> _entries_of("task=gsm8k"), _entries_of("task=mypackage/thing")
@@ -141,7 +141,7 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
     """Return the typed form of a composed configuration, as changed by `resume` and `dry_run`.
 
     Raises:
-        ValueError: if an entry does not exist or has an invalid value, or as in `llmrl.config.resumed`.
+        ValueError: if an entry does not exist or has an invalid value, and as in `resumed_config`.
         FileNotFoundError: if there is no run to resume.
     """
     config = typed(own_config(cfg), config_type)
@@ -185,25 +185,25 @@ def typed(cfg: DictConfig, config_type: type[AnyConfig]) -> AnyConfig:
 
 @functools.cache
 def _schema_of(config_type: type[object]) -> DictConfig:
-    """Return the entries of a configuration class; what is merged into them is merged into a copy."""
+    """Return the entries of a configuration class. The cached object is safe, because merging copies it."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(config_type)
 
 
 def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """Return a message about an unknown entry; `elsewhere` has the entries of all sections by their last names."""
+    """Return a message about an unknown entry; `elsewhere` maps the last parts of all entries to dotted names."""
     group, _, last = name.rpartition(".")
     near = nearest(last, known)
     other = nearest(last, elsewhere or ())
     if last == "reward_funcs":
-        hint = "The environment has the reward: env.name=my_env.py:make."
+        hint = "The environment contains the reward: env.name=my_env.py:make."
     elif last in EXPLAINED:
         hint = f"{EXPLAINED[last][0].upper()}{EXPLAINED[last][1:]}."
     elif elsewhere and other and (near is None or last in SYNONYMS):
         hint = f"Did you mean {elsewhere[other]!r}?"
     else:
-        hint = f"Did you mean {'.'.join(filter(None, [group, near]))!r}?" if near else f"There are {', '.join(known)}."
+        hint = f"Did you mean {'.'.join(filter(None, [group, near]))!r}?" if near else f"It has {', '.join(known)}."
     return f"the configuration has no entry {name!r}. {hint}"
 
 

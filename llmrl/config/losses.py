@@ -20,11 +20,11 @@ class LossChoice:
 
     kind: Callable[..., GRPOLoss]
     entries: tuple[str, ...] = (*_CLIP, "dual_clip", "aggregation")
-    """Entries of `train` that it accepts, in addition to `COMMON`."""
+    """Entries of `train` that the loss accepts, in addition to `COMMON`."""
     normalization: Normalization = "std"
-    """Its normalisation of advantages (`group_advantages`)."""
+    """Normalisation of advantages for the loss (`group_advantages`)."""
     has_ratio: bool = True
-    """Whether it has a ratio to the policy before the step, so that a batch may have several updates."""
+    """Whether the loss has a ratio to the policy before the step, so that a batch may have several updates."""
 
 
 LOSSES: Mapping[str, LossChoice] = {
@@ -39,7 +39,7 @@ LOSSES: Mapping[str, LossChoice] = {
 COMMON = ("importance_cap", "kl_to_ref_coeff")
 """Entries of `train` that every loss accepts."""
 OWN = tuple(dict.fromkeys(entry for choice in LOSSES.values() for entry in choice.entries))
-"""Entries of `train` that only some losses accept; None is the loss's default."""
+"""Entries of `train` that only some losses accept; None keeps the loss's default."""
 
 
 def own_entries(train: object) -> dict[str, object]:
@@ -49,7 +49,7 @@ def own_entries(train: object) -> dict[str, object]:
 
 
 def check_loss_entries(loss: str, train: object) -> None:
-    """Raise EntryError, which suggests a suitable entry, if a `train` section has one that a loss does not accept."""
+    """Raise EntryError, with a suggestion, if a `train` section sets an entry that the loss does not accept."""
     taken = (*LOSSES[loss].entries, *COMMON)
     for entry, value in own_entries(train).items():
         if entry in taken:
@@ -63,20 +63,20 @@ def check_loss_entries(loss: str, train: object) -> None:
 
 
 def check_num_updates(loss: str, *, num_epochs: int, num_minibatches: int) -> None:
-    """Raise EntryError if a batch has several updates and the loss has no ratio to correct those after the first."""
+    """Raise EntryError if a batch has several updates and the loss has no ratio to correct all but the first."""
     if LOSSES[loss].has_ratio:
         return
     for entry, value in (("num_epochs", num_epochs), ("num_minibatches", num_minibatches)):
         if value > 1:
             raise EntryError(
                 f"train.{entry}",
-                f"must be 1 with loss={loss}, got {value}: this loss has no ratio, which would correct and bound every "
-                f"update after a batch's first. Leave train.{entry}=1, or use loss=grpo.",
+                f"must be 1 with loss={loss}, got {value}: this loss has no ratio to correct and bound the updates "
+                f"after the first one of a batch. Leave train.{entry}=1, or use loss=grpo.",
             )
 
 
 def build_loss(loss: str, train: object, actor: TransformersWrapper, *, budget: int | None = None) -> GRPOLoss:
-    """Build a loss from the entries of a `train` section; None or a missing entry is the loss's default.
+    """Build a loss from the entries of a `train` section; None or a missing entry keeps the loss's default.
 
     `budget` is the maximum number of tokens of a conversation, the default of `fixed_length`.
     """

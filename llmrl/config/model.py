@@ -31,11 +31,11 @@ class LoRAEntries(Section):
     rank: int | None = field(default=None, metadata=at_least(1))
     """Rank of the update of each weight; null trains all weights."""
     alpha: int = field(default=32, metadata=at_least(1))
-    """Scale of the update: it is multiplied by `alpha / rank`."""
+    """Scale of the update, which is multiplied by `alpha / rank`."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"], metadata=NAMED)
-    """Names of the adapted layers; `all-linear` is all but the output head."""
+    """Names of the adapted layers; `all-linear` is all linear layers except the output head."""
     quantize_base: bool = False
-    """Whether to hold the weights under the adapters in 4 bits, on one rank; needs the extra `optim`."""
+    """Whether to hold the weights under the adapters in 4 bits; needs a single rank and the extra `optim`."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -62,7 +62,7 @@ class ModelConfig(Section):
     chat_template: str | None = field(default=None, metadata=NAMED)
     """Chat template instead of the model's, for example for base models: a file, or Jinja text."""
     dtype: ComputeDtype = field(default="float32", metadata=one_of("float32", "bfloat16", "float16"))
-    """Dtype of engine and trainer; one for both, since updates below the engine's precision have no effect on it.
+    """Dtype of both engine and trainer, because updates below the engine's precision have no effect on the engine.
     `float16` is for GPUs without bfloat16 (T4, V100); the loss is scaled."""
     lora: LoRAEntries = field(default_factory=LoRAEntries)
     """LoRA adapters; `sync.lora` sets how the engine receives them."""
@@ -78,7 +78,10 @@ class ModelConfig(Section):
         return {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.dtype]
 
     def template_text(self) -> str | None:
-        """Return the text of `chat_template`, None for the model's own; ValueError if it is neither file nor Jinja."""
+        """Return the text of `chat_template`; None for the model's own template.
+
+        Raises ValueError if `chat_template` is neither an existing file nor Jinja text.
+        """
         given = self.chat_template
         if given is None or "{" in given:
             return given
@@ -87,8 +90,8 @@ class ModelConfig(Section):
         return Path(given).read_text(encoding="utf-8")
 
     def tokenizer_of(self, engine: Engine) -> PreTrainedTokenizerBase:
-        """Return the engine's tokenizer, with `chat_template` if there is one."""
-        assert isinstance(engine, HasTokenizer), "engines that do not know their tokenizer are refused before"
+        """Return the engine's tokenizer, with `chat_template` if it is set."""
+        assert isinstance(engine, HasTokenizer), "engines without a tokenizer are refused earlier"
         tokenizer = engine.get_tokenizer()
         template = self.template_text()
         if template is not None:
@@ -99,7 +102,7 @@ class ModelConfig(Section):
     def check_template(self, engine: HasTokenizer | None = None) -> None:
         """Raise ValueError if the model has no chat template, before an engine is started.
 
-        Without `engine`, a model that is not on this machine passes; the engine that loads it checks later.
+        Without `engine`, a model that is not on this machine passes.
         """
         if self.template_text() is not None:
             return
@@ -114,6 +117,6 @@ class ModelConfig(Section):
             return
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
-                f"the model {self.path} has no chat template, as base models have none: give the one to train it with "
-                "as model.chat_template (chat_template of train), a file or Jinja text, or take a model that has one."
+                f"the model {self.path} has no chat template, like most base models: set model.chat_template "
+                "(chat_template of train) to a file or Jinja text, or use a model with a chat template."
             )

@@ -1,4 +1,4 @@
-"""Processes that a trainer is sharded over: their start, and communication between them."""
+"""The processes over which a trainer is sharded: their start, and communication between them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 def start_ranks(cfg: ScriptConfig) -> None:
-    """Replace this process by `torchrun` with `train.num_ranks` processes, unless it is one of them or one suffices."""
+    """Replace this process by `torchrun` with `train.num_ranks` processes, unless it is one of them or the only one."""
     num_ranks = cfg.train.num_ranks
     if num_ranks == 1 or "RANK" in os.environ:
         return
     _divide_cores(num_ranks)
-    # The terminal sends Ctrl-C to every process. Rank 0's run handles it; torchrun would end all.
+    # The terminal sends Ctrl-C to every process. The run of rank 0 handles it; torchrun would end all processes.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout.flush()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    spec = sys.modules["__main__"].__spec__  # of a script that was started by `python -m`
+    spec = sys.modules["__main__"].__spec__  # None unless the script was started by `python -m`
     program = [sys.argv[0]] if spec is None else ["-m", spec.name]
     os.execv(sys.executable, [*torchrun, *program, *sys.argv[1:]])
 
@@ -39,8 +39,8 @@ def start_ranks(cfg: ScriptConfig) -> None:
 def call_on_ranks(num_ranks: int, function: Callable[..., T], *args: object) -> T:
     """Call a function in `num_ranks` new processes of a process group, and return rank 0's result.
 
-    The function is called in this process if one rank suffices, or if this process is one of several. Function and
-    arguments are pickled, and the output of the processes is discarded.
+    The function is called in this process if `num_ranks` is 1, or if this process is already one of several ranks.
+    Function and arguments are pickled, and the standard output of the processes is discarded.
     """
     if num_ranks == 1 or dist.is_initialized() or "RANK" in os.environ:
         return function(*args)
@@ -65,7 +65,7 @@ def call_on_ranks(num_ranks: int, function: Callable[..., T], *args: object) -> 
 
 
 def _on_rank(function: Callable[..., T], args: Sequence[object]) -> tuple[T | None, Exception | None]:
-    """Return the result of a function, or its error, which torchrun would report as a crash."""
+    """Return the result of a function, or its ValueError or OSError, which torchrun would report as a crash."""
     try:
         return function(*args), None
     except (ValueError, OSError) as error:
@@ -79,7 +79,7 @@ def _divide_cores(num_ranks: int) -> None:
 
 
 def join_ranks(cfg: ScriptConfig) -> int:
-    """Join the process group of torchrun, set the number of ranks and rank 0's folder in `cfg`, and return the rank."""
+    """Join the process group of torchrun, set the number of ranks and rank 0's `run` in `cfg`, and return the rank."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo" if cfg.train.device == "cpu" else "cpu:gloo,cuda:nccl")
     rank, cfg.train.num_ranks = rank_and_size(_everybody())
@@ -88,7 +88,7 @@ def join_ranks(cfg: ScriptConfig) -> int:
 
 
 def leave_ranks() -> None:
-    """Leave the process group after success."""
+    """Leave the process group, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -99,7 +99,7 @@ def this_rank() -> int:
 
 
 def broadcast_from_rank0(value: T) -> T:
-    """Return rank 0's value on every rank; the other ranks wait for it without a time limit."""
+    """Return rank 0's value on every rank; the other ranks wait for the value without a time limit."""
     group = _everybody()
     if group is None:
         return value
@@ -117,5 +117,6 @@ def _everybody() -> dist.ProcessGroup | None:
 
 @functools.cache
 def _patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    # The connection shows if a rank dies, so a long timeout only affects ranks that wait for collection.
+    # A dead rank closes its connection and so is noticed at once; the long timeout only serves ranks that wait for
+    # collection.
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))

@@ -1,4 +1,4 @@
-"""Configuration of a resumed run: the saved one, and the changes of the command line."""
+"""Configuration of a resumed run: the saved configuration with the changes of the command line."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.yaml"
 _READING_SECONDS = 10.0
-"""CPU time limit of reading a configuration, since entries may repeat each other; it normally takes milliseconds."""
+"""CPU time limit for reading a configuration, because nested references can make a small file very expensive."""
 
 Entries: TypeAlias = dict[str, object]
 """Entries of a configuration, with nested groups."""
 
-# A run has one algorithm, one model and one order of prompts; its checkpoint and its position in the data are invalid
-# for others.
+# A run has one algorithm, one model and one order of prompts. With others, its checkpoint and its position in the data
+# are invalid.
 _FIXED = (
     "algorithm",
     "seed",
@@ -51,8 +51,8 @@ def load_config(folder: Path) -> Entries:
     """Return the entries of a run's `config.yaml`.
 
     Raises:
-        UnsafeFileError: if it is a link, a pipe, a socket or a device.
-        DamagedFileError: if it is missing or not a valid configuration.
+        UnsafeFileError: if the file is a link, a pipe, a socket or a device.
+        DamagedFileError: if the file is missing or not a valid configuration.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -72,7 +72,7 @@ def load_config(folder: Path) -> Entries:
 
 
 def own_config(cfg: DictConfig) -> DictConfig:
-    """Return the configuration of a script: `cfg` as hydra composed it, or the saved one if it resumes a run."""
+    """Return the configuration of a script: `cfg` as hydra composed it, or the saved one if `cfg` resumes a run."""
     if not cfg.resume or cfg.dry_run:
         return cfg
     overrides, config_folders = _command_line()
@@ -84,12 +84,12 @@ def resumed_config(
 ) -> tuple[DictConfig, dict[str, tuple[object, object]]]:
     """Return the configuration with which the run in `run.path` continues, and its changes.
 
-    It is the saved one, changed by `overrides`: single entries (`train.learning_rate=1e-5`), or the entries of a file
-    in `config_folders` (`hardware=gpu1`). `task=` must be the run's own. Entries that the saved configuration lacks
-    are taken from `cfg`.
+    The saved configuration is changed by `overrides`: single entries (`train.learning_rate=1e-5`), or the entries of a
+    file in `config_folders` (`hardware=gpu1`). `task=` must name the run's own task. Entries that the saved
+    configuration lacks are taken from `cfg`.
 
     Args:
-        cfg: the composed configuration with `run.path`, hydra's or typed.
+        cfg: the composed configuration, from hydra or typed; `run.path` is the folder of the run.
         overrides: overrides of the command line, in hydra's form; None requests every entry of `cfg`.
         config_folders: folders of the files that hydra composed.
 
@@ -107,12 +107,12 @@ def resumed_config(
     if not (folder / CONFIG_NAME).exists():
         raise FileNotFoundError(
             f"{folder / CONFIG_NAME} is missing, so there is no run to resume: name its folder with run.path, or start "
-            "one without resume=true."
+            "a new run without resume=true."
         )
     saved = load_config(folder)
     composed = asdict(cfg) if isinstance(cfg, ScriptConfig) else OmegaConf.to_container(cfg, resolve=True)
     parts = [_completed(saved, composed), *_asked(composed, overrides, config_folders)]
-    # Entries of this call rather than the run.
+    # These entries belong to this call, not to the run.
     parts.append({"resume": True, "dry_run": composed["dry_run"], "run": {"path": composed["run"]["path"]}})
     resumed = OmegaConf.merge(*map(OmegaConf.create, parts))
     before = by_dotted_name(saved)
@@ -143,7 +143,7 @@ def _command_line() -> tuple[list[str] | None, list[Path]]:
 
 
 def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence[Path]) -> list[Entries]:
-    """Return the entries that the command line requests, in its order, as nested dicts."""
+    """Return the entries that the command line requests, in the order of the command line, as nested dicts."""
     if overrides is None:
         return [composed]
     from hydra.core.override_parser.overrides_parser import OverridesParser

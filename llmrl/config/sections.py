@@ -1,7 +1,7 @@
-"""Configuration of a training run: one dataclass per section, with the reasons of the defaults.
+"""Configuration of a training run: one dataclass per section, with the reasons for the defaults.
 
-`llmrl.config.launch` builds them from YAML files and the command line with hydra. An entry without a default is set by
-a task or by the caller. Values that depend on task, hardware or algorithm are in the YAML files of
+`llmrl.config.launch` builds these sections from YAML files and the command line with hydra. An entry without a default
+is set by a task or by the caller. Values that depend on task, hardware or algorithm are in the YAML files of
 `sota-implementations/config/`. Sections also build the objects that their entries describe.
 """
 
@@ -64,7 +64,7 @@ class RunConfig(Section):
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         if self.traces and not self.trackers:
-            raise ValueError(f"run.traces={self.traces} needs run.trackers, which show them; got none.")
+            raise ValueError(f"run.traces={self.traces} needs run.trackers to show the conversations; got none.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class EnvConfig(Section):
 
     @property
     def label(self) -> str:
-        """Name in metrics, the same on every machine: a file without its folders."""
+        """Name in metrics; the name of a file has no folders, so that it is the same on every machine."""
         own = own_function(self.name)
         return self.name if own is None else f"{own[0].name}:{own[1]}"
 
@@ -102,19 +102,20 @@ class CollectConfig(Section):
     max_new_tokens: int = field(metadata=at_least(1))
     """Maximum number of tokens per turn."""
     max_turns: int = field(default=8, metadata=at_least(1))
-    """Maximum number of answers per conversation; an environment that asks once ends after one."""
+    """Maximum number of answers per conversation; a single-turn environment ends after one answer."""
     temperature: float = field(default=1.0, metadata=at_least(0.01))
     """Sampling temperature; 1 samples from the policy itself."""
     top_p: float = field(default=1.0, metadata=above(0, at_most=1))
-    """Nucleus sampling: below 1 the least likely tokens are never sampled; vLLM also needs `top_k`."""
+    """Nucleus sampling: below 1, the least likely tokens are never sampled; vLLM also needs `top_k`."""
     top_k: int = field(default=0, metadata=at_least(0))
-    """Number of the likeliest tokens to sample from; 0 keeps all."""
+    """Number of the most likely tokens to sample from; 0 keeps all."""
     min_p: float = field(default=0.0, metadata=within(0, 0.999))
-    """Minimum probability of a token relative to the likeliest; vLLM also needs `top_k`."""
+    """Minimum probability of a token relative to the most likely token; vLLM also needs `top_k`."""
     max_staleness: int | None = field(default=None, metadata=at_least(0))
     """Maximum age of a group in versions when it is trained on; null generates on demand, and not while training."""
     max_concurrent_rollouts: InFlight = None
-    """Conversations in flight; null allows a whole batch and those ahead, `auto` adapts to the engine's memory."""
+    """Maximum number of rollouts in flight; null allows a batch and the batches ahead, `auto` adapts to the engine's
+    memory."""
     num_collectors: int | None = field(default=None, metadata=at_least(1))
     """Number of collector actors on Ray; null collects in this process."""
     cpus_per_collector: int | None = field(default=None, metadata=at_least(1))
@@ -124,15 +125,15 @@ class CollectConfig(Section):
         Section.__post_init__(self)
         if not self.top_k and (self.top_p < 1 or self.min_p > 0):
             raise ValueError(
-                f"collect.top_p={self.top_p:g} and collect.min_p={self.min_p:g} keep any number of tokens, which "
-                "vLLM reports only if collect.top_k bounds it: add a bound, such as collect.top_k=200."
+                f"collect.top_p={self.top_p:g} and collect.min_p={self.min_p:g} keep an unbounded number of "
+                "tokens, and vLLM reports the kept tokens only up to a bound: add one, such as collect.top_k=200."
             )
         limit = self.max_concurrent_rollouts
         if limit not in (None, "auto") and not (type(limit) is int and limit > 0):
             raise ValueError(f"collect.max_concurrent_rollouts must be a number from 1, auto or null, got {limit!r}.")
         if limit == "auto" and self.num_collectors is not None:
             raise ValueError(
-                "collect.max_concurrent_rollouts=auto needs a collector in this process: with collect.num_collectors "
+                "collect.max_concurrent_rollouts=auto needs a collector in this process: with collect.num_collectors, "
                 "give a number."
             )
 
@@ -157,8 +158,8 @@ class GRPOCollectConfig(CollectConfig):
     """Collection of groups that are compared by reward."""
 
     replace_constant_groups: bool = False
-    """Whether another prompt replaces a group of equal rewards (dynamic sampling); otherwise the batch is smaller. It
-    may take many prompts: see docs/what-matters.md."""
+    """Whether another prompt replaces a group of equal rewards (dynamic sampling); otherwise the batch is smaller.
+    Replacement may take many prompts: see docs/what-matters.md."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,18 +167,18 @@ class TrainerConfig(Section):
     """Placement and computation of the trainer's model."""
 
     section: ClassVar[str] = "train"
-    device: str = field(default="cpu", metadata=matching(r"cpu|cuda(:\d+)?", "cpu, cuda or one GPU of it, as cuda:1"))
+    device: str = field(default="cpu", metadata=matching(r"cpu|cuda(:\d+)?", "cpu, cuda or one GPU such as cuda:1"))
     """Device of the trainer: `cpu`, `cuda`, `cuda:1`."""
     num_ranks: int = field(default=1, metadata=at_least(1))
-    """Number of processes that the trainer is sharded over, one per GPU; `torchrun` sets it to its own number."""
+    """Number of processes over which the trainer is sharded, one per GPU; `torchrun` sets it to its own number."""
     context_ranks: int = field(default=1, metadata=at_least(1))
-    """Number of ranks, of `num_ranks`, that compute each row together; rows may then be that many times as long."""
+    """Number of ranks that compute each row together, a divisor of `num_ranks`; rows may be that many times as long."""
     cpu_threads: int | None = field(default=None, metadata=at_least(1))
-    """Threads per trainer process; null is all cores, which ranks on a CPU divide."""
+    """Number of threads per trainer process; null is all cores, divided between the ranks on a CPU."""
     token_budget: int = field(default=8192, metadata=at_least(1))
-    """Packed tokens per micro-batch; it bounds memory and does not change the gradient."""
+    """Number of packed tokens per micro-batch; bounds memory and does not change the gradient."""
     bin_length: int | None = field(default=None, metadata=at_least(1))
-    """Tokens packed into one sequence; null balances the cost of attention against shared prompts."""
+    """Number of tokens packed into one sequence; null balances the cost of attention against shared prompts."""
     head_kernel: HeadKernel = field(default="torch", metadata=one_of("torch", "liger"))
     """Kernel that computes log-probs from hidden states; `liger` is faster on a GPU, but off by 0.01 to 0.02 nats per
     token."""
@@ -198,11 +199,14 @@ class TrainerConfig(Section):
             raise ValueError(f"train.context_ranks={self.context_ranks} must divide train.num_ranks={self.num_ranks}.")
         if self.moments == "8bit" and self.num_ranks > 1:
             raise ValueError(
-                f"train.moments=8bit is for one rank, and train.num_ranks={self.num_ranks} shards the moments: use "
+                f"train.moments=8bit is for one rank, and train.num_ranks={self.num_ranks} shards the moments: set "
                 "train.moments=float32."
             )
         if self.num_ranks > 1 and self.device not in ("cpu", "cuda"):
-            raise ValueError(f"train.device={self.device!r} is one GPU, and train.num_ranks={self.num_ranks} need all.")
+            raise ValueError(
+                f"train.device={self.device!r} is a single GPU, and train.num_ranks={self.num_ranks} need one each: "
+                "set train.device=cuda."
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,7 +214,7 @@ class TrainConfig(TrainerConfig):
     """The trainer: its model, its optimizer, and the length of training."""
 
     num_steps: int = field(metadata=at_least(1))
-    """Number of batches of the whole run."""
+    """Number of steps of the whole run."""
     learning_rate: float = field(metadata=above(0))
     """Highest learning rate of the schedule."""
     schedule: Schedule = field(default="constant", metadata=one_of("constant", "linear", "cosine"))
@@ -220,7 +224,7 @@ class TrainConfig(TrainerConfig):
     weight_decay: float = field(default=0.0, metadata=at_least(0))
     """Weight decay of matrices; 0 by default, since it has little effect over a few hundred small steps."""
     max_grad_norm: float | None = field(default=1.0, metadata=above(0))
-    """Maximum norm of the gradient; larger gradients are scaled down. The first steps have norms of 5 and more."""
+    """Maximum norm of the gradient; larger gradients are scaled down. The first steps often have norms above 5."""
     target_reward: float | None = field(default=None, metadata=any_value("rewards are of any size"))
     """Mean reward of a batch at which training ends; null: never."""
 
@@ -229,8 +233,8 @@ class TrainConfig(TrainerConfig):
         TrainerConfig.__post_init__(self)
         if self.schedule != "constant" and self.warmup_steps >= self.num_steps:
             raise ValueError(
-                f"train.warmup_steps={self.warmup_steps} leaves no step of train.num_steps={self.num_steps} to decay "
-                "in."
+                f"train.warmup_steps={self.warmup_steps} leaves no step of train.num_steps={self.num_steps} for "
+                "the decay."
             )
 
     def build_optimizer(self, model: torch.nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
@@ -247,7 +251,7 @@ class EvalEnvConfig:
     data: Any = None
     """A file, folder or hub name instead of the task's own problems."""
     split: str = field(default="test", metadata=NAMED)
-    """Split of its problems."""
+    """Split of the problems."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task."""
 
@@ -266,16 +270,16 @@ class EvalConfig(Section):
     envs: dict[str, EvalEnvConfig] = field(default_factory=dict)
     """Environments in addition to the task's own, by their names in metrics."""
     metric: str | None = field(
-        default=None, metadata=matching(r"eval/.*\S", "a metric of the evaluation, as eval/gsm8k/pass@1")
+        default=None, metadata=matching(r"eval/.*\S", "a metric of the evaluation, such as eval/gsm8k/pass@1")
     )
-    """Metric that selects the model in `model-best`, such as `eval/gsm8k/pass@1`; null keeps none."""
+    """Metric that selects the model in `model-best`, such as `eval/gsm8k/pass@1`; null saves no best model."""
     patience: int | None = field(default=None, metadata=at_least(1))
     """Number of evaluations in a row without improvement after which training ends; null: never."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         if self.patience is not None and self.metric is None:
-            raise ValueError("eval.patience needs eval.metric, by which an evaluation is better than another.")
+            raise ValueError("eval.patience needs eval.metric, the metric that must improve; got null.")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -290,12 +294,14 @@ class ExportConfig(Section):
     max_shard_size: str = field(default="5GB", metadata=matching(r"[1-9]\d*[KMGT]B", "like 500MB or 5GB"))
     """Maximum size of a weight file, in KB, MB, GB or TB."""
     push_to_hub: str | None = field(default=None, metadata=NAMED)
-    """Repository, such as `me/my-model`, for each export and the model; private if it is created; null: none."""
+    """Repository, such as `me/my-model`, for exports and the final model; a new one is private; null: none."""
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
         if self.save_total_limit is not None and self.every is None:
-            raise ValueError("export.save_total_limit needs export.every, without which there are no exports.")
+            raise ValueError(
+                f"export.save_total_limit={self.save_total_limit} needs export.every, the steps between exports."
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -317,7 +323,7 @@ class ScriptConfig(Section):
     export: ExportConfig = field(default_factory=ExportConfig)
     """Exports of the model."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """Engines that generate."""
+    """The engines that generate."""
     sync: SyncConfig = field(default_factory=SyncConfig)
     """Transport of weights."""
     ray: RayConfig = field(default_factory=RayConfig)
@@ -333,7 +339,7 @@ class ScriptConfig(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        # Hardware settings are checked here, because a dry run replaces them after it was checked.
+        # Hardware settings are checked here, because a dry run replaces them later.
         engine = self.engine
         gpus = self.engine.ray_options.get("num_gpus")
         if self.collect.num_collectors is not None and not engine.use_ray:
@@ -341,30 +347,31 @@ class ScriptConfig(Section):
                 "collect.num_collectors needs engine.use_ray=true: collector actors reach engines through Ray."
             )
         if self.sync.transport == "ipc" and (engine.use_ray or (engine.num_replicas or 1) > 1):
-            raise ValueError("sync.transport=ipc is for one engine on the trainer's GPU; with several use direct.")
+            raise ValueError("sync.transport=ipc is for one engine on the trainer's GPU; otherwise use direct.")
         if self.sync.lora == "adapter" and self.model.lora.rank is None:
             raise ValueError("sync.lora=adapter sends adapters alone: give them a rank, model.lora.rank=16.")
         if self.model.lora.quantize_base and self.sync.lora == "adapter":
             raise ValueError(
-                "model.lora.quantize_base=true needs sync.lora=merged: with adapters alone, engines would add them to "
-                "weights that are not quantized."
+                "model.lora.quantize_base=true needs sync.lora=merged: the engines' own weights are not quantized, so "
+                "adapters alone would give another model there."
             )
         if self.model.lora.quantize_base and self.train.num_ranks > 1:
             raise ValueError("model.lora.quantize_base=true is for one rank, train.num_ranks=1.")
         if engine.sleep_while_training and not self.engine_sleeps:
             needed = "sync.transport=ipc, collect.max_staleness=null and collect.in_background=false"
             raise ValueError(
-                f"engine.sleep_while_training=true needs an engine on the trainer's GPU, in turn: {needed}."
+                "engine.sleep_while_training=true needs an engine on the trainer's GPU that generates and trains in "
+                f"turn: {needed}."
             )
         if engine.use_ray and gpus and gpus != engine.tensor_parallel_size:
             raise ValueError(
                 f"engine.ray_options.num_gpus is {gpus} and engine.tensor_parallel_size {engine.tensor_parallel_size}: "
-                "an engine's actor has as many GPUs as the engine is sharded over."
+                "an engine's actor needs as many GPUs as the engine is sharded over."
             )
 
     @property
     def engine_sleeps(self) -> bool:
-        """Whether the engine releases GPU memory while the trainer trains."""
+        """Whether the engine releases its GPU memory while the trainer trains."""
         is_ahead = self.collect.max_staleness is not None or getattr(self.collect, "in_background", False)
         return self.sync.transport == "ipc" and not is_ahead and self.engine.sleep_while_training is not False
 
@@ -385,7 +392,8 @@ class ScriptConfig(Section):
     ) -> TransformersWrapper:
         """Return the policy that scores rows with the trained model.
 
-        `generate_kwargs`: sampling arguments of the rows, which are replayed; None for rows that were not sampled.
+        `generate_kwargs` are the sampling arguments of the rows, for their log-probs; None for rows that were not
+        sampled.
         """
         return TransformersWrapper(
             model,
@@ -403,9 +411,10 @@ class ClippedTrainConfig(TrainConfig):
     clip_epsilon: float | None = field(default=None, metadata=above(0, at_most=1))
     """Bound of the ratio to the trainer's log-probs before the step (PPO); null is the loss's default, 0.2 for GRPO."""
     clip_epsilon_high: float | None = field(default=None, metadata=above(0))
-    """Upper bound, if it differs (DAPO: 0.28); null is the loss's default, `clip_epsilon` for GRPO."""
+    """Upper bound, if it differs from the lower one (DAPO: 0.28); null is the loss's default, `clip_epsilon` for
+    GRPO."""
     importance_cap: float | None = field(default=2.0, metadata=above(0))
-    """Bound of the importance weight between trainer and engine; few tokens reach 2 (Yao et al., 2025)."""
+    """Bound of the importance weight between trainer and engine; few tokens exceed 2 (Yao et al., 2025)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -421,11 +430,11 @@ class GRPOTrainConfig(ClippedTrainConfig):
     fixed_length: int | None = field(default=None, metadata=at_least(1))
     """Divisor of `dr_grpo`; null is the budget, `collect.max_turns` times `collect.max_new_tokens`."""
     max_divergence: float | None = field(default=None, metadata=above(0))
-    """Bound of a `dppo` update per token; null is 0.15."""
+    """Bound of the divergence of a token in `dppo`; null is 0.15."""
     divergence: Divergence | None = field(default=None, metadata=one_of("tv", "kl"))
     """Divergence that `dppo` bounds for a token against all others: total variation (`tv`) or KL; null is `tv`."""
     kl_to_ref_coeff: float | None = field(default=None, metadata=at_least(0))
-    """Weight of the KL to the initial model; null: none, since short runs stay near it."""
+    """Weight of the KL to the initial model; null: no KL, since short runs stay near the initial model."""
     num_epochs: int = field(default=1, metadata=at_least(1))
     """Number of passes over a batch; 1 is on-policy, and 2 pays off only if answers are very expensive."""
     num_minibatches: int = field(default=1, metadata=at_least(1))

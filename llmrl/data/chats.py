@@ -16,9 +16,9 @@ Chats: TypeAlias = Sequence[Message] | Sequence["Chats"]
 class Chat:
     """The messages of one conversation as an immutable leaf of a TensorDict.
 
-    TensorDict copies non-tensor data at each step, and saves plain sequences as JSON lists. A `Chat` is its own copy,
-    so long conversations cost no more than short ones, and it is pickled. With `is_message` it is one message of a
-    conversation that a TensorDict holds message by message (`History`).
+    TensorDict copies non-tensor data at each step, and saves plain sequences as JSON lists. Copying a `Chat` returns
+    the same object, so long conversations cost no more than short ones, and TensorDict saves it by pickling. With
+    `is_message`, it is one message of a conversation that a TensorDict holds message by message (`History`).
 
     Example:
         >>> import copy
@@ -53,7 +53,7 @@ class Chat:
 
 
 def leaves_of(value: Chat | tuple[Message, ...] | Iterable[Chat], batch_size: Sequence[int]) -> Nested[Chat]:
-    """Return the leaves of a batch; a single value is broadcast over it, as specs create it."""
+    """Return the leaves of a batch; a single value, such as a spec creates, is broadcast over the batch."""
     if isinstance(value, (Chat, tuple)):
         leaf: Nested[Chat] = value if isinstance(value, Chat) else Chat(value)
         for size in reversed(batch_size):
@@ -93,7 +93,7 @@ def message_leaves(chats: Nested[tuple[Message, ...]]) -> Nested[Chat]:
 
 
 def concatenated(chats: Nested[tuple[Message, ...]], added: Nested[tuple[Message, ...]]) -> Nested[tuple[Message, ...]]:
-    """Append messages to conversations: the same for all, or one sequence per conversation.
+    """Append messages to conversations: the same messages to all, or one sequence per conversation.
 
     Example:
         >>> concatenated([({"role": "user"},), ()], ({"role": "tool"},))

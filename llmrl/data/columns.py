@@ -14,7 +14,7 @@ CONTEXT_VERSION = -1
 
 
 class TokenColumns:
-    """Columns of one growing sequence, all of the same length; plain lists, since they are cheap to extend.
+    """Per-token columns of one growing sequence, all of the same length; lists, since they are cheap to extend.
 
     Example:
         >>> columns = TokenColumns()
@@ -66,7 +66,7 @@ class TokenColumns:
         """Append sampled tokens; ValueError if a column is missing or does not have one value per token.
 
         `routed_experts`, `[num_tokens - 1, num_layers, top_k]`, covers all tokens of the sequence but the last. Tokens
-        that have experts keep them.
+        that already have experts keep them.
         """
         sampling_mask = [None] * len(token_ids) if sampling_mask is None else sampling_mask
         check_per_token(token_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)
@@ -98,7 +98,7 @@ class TokenColumns:
         self.routed_experts += columns.routed_experts
 
     def mark_context(self, start: int, stop: int) -> None:
-        """Make tokens `start` to `stop` context, which is not trained on."""
+        """Exclude tokens `start` to `stop` from training; ValueError if they are not a range of the sequence."""
         if not 0 <= start <= stop <= len(self.token_ids):
             raise ValueError(f"start and stop must lie in order in 0..{len(self.token_ids)}, got {start} and {stop}.")
         count = stop - start

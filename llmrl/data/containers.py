@@ -49,8 +49,8 @@ class ChatHistory(TensorClass["nocast"]):  # type: ignore[name-defined]
     ) -> Text:
         """Render the turn with the chat template; the prompt ends with the generation prompt, the response follows it.
 
-        This is for display and for supervised data; `("tokens", ...)` has the exact tokens of a sampled turn.
-        ValueError: if the template changes the prompt when the response follows.
+        This is for display and for supervised data; `("tokens", ...)` has the exact tokens of a sampled turn. Raises
+        ValueError if the template changes the prompt when the response follows.
         """
 
         def render(history: History | None, *, is_prompt: bool = False) -> str | None:
@@ -106,7 +106,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
         return Composite(entries, shape=torch.Size(shape), data_cls=Text)
 
     def to_tokens(self, tokenizer: Tokenizer) -> Tokens:
-        """Tokenize the text without adding special tokens, which the template has written."""
+        """Tokenize the text without adding special tokens, which the template has already written."""
 
         def encode(text: str | None) -> torch.Tensor | None:
             if text is None:
@@ -116,7 +116,7 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
         def convert(turn: Text) -> Tokens:
             prompt = encode(turn.prompt)
             full = encode(turn.full)
-            # Split by the number of ids, since the prompt's text may end within a token of the whole.
+            # Split by the number of ids, since the prompt's text may end within a token of the full text.
             is_split = prompt is not None and full is not None
             response = full[len(prompt) :] if is_split else encode(turn.response)  # type: ignore[index, arg-type]
             return Tokens(prompt=prompt, response=response, full=full, padded=False)
@@ -203,7 +203,7 @@ class Tokens(_Ragged):
             )
 
         if any(turn.padded for turn in batch_elements(self)):
-            raise ValueError("the end of padded tokens is unknown; use a policy without pad_output.")
+            raise ValueError("padded tokens cannot be decoded: their end is unknown; use a policy without pad_output.")
 
         def convert(turn: Tokens) -> Text:
             return Text(prompt=decode(turn.prompt), response=decode(turn.response), full=decode(turn.full))
@@ -272,13 +272,13 @@ def _each(container: TensorClass, convert: Callable[[Turn], Converted]) -> Conve
 
 
 def _converted(turn: TensorClass, convert: Callable[[Turn], Converted]) -> Converted:
-    """Convert a turn, or each turn of a container that has no batch size but holds entries of several."""
+    """Convert a turn, or each turn of a container without batch size that holds the entries of several turns."""
     entries = {name: getattr(turn, name) for name in _TURN if getattr(turn, name) is not None}
     sizes = {_num_within(entry) for entry in entries.values()}
     if sizes <= {None}:
         return convert(turn)
     if len(sizes) != 1:
-        raise ValueError(f"{type(turn).__name__} has entries of several lengths, {sizes}; give it a batch_size.")
+        raise ValueError(f"{type(turn).__name__} has entries of different lengths, {sizes}; give it a batch_size.")
     several = [
         convert(type(turn)(**dict(zip(entries, one, strict=True)))) for one in zip(*entries.values(), strict=True)
     ]

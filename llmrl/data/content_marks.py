@@ -1,4 +1,4 @@
-"""Protection against special tokens in contents, which are split into ordinary tokens and cannot forge a turn."""
+"""Protection against special tokens in contents: they are split into ordinary tokens, so they cannot forge a turn."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llmrl.data.message import Message, ToolSchema
 
 Value = TypeVar("Value")
 
-# Private-use characters, which have no meaning in texts.
+# Candidates for the mark: private-use characters, which have no meaning in texts.
 _CANDIDATES = [chr(code) for code in range(0xE000, 0xE100)]
 
 
 class RenderingError(ValueError):
-    """Raised for messages that a chat template rejects, or a template that cannot be rendered exactly."""
+    """Raised if a chat template rejects messages, or cannot be rendered exactly."""
 
 
 class ContentMarks:
@@ -30,7 +30,7 @@ class ContentMarks:
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        further: texts to mark in addition to the special tokens.
+        further: texts that are marked in addition to the special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, further: Iterable[str] = ()) -> None:
@@ -44,7 +44,7 @@ class ContentMarks:
         for token in sorted(self.tokens):
             beginnings.setdefault(token[:2], []).append(token)
         self._tokens_of = {beginning: tuple(tokens) for beginning, tokens in beginnings.items()}
-        # A lookahead finds overlapping tokens, too.
+        # A lookahead also finds overlapping tokens.
         self._pattern = re.compile("(?=(" + "|".join(map(re.escape, self._tokens_of)) + "))")
         # Some tokens are matched in the normalised text, and some models' special tokens are also ordinary pieces.
         self._normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
@@ -59,7 +59,10 @@ class ContentMarks:
         return [match.start() for match in found if text.startswith(self._tokens_of[match[1]], match.start())]
 
     def first_in(self, *values: object) -> str | None:
-        """Return the first special token in the texts of messages or tools; None if there is none."""
+        """Return the first special token in messages or tools, or None.
+
+        If only the normalised form of a text has a special token, return the start of the text.
+        """
         for text in _texts_of(values):
             for start in self.find(text):
                 return next(
@@ -74,7 +77,7 @@ class ContentMarks:
     ) -> tuple[str, Sequence[Message], Sequence[ToolSchema] | None]:
         """Return the mark (empty if none is needed), and the messages and tools with it in each special token.
 
-        RenderingError: if the texts contain all candidates for a mark.
+        Raises RenderingError if the texts contain all candidates for a mark.
         """
         if self.first_in(messages, tools) is None:
             return "", messages, tools
@@ -85,8 +88,8 @@ class ContentMarks:
         )
         if mark is None:
             raise RenderingError(
-                "A content has special tokens and every private-use character of Unicode; remove "
-                "one of these characters."
+                "A content has special tokens and all private-use characters from U+E000 to U+E0FF; remove one of "
+                "these characters."
             )
         return mark, self._marked(messages, mark), self._marked(tools, mark)
 
@@ -122,28 +125,31 @@ class ContentMarks:
     def locate(self, text: str, mark: str) -> list[tuple[int, tuple[int, int]]]:
         """Return the tokens of `encode` with their character spans in a text with plain marks (`with_plain_marks`).
 
-        RenderingError: if the tokenizer does not report the positions of the marks.
+        Raises RenderingError if the tokenizer does not report the positions of the marks.
         """
         if mark and not self._tokenizer.is_fast:
-            raise _refusal("the tokenizer is a slow one, which does not report the positions of its tokens")
+            raise _refusal("the tokenizer is slow (not Rust-based) and does not report the positions of tokens")
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         located = []
         for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
             covered = text[start:end]
             if not mark or not covered or covered.strip(mark):
                 if mark and mark in covered:
-                    raise _refusal("the tokenizer makes one token of it and its surroundings")
+                    raise _refusal("the tokenizer merges the mark that splits it with other text into one token")
                 located.append((token_id, (start, end)))
         return located
 
     def refuse(self, *values: object) -> None:
         """Raise RenderingError for messages or tools with special tokens, if their rendering cannot be marked."""
         if (token := self.first_in(*values)) is not None:
-            raise _refusal(f"{token!r} would be read as one. TemplateRenderer splits it, for policies of histories")
+            raise _refusal(
+                f"{token!r} would be encoded as special. TemplateRenderer splits it, for policies of histories "
+                "(input_mode='history')"
+            )
 
 
 def with_plain_marks(text: str, mark: str) -> str:
-    """Return a rendering with plain marks, where its template escaped them as JSON, for example in arguments."""
+    """Return a rendering in which marks that the template escaped as JSON, for example in arguments, are plain."""
     return text.replace(json.dumps(mark)[1:-1], mark) if mark else text
 
 

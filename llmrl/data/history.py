@@ -45,18 +45,18 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     that shares its messages.
 
     TorchRL's form is also supported: `History(role=..., content=...)` is one message; with nested lists, the messages
-    are the last dimension of `batch_size`; and `torch.stack` of messages is a conversation.
+    are the last dimension of `batch_size`; `torch.stack` of messages returns a conversation.
 
     Args:
         role: role of each message, a string or nested lists of strings.
-        content: content of each message, its text or a list of parts; a single value applies to all.
+        content: content of each message, a text or a list of parts; a single value applies to all messages.
         is_complete: whether each message was ended; by default true.
-        tool_calls: list of calls of each message.
+        tool_calls: list of the tool calls of each message.
         tool_responses: texts that answer calls, for messages without content.
-        messages: the leaf itself, instead of the arguments above; prefer `from_chats`.
+        messages: leaf to use instead of the arguments above; prefer `from_chats`.
         batch_size: shape of `role`, the default.
 
-    Raises ValueError if the arguments do not match, or are neither messages nor their parts.
+    Raises ValueError if the shapes of the arguments differ, or a message has no role, or neither content nor calls.
 
     Example:
         >>> history = History.from_chats([{"role": "user", "content": "7 + 8 ="}])
@@ -76,7 +76,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     def from_chats(cls, chats: Chats, *, check: bool = True) -> History:
         """Build a history from one conversation (a list of messages) or nested lists of conversations.
 
-        Malformed messages raise TypeError or ValueError.
+        With `check`, raise TypeError or ValueError if a message is malformed.
         """
         if is_conversation(chats):
             messages = Chat(copied(check_messages(chats)) if check else chats)
@@ -96,11 +96,11 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         Args:
             text: templated text with its special tokens. A truncated last message gets `is_complete: False`.
-            chat_template_name: a family (`chatml`, `llama3`, `llama4`, `gemma`, `mistral`) or a model of one (`qwen`,
-                `llama`); by default the family with marks in the text.
+            chat_template_name: a family (`chatml`, `llama3`, `llama4`, `gemma`, `mistral`) or a model of a family
+                (`qwen`, `llama`); by default the family of the first mark in the text.
             chat_template, tokenizer: ignored, as in TorchRL.
 
-        Raises ValueError if the name is unknown, or the text has none of its marks.
+        Raises ValueError if the name is unknown, or the text has none of the family's marks.
 
         Example:
             >>> History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").to_chats()
@@ -115,7 +115,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @property
     def chats(self) -> Nested[tuple[Message, ...]]:
-        """The messages: a tuple for one conversation, nested lists of tuples for a batch."""
+        """Messages: a tuple for one conversation, nested lists of tuples for a batch."""
         return conversations(self._leaves)
 
     @property
@@ -179,10 +179,10 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """Append one message to each conversation.
 
         Args:
-            history: a message for all; or a `History` of one message, or of one per conversation.
-            inplace: whether to change this history, too; by default true for a `History`, as in TorchRL, and false for
+            history: a message for all conversations; or a `History` of one message, or of one message per conversation.
+            inplace: whether to also change this history; by default true for a `History`, as in TorchRL, and false for
                 a message.
-            dim: the last dimension, that of the messages.
+            dim: dimension of the messages, which is the last one.
 
         Raises:
             ValueError: if the message is malformed, the batch sizes differ, or `dim` is another dimension.
@@ -200,7 +200,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
                 f"got a history of batch size {list(history.batch_size)}; use extend for several."
             )
         if dim not in (-1, len(self.conversation_shape)):
-            raise ValueError(f"dim must be that of the messages, {len(self.conversation_shape)} or -1, got {dim}.")
+            raise ValueError(f"dim must be the messages' dimension, {len(self.conversation_shape)} or -1, got {dim}.")
         return self._longer(added, inplace)
 
     def extend(
@@ -221,7 +221,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         if not isinstance(history, History):
             return self._longer(copied(check_messages(history)), bool(inplace))
         if history.is_message:
-            raise RuntimeError("The new history to extend with is a message alone; append it.")
+            raise RuntimeError("extend got a single message; append it instead.")
         place = (0 if dim is None else dim) % (len(self.conversation_shape) + 1)
         if place == len(self.conversation_shape):
             if history.conversation_shape != self.conversation_shape:
@@ -241,12 +241,13 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     def _longer(self, added: Nested[tuple[Message, ...]], inplace: bool | None) -> History:
         if self.is_message:
             raise RuntimeError(
-                "a message alone has nothing to append to; make it a conversation: message.unsqueeze(0)."
+                "messages can only be appended to a conversation, and this history is a single message: call "
+                "unsqueeze(0) first."
             )
         return self._changed(History.from_chats(concatenated(self.chats, added), check=False), inplace)
 
     def _changed(self, other: History, inplace: bool | None) -> History:
-        """Return `other` in this history's form; unless `inplace` is false, as this object."""
+        """Return `other` in the form of this history (messages or not), in this object unless `inplace` is false."""
         lengths = {len(chat) for chat in flatten(other.chats)}
         if are_messages(self._leaves) and len(lengths) == 1:
             other = History(messages=leaf_of(message_leaves(other.chats)), batch_size=(*other.batch_size, *lengths))
@@ -276,12 +277,12 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         This is for display, single turns and supervised data; exact multi-turn prompts come from
         `llmrl.rendering.Conversation`. In token ids, special tokens in contents are encoded as ordinary text, so
-        contents cannot forge a turn. In text they cannot be told apart: do not tokenize a rendered text with untrusted
-        contents.
+        contents cannot forge a turn. Rendered text does not show where a special token is from, so do not tokenize
+        rendered text with untrusted contents.
 
         Args:
             tokenizer: tokenizer, and source of the template unless another is given or was added for its model's name.
-                If it has no template: `dialogpt`, `falcon` or `deepseek` by the model's name, else `chatml`.
+                A tokenizer without template uses `dialogpt`, `falcon` or `deepseek` by the model's name, else `chatml`.
             add_generation_prompt: whether to end with the beginning of an answer.
             chat_template: template to use instead of the tokenizer's.
             chat_template_name: name of a template: a family (`chatml`, `llama3`, `llama4`, `gemma`), a model, or a
@@ -289,12 +290,13 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             continue_final_message: whether to leave the last message open.
             tokenize: whether to return token ids; by default true with `return_tensors`, `return_dict` or
                 `return_assistant_tokens_mask`.
-            padding: True pads to the longest in the batch, `"max_length"` to `max_length`, on the tokenizer's side.
+            padding: True pads to the longest row of the batch, `"max_length"` to `max_length`, on the tokenizer's side.
             truncation: whether to keep only the first `max_length` tokens.
             return_tensors: `"pt"` or None.
             return_dict: whether to return a TensorDict with `input_ids` and `attention_mask`, `[num_tokens]` each.
-            return_assistant_tokens_mask: whether to add `assistant_masks`, which is true for the assistant's tokens,
-                including end-of-turn tokens. It needs no generation markers, but a template that only appends.
+            return_assistant_tokens_mask: whether to add `assistant_masks`, which is true for tokens in the template's
+                `{% generation %}` blocks. If a template has none, it is true for the assistant's turns, including
+                end-of-turn tokens, and the template must not rewrite earlier turns.
             template_kwargs: further variables of the template, such as `tools`.
 
         Returns:
@@ -303,8 +305,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         Raises:
             ValueError: if the template does not read a variable, `max_length` is missing, a name is unknown, the
-                tokenizer cannot split special tokens in contents, or a mask is requested and the template rewrites
-                earlier turns.
+                tokenizer cannot split special tokens in contents, or a mask is requested that the template does not
+                allow.
         """
         if chat_template_name is not None:
             chat_template = template_named(chat_template_name)
@@ -341,7 +343,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @classmethod
     def load(cls, path: str | Path) -> History:
-        """Read a file that `save` wrote, as a batch `[num_conversations]`; check the messages."""
+        """Read a file that `save` wrote, as a batch `[num_conversations]`, and check its messages."""
         # `splitlines` would also split at U+2028, which JSON strings may contain.
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
         return cls.from_chats([json.loads(line)["messages"] for line in lines if line.strip()])

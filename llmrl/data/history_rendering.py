@@ -66,7 +66,7 @@ class ChatRendering:
         )
 
     def tokens(self, chat: Sequence[Message]) -> TensorDict:
-        """Encode a conversation: `input_ids`, `attention_mask` and perhaps `assistant_masks`, `[num_tokens]` each."""
+        """Encode a conversation: `input_ids`, `attention_mask`, `assistant_masks` if requested, `[num_tokens]` each."""
         marks = ContentMarks(self.tokenizer)
         given = self.template_kwargs.get("tools")
         mark, chat, tools = marks.mark(chat, cast(Sequence[ToolSchema] | None, given))
@@ -95,13 +95,13 @@ class ChatRendering:
     def _spans(
         self, chat: Sequence[Message], render: Callable[[Sequence[Message], bool], str], mark: str
     ) -> list[tuple[int, int]]:
-        """Return the character spans that the mask holds: the template's `{% generation %}` blocks, if it has them."""
+        """Return the masked character spans: the template's `{% generation %}` blocks, else the assistant's turns."""
         template = self.chat_template or self.tokenizer.chat_template
         if not (isinstance(template, str) and has_generation_marks(template)):
             return assistant_spans(chat, render)
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        # The same rendering has just ended within the time limit.
+        # No time limit is needed: the same rendering has just ended within it.
         [text], [blocks] = render_jinja_template(
             [[dict(message) for message in chat]],
             chat_template=template,
@@ -110,7 +110,7 @@ class ChatRendering:
             add_generation_prompt=self.add_generation_prompt,
             **{**self.tokenizer.special_tokens_map, **self.template_kwargs},
         )
-        # Marks that were escaped are shorter in the text that is encoded.
+        # Escaped marks are shorter in the encoded text, which shifts the spans.
         spans = [
             (len(with_plain_marks(text[:start], mark)), len(with_plain_marks(text[:end], mark)))
             for start, end in blocks
@@ -160,7 +160,7 @@ def _gathered(rows: Nested[TensorDict], *, is_dict: bool) -> Nested[torch.Tensor
 def _mask(
     tokenizer: Tokenizer, text: str, located: Sequence[tuple[int, tuple[int, int]]], spans: Sequence[tuple[int, int]]
 ) -> list[bool]:
-    """Return whether each token lies in a span; tokens after the last special token of an ended span do not count."""
+    """Return whether each token lies in a span; white space after a span's end-of-turn token does not count."""
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     mask = [False] * len(located)
     for start, end in spans:

@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class MalformedToolCall:
-    """A tool call of the model that cannot be executed; it is kept so that the model can be informed."""
+    """A tool call of the model that cannot be executed; it is kept so that the model can be informed of the reason."""
 
     raw: str
     """The call's text as sampled."""
@@ -107,7 +107,7 @@ def _encodable(value: object) -> object:
 def copied(value: Value) -> Value:
     """Return a message, a row or a part of one with its own dicts, lists, sets and arrays, at any depth.
 
-    It protects data that is passed to or from other code, which may change it. Texts, numbers and objects of other
+    The copy protects data against changes by code that receives or provides it. Texts, numbers and objects of other
     types are not copied.
 
     Example:

@@ -62,7 +62,7 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
             role = [role] * batch_size[0]  # a single role is broadcast, as in TorchRL
         if messages is None:
             if role is None:
-                raise ValueError("History takes role and content of messages; or History.from_chats takes messages.")
+                raise ValueError("History takes role and content; use History.from_chats to build one from messages.")
             leaves, shape = messages_of(role, content, is_complete, tool_calls, tool_responses)
             for size in reversed(batch_size if batch_size and not shape else ()):  # one message is broadcast
                 leaves = [leaves] * size
@@ -84,7 +84,7 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
 
     def length(self: _Messages) -> int:
         if self.is_message:
-            raise TypeError("a message alone has no length.")
+            raise TypeError("a single message has no length.")
         return self.batch_size[0] if self.batch_dims else len(self.chats)
 
     def iterate(self: _Messages) -> Iterator[_Messages]:
@@ -141,7 +141,7 @@ def leaf_of(leaves: Nested[Chat]) -> NonTensorData | NonTensorStack:
 def messages_of(
     role: Nested[str], content: object, is_complete: object, tool_calls: object, tool_responses: object
 ) -> tuple[Nested[Chat], tuple[int, ...]]:
-    """Return messages as leaves, nested as `role` is, and their shape; the arguments are those of `History`."""
+    """Return messages as leaves, nested as `role` is, and their shape; the arguments are as in `History`."""
     if isinstance(role, str):
         answered = "".join(map(str, tool_responses)) if isinstance(tool_responses, (list, tuple)) else tool_responses
         message: dict[str, object] = {"role": role, "content": content or answered or content}
@@ -170,7 +170,7 @@ def _spread(name: str, value: object, size: int) -> Sequence[object]:
     if value is None or isinstance(value, (str, bool)):
         return [value] * size
     if not isinstance(value, (list, tuple)) or len(value) != size:
-        raise ValueError(f"{name} must be one for all messages or a list of {size}, as role is, got {value!r:.80}.")
+        raise ValueError(f"{name} must be one value or a list of {size} values, as role is, got {value!r:.80}.")
     return value
 
 
@@ -179,7 +179,7 @@ def _call(call: object) -> object:
 
 
 def message_index(index: object, num_batch_dims: int) -> tuple[tuple[object, ...], object] | None:
-    """Split an index into its parts for the batch and for the messages; None if it has no part for the messages.
+    """Split an index into its parts for the batch and for the messages; None if it does not index messages.
 
     Example:
         >>> message_index((0, -1), 1), message_index((..., slice(2)), 1), message_index(0, 1)

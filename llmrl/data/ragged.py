@@ -73,7 +73,7 @@ def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tens
 def padded_like(
     tensordict: TensorDictBase, rows: Sequence[torch.Tensor], *, pad_left: bool = False
 ) -> list[torch.Tensor]:
-    """Return a column of real tokens with zeros where the batch has padding; the reverse of `ragged_column`.
+    """Return one tensor per row with zeros at the batch's padding; the reverse of `ragged_column`.
 
     `pad_left` pads a batch without `("masks", "all_attention_mask")` on the left to one length.
 
@@ -107,8 +107,8 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
     """Write one tensor per row into a batch of any shape, in place; the reverse of `ragged_column`.
 
     The rows are in row-major order. Lazily stacked batches store them unchanged, padded batches at their real tokens,
-    with zeros elsewhere. A missing container is created, lazily stacked if the rows differ in length. ValueError: if
-    the rows differ in length and the batch is neither lazily stacked nor padded.
+    with zeros elsewhere. A missing container is created, lazily stacked if the rows differ in length. Raises ValueError
+    if the rows differ in length and the batch is neither lazily stacked nor padded.
 
     Example:
         >>> from tensordict import TensorDict
@@ -141,7 +141,7 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
 
 
 def _is_padded(tensordict: TensorDictBase, rows: Sequence[torch.Tensor]) -> bool:
-    """Return whether rows of equal length belong to longer, padded ones, of which they hold all real tokens."""
+    """Return whether `rows`, of equal length, contain just the real tokens of the batch's longer, padded rows."""
     if not has_padding_mask(tensordict) or not rows[0].ndim:
         return False
     is_real = tensordict.get(ATTENTION_MASK_KEY).bool()

@@ -18,7 +18,7 @@ class Rollout:
     """Record of one rollout: one sample for one prompt. A failed rollout is a record with an error status."""
 
     rollout_id: str
-    """Unique across retries, epochs and samplers."""
+    """Id, unique across retries, epochs and samplers."""
     group_id: str
     sample_index: int
     """Index in its group."""
@@ -44,14 +44,14 @@ class Rollout:
     num_turns: int = 0
     num_completion_tokens: int = 0
     num_forks: int = 0
-    """Number of rows that begin anew because history was rewritten."""
+    """Number of training rows that were started because history was rewritten."""
     num_realigned_tokens: int = 0
     """Number of sampled tokens that are not trained on, because the end of their answer was edited."""
     reward: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
-    """Reward of each turn; a score at the end counts for the last turn."""
+    """Reward of each turn; a score at the end is added to the last turn."""
     turn_parents: list[int] = field(default_factory=list)
-    """Index of the turn before each turn in its conversation, -1 for the first; empty if the turns form one."""
+    """Index of each turn's previous turn, or -1; empty if all turns form one conversation."""
     token_rewards: dict[int, list[float]] = field(default_factory=dict)
     """Rewards of the answer's tokens by turn index, for turns with a dense reward."""
     breakdown: dict[str, float] = field(default_factory=dict)
@@ -59,15 +59,15 @@ class Rollout:
     tool_calls: dict[str, int] = field(default_factory=dict)
     """Number of tool calls by outcome (`llmrl.tools.session.OUTCOMES`)."""
     tool_states: dict[str, object] = field(default_factory=dict)
-    """States of its stateful tools by name, for rewards; they do not leave the process."""
+    """States of stateful tools by name, for rewards; they do not leave the process."""
     info: dict[str, object] = field(default_factory=dict)
     """Further information from its environment; later turns overwrite earlier ones."""
     steps: list[TensorDictBase] = field(default_factory=list)
     """One TensorDict per turn, stored only if a collector yields turns."""
     rows: list[TensorDictBase] = field(default_factory=list)
-    """Its training rows, if they are built before the batch to count tokens."""
+    """Training rows, if they are built before the batch to count tokens."""
     row_bytes: list[Any] = field(default_factory=list)
-    """Its rows as bytes (`llmrl.collectors.rows.RowBytes`), if it was played in another process."""
+    """Training rows as bytes (`llmrl.collectors.rows.RowBytes`), if another process played the rollout."""
     seconds: float = 0.0
 
     def add_reward(self, reward: float) -> None:
@@ -84,7 +84,7 @@ class Rollout:
         self.turn_rewards[-1] += reward
 
     def to_record(self) -> dict[str, JSON]:
-        """Return the fields that are worth displaying, as JSON."""
+        """Return the fields for display, as JSON values."""
         record = {
             "rollout_id": self.rollout_id,
             "group_id": self.group_id,

@@ -29,9 +29,9 @@ class Replay(TypedDict, total=False):
 
 
 def read_replay(batch: TensorDictBase, lengths: Sequence[int]) -> Replay:
-    """Return the replay entries of the rows of a batch with one batch dimension; `lengths`: tokens of each row.
+    """Return the replay entries of a batch with one batch dimension; `lengths`: number of tokens of each row.
 
-    ValueError: if an entry does not have one value per token.
+    Raises ValueError if an entry does not have one value per token.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -70,8 +70,8 @@ def _checked(entry: torch.Tensor, row: int, length: int, shape: torch.Size) -> t
 def routed_experts_entry(before: Sequence[np.ndarray | None]) -> dict[str, torch.Tensor]:
     """Return the entry of a row or a turn by its key; empty if no experts are known.
 
-    `before`, `[num_tokens]`, has the experts `[num_layers, top_k]` that computed the token before each one, as in
-    `TokenColumns`.
+    `before`, `[num_tokens]`, has for each token the experts `[num_layers, top_k]` that computed the previous token, as
+    in `TokenColumns`.
 
     Example:
         >>> import numpy as np

@@ -16,12 +16,12 @@ SAMPLING_MASK_KEY = "sampling_mask"
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """The ids that top-k, top-p, min-p or a grammar kept for each of several tokens, concatenated.
+    """Ids that top-k, top-p, min-p or a grammar kept for each of several tokens, concatenated.
 
-    A token's ids are those that were kept; or, where these are the most, all that were removed, each as `~id`.
+    The ids listed for a token are the kept ones or, if most ids were kept, the removed ones, each as `~id`.
 
-    The log-probs of a truncated distribution are recomputed by normalising over these ids ("Keep Sampling Mask" of
-    DeepSeek-V3.2, arXiv:2512.02556, section 3.1). ValueError: if the counts do not add up to the number of ids.
+    The log-probs of a truncated distribution are recomputed by normalising over the kept ids ("Keep Sampling Mask" of
+    DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Raises ValueError if the counts do not add up to the number of ids.
 
     Example:
         >>> from array import array
@@ -31,7 +31,7 @@ class SamplingMask:
     """
 
     token_ids: torch.Tensor
-    """[num_listed] int32: kept ids of all tokens, or `~id` of removed ones."""
+    """[num_listed] int32: kept ids of all tokens, or `~id` of removed ids."""
     counts: torch.Tensor
     """[num_tokens] int32: number of listed ids of each token; 0 if nothing was cut."""
 
@@ -44,7 +44,7 @@ class SamplingMask:
 
     @classmethod
     def of(cls, kept: Sequence[array[int] | None]) -> SamplingMask:
-        """Return the mask of `[num_tokens]` tokens; None for a token of which nothing was cut."""
+        """Return the mask of `[num_tokens]` tokens from their listed ids, None for a token without a cut."""
         joined = array("i")
         for ids in kept:
             if ids is not None:
@@ -71,7 +71,7 @@ class SamplingMask:
         return SamplingMask(self.token_ids[places], self.counts[index])
 
     def lists_removed(self) -> torch.Tensor:
-        """Return for which tokens the removed ids are listed, `[num_tokens]` bool."""
+        """Return whether the removed ids are listed for each token, `[num_tokens]` bool."""
         ends = self.counts.long().cumsum(0)
         is_listed = self.counts > 0
         is_listed[is_listed.clone()] = self.token_ids[ends[is_listed] - 1] < 0
@@ -93,8 +93,8 @@ def sampling_mask_entry(kept: Sequence[array[int] | None]) -> dict[str, TensorDi
 def read_sampling_masks(batch: TensorDictBase, lengths: Sequence[int]) -> SamplingMask | None:
     """Return the concatenated mask of all rows of a batch with one batch dimension; None if no row has one.
 
-    Rows without the entry were sampled from all ids. `lengths`: number of tokens of each row. ValueError: if a row's
-    mask does not have one count per token, or its ids are incomplete.
+    Rows without the entry were sampled from all ids. `lengths`: number of tokens of each row. Raises ValueError if a
+    row's mask does not have one count per token, or its ids are incomplete.
     """
     entries = [element.get(SAMPLING_MASK_KEY, None) for element in batch_elements(batch)]
     if all(entry is None for entry in entries):

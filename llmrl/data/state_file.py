@@ -1,6 +1,6 @@
 """Saved states as safetensors files: loading one executes no code, and corruption is detected.
 
-A state consists of nested containers with tensors. The file has its tensors by number, then `structure`, the JSON that
+A state consists of nested containers with tensors. The file has the tensors by number, then `structure`, the JSON that
 describes the containers, then `checksum`, the CRC-32 of everything before it.
 """
 
@@ -37,16 +37,16 @@ _CHECKSUM = "checksum"
 
 
 class DamagedFileError(ValueError):
-    """Raised if a file of a run is not as it was written."""
+    """Raised if a file of a run differs from what llmrl wrote."""
 
 
 def save_state(path: Path, state: StateDict) -> None:
-    """Write a state.
+    """Write a state to a file.
 
     It may contain None, numbers, text, bytes, tensors, numpy arrays, lists, tuples, mappings, TensorDicts and llmrl's
     containers, nested in any way. Tensors are loaded on the CPU; a tensor that occurs twice is saved once.
 
-    Raises TypeError if the state contains anything else; the message says where.
+    Raises TypeError if the state contains anything else; the message names the place.
     """
     encoder = _Encoder()
     structure = json.dumps(encoder.encode(state, "")).encode()
@@ -61,11 +61,12 @@ def load_state(path: Path, *, advice: str, is_checked: bool = True) -> StateDict
     """Read a file that `save_state` wrote. Tensors are memory-mapped from the file; writes to them stay private.
 
     Args:
-        is_checked: compare the checksum, which reads the whole file; without it only numbers and text may be used.
+        advice: instruction for the user if the file is damaged.
+        is_checked: whether to verify the checksum, which reads the whole file; otherwise use only numbers and text.
 
     Raises:
         FileNotFoundError: if there is no file.
-        DamagedFileError: if the file is not as it was written; the message ends with `advice`.
+        DamagedFileError: if the file is damaged or of another format; the message ends with `advice`.
     """
     with open_file(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -79,10 +80,10 @@ def load_state(path: Path, *, advice: str, is_checked: bool = True) -> StateDict
         del places[_CHECKSUM]
         return cast(StateDict, _decode(structure, {name: place.view(buffer) for name, place in places.items()}))
     except Exception as error:  # a file of unknown origin may raise any error
-        is_safetensors = start[8:9] == b"{"  # the size before its header may begin as a pickle does
+        is_safetensors = start[8:9] == b"{"  # the header's size may look like a pickle's start
         is_pickle = start.startswith((b"PK", b"\x80")) and not is_safetensors
-        found = "a pickle, which is never read" if is_pickle else error
-        raise DamagedFileError(f"{path} is damaged, or not llmrl's: found {found} ({size} bytes). {advice}") from error
+        found = "found a pickle, which is never read" if is_pickle else error
+        raise DamagedFileError(f"{path} is damaged, or not from llmrl: {found} ({size} bytes). {advice}") from error
 
 
 class _Encoder:
@@ -139,7 +140,7 @@ class _Encoder:
         if type(tensor) not in _TENSORS or tensor.layout != torch.strided or tensor.dtype not in DTYPES.values():
             raise TypeError(
                 f"a run's files cannot hold the tensor at {where}: it is a {type(tensor).__name__} of {tensor.layout} "
-                f"and {tensor.dtype}; give whole dense ones of {', '.join(DTYPES)}."
+                f"and {tensor.dtype}; give dense tensors of {', '.join(DTYPES)}."
             )
         # Tied weights are saved as one tensor.
         key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())

@@ -1,4 +1,4 @@
-"""Status of a rollout, and the rules that decide it."""
+"""Status of a rollout, and the rules that determine it."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ _STATUS_OF_REASON: Mapping[str, RolloutStatus] = {
 
 
 def decide_status(*, is_terminated: bool, reason: str = StopReason.NONE) -> RolloutStatus:
-    """Decide the status of a rollout from whether its environment terminated and which limit or failure it met.
+    """Return the status of a rollout, given whether its environment terminated and its limit or failure, if any.
 
-    A failure or an abort takes precedence, then termination, then a limit in the same turn. ValueError: if `reason` is
-    not a `StopReason`.
+    A failure or an abort takes precedence, then termination, then a limit in the same turn. Raises ValueError if
+    `reason` is not a `StopReason`.
 
     Example:
         >>> decide_status(is_terminated=True).name, decide_status(is_terminated=False, reason="max_turns").name

@@ -16,7 +16,7 @@ class SlowTemplateError(RenderingError):
 
 
 def written_in_time(write: Callable[[], object]) -> str:
-    """Return the text that `write`, a call of a chat template, returns; SlowTemplateError after `TEMPLATE_SECONDS`.
+    """Return the text of `write`, which renders a chat template; raise SlowTemplateError after `TEMPLATE_SECONDS`.
 
     Example:
         >>> written_in_time(lambda: "user: Hello")
@@ -27,5 +27,5 @@ def written_in_time(write: Callable[[], object]) -> str:
     except CpuLimitError:
         raise SlowTemplateError(
             f"The chat template was still computing after {TEMPLATE_SECONDS:g} s: it has loops within loops, or is "
-            "meant to hang. Give another template (chat_template=, --chat-template), or take another model."
+            "meant to hang. Pass another template (chat_template=, --chat-template), or use another model."
         ) from None

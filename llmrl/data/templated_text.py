@@ -1,4 +1,4 @@
-"""Parsing of text that chat templates wrote, and the spans of the assistant's turns in it."""
+"""Parsing of text that chat templates wrote, and detection of the assistant's turns in such text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARKED_CONTENT = (
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}"
     "{% else %}{{ message['content'] }}{% endif %}"
 )
-# Templates say with these marks which text the mask of the assistant's tokens holds.
+# With these marks, a template defines which text the mask of the assistant's tokens covers.
 _GENERATION_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 
 
@@ -32,7 +32,7 @@ class TemplateFamily:
     other_ends: tuple[str, ...] = ()
     """Further tokens that end a turn."""
     roles: tuple[tuple[str, str], ...] = ()
-    """Pairs of a role's name in the template and in llmrl, where they differ."""
+    """Pairs of a role's name in the template and its name in llmrl, if they differ."""
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -44,7 +44,7 @@ class TemplateFamily:
 
     @property
     def chat_template(self) -> str:
-        """Template that writes contents only: no tools, no calls, no reasoning. Answers are marked as generated."""
+        """Template that writes contents only (no tools, calls or reasoning), and marks answers as generated."""
         theirs = {our: their for their, our in self.roles}
         return (
             f"{{{{ {self.begin!r} }}}}{{% set roles = {theirs!r} %}}{{% for message in messages %}}"
@@ -85,7 +85,7 @@ _WITHOUT_OWN = tuple(_TEMPLATES)
 # Registered by `add_chat_template`: parts of models' names, and parsers.
 _MODEL_NAMES: dict[str, Sequence[str]] = {}
 _READERS: dict[str, Callable[[str], Any]] = {}
-# Names that use a family's template. TorchRL has templates of these names with marks, so they keep them here.
+# Names that use a family's template. TorchRL's templates of these names have generation marks, which are kept.
 _ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama4"}
 _MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\]([^\[]*)", re.DOTALL)
 _MISTRAL_END = "</s>"
@@ -94,9 +94,9 @@ _MISTRAL_END = "</s>"
 def template_named(name: str) -> str:
     r"""Return the chat template of a family or a model, which writes contents only, or one that was added.
 
-    The templates of TorchRL's names mark the answers without the end of their turn, so masks end there, as in TorchRL.
+    Templates with TorchRL's names mark answers without the end of their turn, so masks exclude it, as in TorchRL.
 
-    ValueError: if the name is unknown.
+    Raises ValueError if the name is unknown.
 
     Example:
         >>> has_generation_marks(template_named("qwen")), has_generation_marks(template_named("chatml"))
@@ -112,12 +112,12 @@ def template_named(name: str) -> str:
 
 
 def has_generation_marks(template: str) -> bool:
-    """Return whether a template says itself which text the assistant generates, with `{% generation %}` blocks."""
+    """Return whether a template marks the text that the assistant generates with `{% generation %}` blocks."""
     return _GENERATION_MARKS.search(template) is not None
 
 
 def template_of_model(model: str, *, has_own: bool) -> str | None:
-    """Return the template for histories of a model; None means the tokenizer's own, if `has_own`.
+    """Return the template for histories of a model; None means the tokenizer's own template, if `has_own`.
 
     Example:
         >>> "eos_token" in template_of_model("microsoft/DialoGPT-medium", has_own=False)
@@ -129,7 +129,7 @@ def template_of_model(model: str, *, has_own: bool) -> str | None:
             return _TEMPLATES[name]
     if has_own:
         return None
-    # A mask has the end of the turn unless a template with marks is asked for by its name.
+    # Masks include the end of the turn unless a template with marks is requested by name.
     return _GENERATION_MARKS.sub("", template_named(next((name for name in _WITHOUT_OWN if name in model), "chatml")))
 
 
@@ -168,7 +168,7 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
     Args:
         text: rendered text with its special tokens.
         family: `chatml` (Qwen, SmolLM2), `llama3`, `llama4`, `gemma`, `mistral`, or an added template with a parser;
-            by default the family with marks in the text.
+            by default the family of the first mark in the text.
 
     Raises ValueError if the family is unknown, or the text has none of its marks.
 
@@ -217,9 +217,9 @@ def _mistral_turns(text: str) -> list[tuple[str, str, bool]]:
 def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message], bool], str]) -> list[tuple[int, int]]:
     """Return the `(start, end)` character spans of the assistant's turns in the whole rendering.
 
-    The conversation is rendered up to each answer, with and without it, so any template works that only appends, else
-    ValueError. The span of an unfinished message (`is_complete` false) ends with its content. `render` gets messages
-    and whether to add the generation prompt, and returns the text.
+    The conversation is rendered up to each answer, with and without it. Raises ValueError if the template does not only
+    append text for later messages. The span of an unfinished message (`is_complete` false) ends with its content.
+    `render` receives messages and whether to add the generation prompt, and returns the text.
 
     Example:
         >>> render = lambda chat, is_prompt: "".join(f"{m['role'][0]}:{m['content']};" for m in chat) + "a:" * is_prompt
@@ -235,8 +235,8 @@ def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message]
         prompt = render(chat[:index], True) if index else _opening(answered, render)
         if not answered.startswith(prompt) or not whole.startswith(answered):
             raise ValueError(
-                f"the template writes the assistant's turn (message {index}) differently once others follow, so there "
-                "is no mask over one rendering; collect with llmrl.rendering.Conversation, which forks the row instead."
+                f"the template writes the assistant's turn (message {index}) differently once others follow, so one "
+                "rendering has no mask; collect with llmrl.rendering.Conversation, which forks the row instead."
             )
         end = len(answered) if message.get("is_complete", True) else _end_of_content(message, answered, len(prompt))
         spans.append((len(prompt), end))
@@ -244,14 +244,14 @@ def assistant_spans(chat: Sequence[Message], render: Callable[[Sequence[Message]
 
 
 def _opening(answered: str, render: Callable[[Sequence[Message], bool], str]) -> str:
-    """Return what the template writes before the answer of a conversation that begins with it."""
+    """Return the text before the answer in a conversation that begins with the answer."""
     asked: list[Message] = [{"role": "user", "content": "a"}]
     header = render(asked, True).removeprefix(render(asked, False))
     return answered[: answered.find(header) + len(header)]
 
 
 def _end_of_content(message: Message, answered: str, start: int) -> int:
-    """Return where the content of an unfinished message ends; nothing after it was written by the assistant."""
+    """Return the end of an unfinished message's content; the template wrote the text after it."""
     *_, last_line = text_of(message.get("content")).strip().split("\n")
     if not last_line:
         return start

@@ -19,7 +19,7 @@ RESERVED_ENTRIES = frozenset((
     "finish_reason", "history", "log_probs", "masks", "message_env", "next", "policy_versions", "reward", "rollout",
     "routed_experts", "sampling_mask", "terminated", "text", "tokens", "tools", "truncated",
 ))  # fmt: skip
-"""Entries of a conversation with a reserved meaning; dataset columns with these names are stored in `"columns"`."""
+"""Names of entries with a reserved meaning; dataset columns with these names are stored in `"columns"`."""
 
 
 def plain(value: object) -> Any:
@@ -31,7 +31,7 @@ def plain(value: object) -> Any:
 
 
 def documented(cls: type[Container]) -> type[Container]:
-    """Class decorator that restores the docstring in `_documentation`, which tensordict replaces by a signature.
+    """Class decorator that restores the docstring from `_documentation`, since tensordict replaces it by a signature.
 
     It also rejects arguments that only TorchRL's class of this name has, with advice.
 
@@ -89,7 +89,7 @@ def tensordict_of(entries: Mapping[str, object]) -> TensorDict:
 
 
 def container_of(cls: type[Container], entries: Mapping[str, object]) -> Container:
-    """Return a tensorclass of batch shape `[]` from such entries, without checks."""
+    """Return a tensorclass of batch shape `[]` from tensors, containers and leaves, without checks."""
     return _unchecked(cls, entries, dict.fromkeys(cls.__expected_keys__ - entries.keys()))  # type: ignore[attr-defined]
 
 
@@ -104,7 +104,7 @@ def _unchecked(cls: type[Container], entries: Mapping[str, object], others: dict
     return container
 
 
-_NON_TENSOR_FIELDS = NonTensorData(data=None)._non_tensordict  # tensordict completes the class with the first one
+_NON_TENSOR_FIELDS = NonTensorData(data=None)._non_tensordict  # the first instance makes tensordict complete the class
 
 
 def dataset_columns(element: TensorDictBase) -> dict[str, object]:

@@ -37,9 +37,9 @@ class AgentModel:
     info: dict[str, object] = field(default_factory=dict)
     """Entries that an agent adds to the rollout's record."""
     give_reward: Callable[[str, float, int], None] | None = field(default=None, repr=False)
-    """Function behind `reward`."""
+    """Function that `reward` calls."""
     infos: Mapping[str, dict[str, object]] = field(default_factory=dict)
-    """Entry `info` of each name for `role`."""
+    """The `info` of each role's model, by the name for `role`."""
 
     @property
     def aside(self) -> AgentModel:
@@ -55,18 +55,19 @@ class AgentModel:
     def reward(self, reply_id: str, value: float, *, answer: int = 0) -> None:
         """Add a reward to an answer, in addition to the rollout's score.
 
-        With `MCAdvantage(gamma=...)` it is credited to that answer and to those that led to it, so that the reward of
-        a branch's last answer is that of the branch, and a sub-agent's that of the sub-agent.
+        With `MCAdvantage(gamma=...)` the reward is credited to that answer and to the answers that led to it. A reward
+        for the last answer of a branch or of a sub-agent is thus a reward for that branch or sub-agent.
 
         Args:
-            reply_id: id of the reply, as the API gives it (`chatcmpl-…`, `resp_…`, `msg_…`).
+            reply_id: id of the reply, as the API returns it (`chatcmpl-…`, `resp_…`, `msg_…`).
             answer: index of the answer, if the request asked for several.
 
         Raises:
-            ValueError: if there is no such recorded answer, or the value is no finite number.
+            ValueError: if there is no such recorded answer, if the value is not a finite number, or if the model
+                belongs to no rollout.
         """
         if self.give_reward is None:
-            raise ValueError("this model belongs to no rollout, so its answers have no rewards.")
+            raise ValueError("this model belongs to no rollout, so its answers cannot have rewards.")
         try:
             self.give_reward(reply_id, value, answer)
         except RefusedRequest as refused:

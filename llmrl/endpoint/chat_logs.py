@@ -1,4 +1,4 @@
-"""Conversations in OpenAI's formats, as people log them."""
+"""Conversion of logged conversations from and to OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 
 def read_chat_log(row: Row) -> Row:
-    """Return a logged conversation as a row with `messages`, of text and with read arguments, and its other columns.
+    """Return a logged conversation as a row with `messages`, with parsed arguments of calls, and its other columns.
 
-    The log has `messages` and optionally `tools`, or a `request` and the `response` to it, of chat completions, of
-    which the first choice is read, or of responses. Role `developer` is `system`; parts of text are joined.
+    The log has `messages` and optionally `tools`, or a `request` and its `response`, of the chat completions API (only
+    the first choice is read) or the responses API. Role `developer` becomes `system`; text parts are joined.
 
-    Raises ValueError if it has no messages, if a tool call is malformed, or if it goes on from what it does not hold.
+    Raises ValueError if there are no messages, if a tool call is malformed, or if the log lacks earlier messages.
 
     Example:
         >>> row = read_chat_log({"request": {"model": "m", "messages": [{"role": "developer", "content": "Add."}]},
@@ -40,7 +40,7 @@ def read_chat_log(row: Row) -> Row:
             columns |= read_request(dict(request), row.get("response"))
         messages = columns.get("messages")
         if messages is None:
-            raise ValueError(f"it has no 'messages', nor a 'request' with them, only {sorted(map(str, row))}.")
+            raise ValueError(f"it has no 'messages', and no 'request' with them, only {sorted(map(str, row))}.")
         if isinstance(messages, Sequence) and not isinstance(messages, str):
             columns["messages"] = [_read(message, f"messages[{place}]") for place, message in enumerate(messages)]
     except RefusedRequest as refused:
@@ -65,13 +65,15 @@ def _read_responses(request: Row, response: object) -> Row:
         raise ValueError(f"its 'response' has no list of 'output' items, got {response!r:.200}.")
     for name in ("previous_response_id", "conversation"):
         if request.get(name) is not None:
-            raise ValueError(f"its request goes on from {name}={request[name]!r:.80}; log the whole input instead.")
+            raise ValueError(
+                f"its request continues {name}={request[name]!r:.80}, which is not in the row; log the whole input."
+            )
     opening = [{"role": "system", "content": request["instructions"]}] if request.get("instructions") else []
     given = request["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages = messages_of([*(items or ()), *output])
     if any(REFERENCES in message for message in messages):
-        raise ValueError("its input has an item_reference, to what is not in the row; log the whole input instead.")
+        raise ValueError("its input has an item_reference to an item that is not in the row; log the whole input.")
     tools = [function_of(tool, "parameters", where="tools[].") for tool in tools_of(request, "function")]
     return {"messages": [*opening, *messages], **({"tools": tools} if tools else {})}
 
@@ -79,7 +81,7 @@ def _read_responses(request: Row, response: object) -> Row:
 def _read(message: object, where: str) -> object:
     if not isinstance(message, Mapping):
         return message
-    # Clients write None for what a message does not have.
+    # Clients write None for entries that a message does not have.
     read = {name: value for name, value in message.items() if value is not None or name == "content"}
     if isinstance(role := read.get("role"), str):
         read["role"] = _ROLES.get(role, role)
@@ -98,7 +100,7 @@ def _read(message: object, where: str) -> object:
 
 
 def _with_arguments(call: object, where: str) -> Message:
-    """Return a tool call with arguments that are a dict, not a JSON string."""
+    """Return a tool call with its arguments as a dict instead of a JSON string."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call must be {{'function': {{'name', 'arguments'}}}}, got {call!r:.200}.")
@@ -125,5 +127,5 @@ def _written(message: Message) -> Message:
         function = call["function"]
         arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
         calls.append({**call, "function": {**function, "arguments": arguments}})
-    # OpenAI takes an empty content or none beside calls; templates that concatenate it fail on none.
+    # OpenAI accepts both empty and missing content beside calls, but templates that concatenate it fail on None.
     return {**message, "content": message.get("content") or "", "tool_calls": calls}

@@ -50,9 +50,9 @@ class Exchange:
         )
         """The reply without its answers."""
         self.streams: list[TokenStream] = []
-        """Streams of the answers, if the client reads them early."""
+        """Token streams of the answers, if clients read them while they are sampled."""
         self.texts: list[AnswerText] = []
-        """What clients have been sent of each of these answers."""
+        """Text of each of these answers that was sent to clients."""
         self.is_stopped = False
         """Whether the last client disconnected after it had read a part of an answer."""
         self._news = asyncio.Event()
@@ -63,14 +63,14 @@ class Exchange:
         task.add_done_callback(lambda task: self._news.set())
 
     def open_streams(self, texts: Sequence[AnswerText], num_prompt_tokens: int) -> list[TokenStream]:
-        """Return a stream for each answer; the texts read their tokens."""
+        """Return a token stream for each answer; `texts` decode their tokens."""
         self.head = replace(self.head, num_prompt_tokens=num_prompt_tokens)
         self.texts = list(texts)
         self.streams = [TokenStream(self._news.set) for _ in texts]
         return self.streams
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until there is more text or the answers are sampled; return False if neither was in time."""
+        """Wait until there is more text or the answers are sampled; return False if neither happens in time."""
         loop = asyncio.get_running_loop()
         timer = loop.call_at(deadline := loop.time() + seconds, self._news.set)  # cheaper than `asyncio.timeout`
         try:
@@ -81,7 +81,7 @@ class Exchange:
         return loop.time() < deadline
 
     def read(self) -> list[tuple[str, str]]:
-        """Return reasoning and content so far of each answer."""
+        """Return the reasoning and the content of each answer so far."""
         for stream, text in zip(self.streams, self.texts, strict=True):
             text.update(stream.token_ids)
         return [(text.reasoning, text.content) for text in self.texts]
@@ -93,7 +93,7 @@ class Exchange:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a client has read a part of an answer that goes on."""
+        """Whether clients have received a part of an answer, but not the reply."""
         return self.reply is None and any(text.num_characters for text in self.texts)
 
     @property
@@ -107,7 +107,7 @@ class Exchange:
         return self.task.done() and not self.task.cancelled() and self.task.exception() is not None
 
     def stop(self) -> None:
-        """Let the engine end the answers, of which the tokens so far are kept."""
+        """Let the engine end the answers; the tokens sampled so far are kept."""
         self.is_stopped = True
         for stream in self.streams:
             stream.is_stopped = True
@@ -115,7 +115,8 @@ class Exchange:
     def leave(self) -> None:
         """Record that a client disconnected.
 
-        Answers that it has begun to read are stopped; others end unless the client repeats the request in time.
+        If no client is left, answers that were read in part are stopped; other answers are cancelled unless the request
+        is repeated in time.
         """
         self.num_clients -= 1
         if not self.is_abandoned:

@@ -16,15 +16,15 @@ from llmrl.rendering.tool_calls import Json, make_tool_call
 _ASKED: Message = {"role": "user", "content": "Begin."}
 _VALUE = {"llmrl_value": 7}
 _MAX_WHITESPACE = 16
-"""Maximum number of characters of white space in a row: an indentation, but no answer of white space alone."""
+"""Maximum number of consecutive white-space characters: enough to indent, but not for endless white space."""
 _WRITTEN = re.compile(r'\{\s*"llmrl_value"\s*:\s*7\s*\}')
 
 
 def grammar_of(form: AnswerForm, renderer: Renderer, tools: Sequence[ToolSchema], *, may_call: bool = True) -> str:
     """Return the structural tag of an answer: JSON of the form's schema, or one call.
 
-    Where there are tools, an answer of a schema may be a call instead. Reasoning stays free. Raises ValueError if the
-    template does not write answers or calls as JSON after its prompt.
+    If there are tools and `may_call`, an answer with a schema may be a call instead. Reasoning is not constrained.
+    Raises ValueError if the template does not write answers or calls as JSON after its prompt.
     """
     called = [tool["function"] for tool in tools if form.function in ("", tool["function"]["name"])]
     ways = [_call(renderer, function, tools) for function in called if may_call or form.schema is None]
@@ -48,7 +48,7 @@ def _with_value(renderer: Renderer, message: Message, schema: Mapping[str, Json]
     elements: list[Json] = []
     if marks is not None and marks.closing in before:
         opening, _, before = before.partition(marks.closing)
-        begin = marks.opening * (marks.opening in opening)  # else the prompt has it
+        begin = marks.opening * (marks.opening in opening)  # otherwise the prompt contains it
         elements.append({"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": marks.closing})
     if before:
         elements.append({"type": "const_string", "value": before})
@@ -71,5 +71,8 @@ def _around_value(renderer: Renderer, message: Message, tools: Sequence[ToolSche
         text = text.partition(renderer.decode([token_id]))[0]
     found = _WRITTEN.search(text)
     if found is None:
-        raise ValueError("the model's chat template does not write it as JSON after the prompt; describe it instead.")
+        raise ValueError(
+            "the model's chat template does not write the answer or call as JSON after the prompt; describe the format "
+            "in the prompt instead."
+        )
     return text[: found.start()], text[found.end() :]

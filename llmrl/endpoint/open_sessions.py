@@ -16,11 +16,11 @@ _IDLE_SECONDS = 600.0
 
 
 class OpenSessions:
-    """Sessions that clients with the key open by their first request, named by its path or `X-Session-ID`.
+    """Sessions that clients with the key open with their first request, named by its path or `X-Session-ID`.
 
-    A request without a name joins the session that gave the last answer in its messages, or opens a new one. If several
-    sessions gave the same answer to the same prompt, requests that continue it take turns. A session that was idle for
-    ten minutes is ended.
+    A request without a name joins the session that gave the last answer in its messages, or opens a new session. If
+    several sessions gave the same answer to the same prompt, requests that continue it are distributed among them in
+    turn. A session that was idle for ten minutes is ended.
 
     Args:
         open_session: function that makes a session with a name.
@@ -39,7 +39,7 @@ class OpenSessions:
         self._api_key = api_key
         self._on_end = on_end
         self._sessions: dict[str, Session] = {}
-        # Names of the sessions that have answered a conversation, only those without a client's name.
+        # By the key of an answer: the names of the sessions that gave it, without those that a client named.
         self._by_answer: dict[ChainKey, list[str]] = {}
         self._numbers = itertools.count()
 
@@ -68,7 +68,7 @@ class OpenSessions:
         return self._sessions[name]
 
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
-        """Return the open session with a client's name, or None if the client names none or may not ask."""
+        """Return the open session that the client names, or None. Raises RefusedRequest if the key is wrong."""
         self.check(api_key, session_id)
         return self._sessions.get(f"named/{session_id}")
 
@@ -83,7 +83,7 @@ class OpenSessions:
         return f"unnamed/{next(self._numbers)}"
 
     def note_answers(self, session: Session, request: ModelRequest, reply: ModelReply) -> None:
-        """Note which conversations a session has answered."""
+        """Record which conversations a session has answered, so that `find` can match requests that continue them."""
         if session.session_id not in self._sessions or session.session_id.startswith("named/"):
             return
         for answer in reply.answers:
@@ -113,7 +113,7 @@ class OpenSessions:
 
 
 def _answer_keys(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[ChainKey]:
-    """Return the key of each answer with all before it, without reasoning, which many clients do not send back."""
+    """Return a key for each answer with all messages before it; without reasoning, which few clients send back."""
     said = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
     keys = chain_keys(said, tools)[1:]
     return [key for key, message in zip(keys, said, strict=True) if message["role"] == "assistant"]

@@ -36,7 +36,7 @@ def texts_of(value: Json) -> Iterator[str]:
 
 
 def sample_of(text: str) -> str:
-    """Return pieces from all parts of a text, which have at most about 65,000 characters together."""
+    """Return evenly spaced pieces of a text, with at most about 65,000 characters in total."""
     size = _SAMPLE_CHARACTERS // _NUM_PIECES
     step = max(size, len(text) // _NUM_PIECES)
     return "".join(text[start : start + size] for start in range(0, len(text), step))

@@ -12,7 +12,7 @@ from llmrl.endpoint.tree import RecordedTurn, TurnTree
 
 
 class RecordedReplies:
-    """Recorded replies by their ids and those of their items and calls, and rewards of their answers."""
+    """Recorded replies, found by their ids or those of their items and calls, and the rewards of their answers."""
 
     def __init__(self) -> None:
         # By reply id: the turns, the first answer and the number of instructions.
@@ -30,7 +30,10 @@ class RecordedReplies:
         self._called.update((_id_of(call["id"]), reply.reply_id) for call in first.tool_calls)
 
     def with_earlier(self, request: ModelRequest) -> tuple[Message, ...]:
-        """Return the messages of a request, with those of earlier replies that it names; RefusedRequest if unknown."""
+        """Return a request's messages with those of the earlier replies that it names.
+
+        Raises RefusedRequest if a reply is unknown.
+        """
         messages = tuple(self._named(message) for message in request.messages)
         if request.previous_id is None:
             return messages
@@ -45,7 +48,7 @@ class RecordedReplies:
             return message
         first, *others = [self._earlier(name)[1] for name in message[REFERENCES]]
         if any(other is not first for other in others):
-            raise RefusedRequest("items of several answers follow each other, without a result or a message between.")
+            raise RefusedRequest("between items of different answers there must be a tool result or another message.")
         return first
 
     def _earlier(self, name: str) -> tuple[list[RecordedTurn], Message, int]:
@@ -57,7 +60,7 @@ class RecordedReplies:
         """Add a reward to an answer of a reply; thread-safe.
 
         Raises:
-            RefusedRequest: if there is no such answer, or the value is no finite number.
+            RefusedRequest: if there is no such answer, or the value is not a finite number.
         """
         turns, *_ = self._said.get(_id_of(reply_id), ([],))
         if not 0 <= answer < len(turns):

@@ -53,7 +53,7 @@ class ModelRequest:
     num_answers: int = 1
     is_streamed: bool = False
     may_call: bool = True
-    """False if tool calls are read as text (`tool_choice` none)."""
+    """Whether answers may have tool calls; if False (`tool_choice` none), calls are returned as text."""
     form: AnswerForm | None = None
     """Form of the answers; None samples them freely."""
     wants_log_probs: bool = False
@@ -63,7 +63,7 @@ class ModelRequest:
     num_instructions: int = 0
     """Number of leading messages that apply to this request only, if it continues an earlier one."""
     is_trained: bool = True
-    """False if the answer is not recorded."""
+    """Whether the answer is recorded for training."""
     sampling: Mapping[str, Json] = field(default_factory=dict)
     """Requested fields of `SamplingConfig`; ignored in training."""
     overridden: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ _READ_SECONDS = 60.0
 """Time limit for the body of a request."""
 _HEAD_SECONDS = 75.0
 """Time limit for the head of a request, and of idle connections."""
-_CLIENT_HUNG_UP = 499  # as web servers count it
+_CLIENT_HUNG_UP = 499  # nginx's status for it
 _PING_SECONDS = 10.0
 """Maximum time, in seconds, between two events of a stream."""
 _NO_RETRY = {"x-should-retry": "false"}
@@ -67,12 +67,12 @@ class Sessions(Protocol):
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
         """Return the session that a client names by its key, its path or `X-Session-ID`, if it is open.
 
-        Of the sessions of several roles it is the one with the reply, or else the first.
+        If the key has several sessions, one for each role, return the one with the reply, or else the first.
         """
         ...
 
     def note_answers(self, session: Session, request: ModelRequest, reply: ModelReply) -> None:
-        """Note which conversations a session has answered."""
+        """Record which conversations a session has answered."""
         ...
 
 
@@ -94,10 +94,10 @@ ANTHROPIC = Dialect(anthropic.read, anthropic.write, anthropic.Stream, anthropic
 
 
 class EndpointServer:
-    """HTTP server of sessions on the event loop that starts it. Raises MissingExtraError without aiohttp.
+    """HTTP server of sessions, on the event loop that starts it. Raises MissingExtraError without aiohttp.
 
     Args:
-        sessions: sessions to answer.
+        sessions: sessions to serve.
         model_names: names of the models in requests; answers of `NAME:aside` are not recorded.
     """
 
@@ -198,8 +198,8 @@ class EndpointServer:
         name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
         if name.strip("[]").lower() not in (*LOOPBACK, self._host) or origin not in (None, f"http://{host}"):
             raise RefusedRequest(
-                f"requests of web pages are refused without a key (Host {host!r:.80}, Origin {origin!r:.80}): ask "
-                f"{self.url}, or serve with a key.",
+                f"requests of web pages are refused without a key (Host {host!r:.80}, Origin {origin!r:.80}): send "
+                f"them to {self.url}, or serve with a key.",
                 status=403,
                 code="forbidden",
             )
@@ -246,7 +246,7 @@ class EndpointServer:
         return self.web.json_response({"input_tokens": await self._session(request, asked).count_tokens(asked)})
 
     async def _show(self, request: web.Request, exchange: Exchange, stream: ReplyStream) -> web.StreamResponse | None:
-        """Send what is certain of the answers while they are sampled, or pings; return the response, if it is open."""
+        """Send the final text of the answers while they are sampled, or pings; return the response, if it is open."""
         response = None
         while not exchange.task.done():
             is_news = await exchange.wait(_PING_SECONDS)
@@ -274,14 +274,14 @@ class EndpointServer:
         return read() if len(text) < _LARGE_BYTES else await asyncio.to_thread(read)
 
     async def _body(self, request: web.Request) -> bytes:
-        too_long = RefusedRequest(f"the request is longer than {_MAX_BYTES} bytes.", status=413)
+        too_long = RefusedRequest(f"the request's body is longer than {_MAX_BYTES} bytes.", status=413)
         if (request.content_length or 0) > _MAX_BYTES:
             raise too_long
         try:
             async with asyncio.timeout(_READ_SECONDS):
                 return await request.read()
         except TimeoutError:
-            raise RefusedRequest("the request's body did not come in time.", status=408) from None
+            raise RefusedRequest(f"the request's body did not arrive within {_READ_SECONDS:g} s.", status=408) from None
         except self.web.HTTPRequestEntityTooLarge:
             raise too_long from None
 
@@ -346,7 +346,7 @@ class EndpointServer:
         reply_id = entry_of(body, "id", str, default="")
         session = self.sessions.named(*self._asker(request), reply_id)
         if session is None:
-            raise RefusedRequest("rewards need the session: its key, its path, or X-Session-ID.", status=404)
+            raise RefusedRequest("a reward must name its session, by key, path or X-Session-ID.", status=404)
         session.replies.reward(reply_id, entry_of(body, "reward", float), entry_of(body, "answer", int, default=0))
         return self.web.json_response({"id": reply_id})
 

@@ -32,13 +32,13 @@ from llmrl.rendering.answer_text import AnswerText
 from llmrl.rendering.tool_calls import Json, ToolCall
 
 Complete = Callable[..., Awaitable[Completion]]
-"""Function of prompt ids, `[num_prompt_tokens]`, and a `SamplingConfig` that samples one completion; `stream=` is a
-`TokenStream` for clients that read early."""
+"""Function that samples one completion of prompt ids, `[num_prompt_tokens]`, by a `SamplingConfig`; the optional
+`stream=` is a `TokenStream` for clients that read the answer while it is sampled."""
 
 _TOKEN_CHARACTERS = 512
 """Upper bound on the characters per token; longer prompts are refused without rendering."""
 _USUAL_CHARACTERS = 16
-"""Usual upper bound on the characters per token; of longer prompts, a sample is tokenized first."""
+"""Usual upper bound on the characters per token; for longer prompts, a sample is tokenized first."""
 _STOP_SECONDS = 5.0
 """Time limit for an engine to end requests that clients stopped reading."""
 _THREAD_CHARACTERS = 1 << 14
@@ -91,7 +91,7 @@ class Session:
         self._check_sampling = check_sampling
         self._is_recorded = is_recorded
         self.reason: str = StopReason.NONE
-        """Budget that ended the session, see `StopReason`, or empty."""
+        """Budget that ended the session, a `StopReason`; empty if none did."""
         self.last_refusal: str = StopReason.NONE
         """Reason of the last refusal, if it was a limit of the run; empty once a later request was answered."""
         self.failure: Exception | None = None
@@ -101,8 +101,8 @@ class Session:
         self.overridden: Counter[str] = Counter()
         """Number of requests per option that the run overrides."""
         self.counts: Counter[str] = Counter()
-        """`num_answered`, `num_failed`, `num_aside` and `num_repeated` requests; `num_lost` answers that no client
-        received."""
+        """`num_answered`, `num_failed`, `num_aside` and `num_repeated` requests, `num_stopped` ones that clients read
+        in part, and `num_lost` answers that no client received."""
         self.refusals: Counter[str] = Counter()
         """Number of refused requests by code."""
         self.last_message = ""
@@ -115,7 +115,7 @@ class Session:
         self.exchanges: dict[bytes, list[Exchange]] = {}
         """Requests and their answers, by the digests of the requests."""
         self.replies = RecordedReplies()
-        """The replies so far, which later requests name."""
+        """The replies so far, which later requests may name."""
 
     # Requests
 
@@ -198,13 +198,13 @@ class Session:
         messages = self.replies.with_earlier(request)
 
         def measure() -> int:
-            # A token may have any number of characters, and only of far too long prompts is a sample enough.
+            # A token may have any number of characters, so a sample suffices only for prompts that are far too long.
             text = "".join(texts_of((*messages, *request.tools)))
             if len(text) > _USUAL_CHARACTERS * most and len(sample := sample_of(text)) < len(text):
                 estimate = len(self.tree.encode(sample)) * len(text) // len(sample)
                 if estimate > 2 * most:
                     return estimate
-            # It also leaves the tokens of whole turns in the renderer's cache.
+            # Counting also leaves the tokens of whole turns in the renderer's cache.
             return self.tree.count_tokens(messages, request.tools)
 
         most = self.limits.max_prompt_tokens
@@ -240,7 +240,7 @@ class Session:
         most = self.limits.max_prompt_tokens
         return RefusedRequest(  # in the words of both APIs, which clients search for
             f"prompt is too long: {length} > {most} tokens maximum. This model's maximum context length is {most + 1} "
-            "tokens, with one of the answer.",
+            "tokens, including one of the answer.",
             code="context_length_exceeded",
         )
 
@@ -277,7 +277,7 @@ class Session:
             raise RefusedRequest(str(error)) from error
 
     def _supported(self, sampling: SamplingConfig) -> SamplingConfig:
-        """Return sampling parameters, without a seed if the engine supports none. Raises ValueError for others."""
+        """Return sampling parameters, without the seed if the engine supports none. Raises ValueError for others."""
         try:
             self._check_sampling(sampling)
         except ValueError:
@@ -317,7 +317,7 @@ class Session:
                 sampling = await self._formed(request, request.form, sampling)
             ids = prompted.prompt_ids
             streamed: list[dict[str, TokenStream]] = [{} for _ in range(request.num_answers)]
-            # An answer with a grammar is sampled anew after an update; calls that are read as text change it whole.
+            # A grammar's answer is sampled again after a weight update, and calls read as text change a whole answer.
             if request.is_streamed and sampling.grammar is None and request.may_call:
                 texts = [self.tree.answer_text(prompted, sampling.stop) for _ in streamed]
                 streamed = [{"stream": stream} for stream in exchange.open_streams(texts, prompted.num_tokens)]
@@ -326,7 +326,7 @@ class Session:
         except (asyncio.CancelledError, RefusedRequest):
             raise
         except BaseException as error:
-            if self._does_client_sample and isinstance(error, ValueError):  # of its sampling parameters
+            if self._does_client_sample and isinstance(error, ValueError):  # invalid sampling parameters
                 raise RefusedRequest(describe(error)) from error
             self.failure = as_exception(error)
             self._num_troubles += 1
@@ -349,7 +349,7 @@ class Session:
             return exchange.reply
         if exchange.task.cancelled():
             self.check_open()
-            raise RefusedRequest("its client hung up.", status=499)
+            raise RefusedRequest("the client of the request disconnected.", status=499)
         sampled = exchange.task.result()
         self.check_open()
         request = exchange.request
@@ -385,13 +385,13 @@ class Session:
     def _completions(
         self, exchange: Exchange, sampled: Sampled
     ) -> tuple[list[Completion], Sequence[AnswerText] | list[None]]:
-        """Return the completions and what clients read of each early; if they stopped, what they read is all there is.
+        """Return the completions and the text of each that clients read early; stopped ones are cut to that text.
 
-        Raises RefusedRequest if they read other answers.
+        Raises RefusedRequest if a completion does not begin with the text that was sent.
         """
         completions, texts = sampled.completions, exchange.texts
         if not all(text.is_of(one.token_ids) for text, one in zip(texts, completions, strict=False)):
-            self.failure = EngineError("The engine failed after a part of the answer was sent; ask again.")
+            self.failure = EngineError("The engine failed after a part of the answer was sent; repeat the request.")
             self._num_troubles += 1
             raise RefusedRequest(str(self.failure), status=500, code="engine_error")
         if not exchange.is_stopped:
@@ -401,7 +401,7 @@ class Session:
         return [one.cut(text.num_tokens(), num_prompt_tokens) for text, one in read], [text for text, _ in read]
 
     def _forgive(self) -> None:
-        """Forget what failed before a request that was answered; a used-up budget stays."""
+        """Clear the failures before a request that was answered; a used-up budget stays."""
         self.failure = None
         self.last_refusal = StopReason.NONE
         if self.reason == StopReason.ABORTED:
@@ -410,7 +410,7 @@ class Session:
     def _answer(
         self, turn: RecordedTurn, request: ModelRequest, text: AnswerText | None, is_stopped: bool
     ) -> ModelAnswer:
-        """Return a turn's answer for clients, which begins with the `text` that they were sent, if any."""
+        """Return a turn's answer for clients, which begins with the `text` that was sent, if any."""
         parsed = turn.conversation.last
         completion = turn.completion
         assert parsed is not None
@@ -448,7 +448,7 @@ class Session:
             self.refusals[refused.code] += 1
 
     def record(self) -> dict[str, object]:
-        """Return the agent's entries, and under `requests` what became of its requests."""
+        """Return the agent's entries and, under `requests`, the outcomes of its requests."""
         did: dict[str, object] = {name: count for name, count in self.counts.items() if count}
         if self.refusals:
             did["refused"] = dict(self.refusals)
@@ -459,18 +459,18 @@ class Session:
         return {**self.info, "requests": did} if did else dict(self.info)
 
     def leave(self, exchange: Exchange) -> None:
-        """Note that a client disconnected; record what it has read of an answer that it does not read on."""
+        """Record that a client disconnected, and the part that it has read of an answer that stops here."""
         exchange.leave()
         if exchange.is_stopped:
             exchange.task.add_done_callback(lambda task: self._settle(exchange))
 
     def _settle(self, exchange: Exchange) -> None:
-        with contextlib.suppress(RefusedRequest):  # of an engine that failed, and is noted
+        with contextlib.suppress(RefusedRequest):  # the engine failed, which is recorded
             if not self.is_ended:
                 self.deliver(exchange)
 
     async def finish(self) -> None:
-        """End the session, and record first what clients have read of answers that are being sampled."""
+        """Record the parts that clients have read of answers that are being sampled, and end the session."""
         begun = [one for same in self.exchanges.values() for one in same if one.is_begun and not one.is_lost]
         stopped = [one for same in self.exchanges.values() for one in same if one.is_stopped]
         for exchange in begun:
@@ -493,7 +493,7 @@ class Session:
 
 
 def _continued(said: str, whole: str) -> str:
-    """Return a text that begins with what was said of it; parsers strip white space at its ends if there are calls."""
+    """Return the whole text, beginning with the part that was sent; parsers may have stripped its outer white space."""
     if whole.startswith(said):
         return whole
     bare = said.lstrip()

@@ -44,12 +44,12 @@ class TurnTree:
 
     A request that contains a recorded answer continues it as sampled, even if ids, white space or the format of
     arguments have changed. If the client edited or shortened its history, the request is rendered again and continues
-    the turn with the longest common prefix of tokens, if any. So each sampled token is trained once. `mode` is that of
-    `Conversation.start`.
+    the turn with the longest common prefix of tokens, if any. Each sampled token is therefore trained once. `mode` is
+    that of `Conversation.start`.
     """
 
     def __init__(self, renderer: Renderer | None, *, mode: Mode = "auto") -> None:
-        # An edit must not discard the end of an answer: any other continuation begins a row.
+        # Threshold 0: an edit never discards the end of an answer, because any other continuation begins a row.
         self._root = Conversation.start(renderer, mode=mode, fork_threshold_tokens=0)
         self.turns: list[RecordedTurn] = []
         """Turns in the order of their answers."""
@@ -97,6 +97,7 @@ class TurnTree:
         return grammar_of(form, self._root.renderer, tools, may_call=may_call)
 
     def _compared(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Conversation:
+        """Return the prompt as a continuation of the turn that has the longest prefix of its tokens, if there is one."""
         prompted = self._root.with_prompt(messages, tools=tools)
         shown = prompted.prompt_ids
         longest: RecordedTurn | None = None
@@ -118,16 +119,16 @@ class TurnTree:
         return RecordedTurn(answered(prompted, completion), completion, prompt_key)
 
     def add(self, turn: RecordedTurn, visible: Message) -> None:
-        """Add a turn; `visible` is the answer as its client sees it: no stop string, and its own call ids."""
+        """Add a turn; `visible` is the answer as its client sees it: without a stop string, with the sent call ids."""
         self.turns.append(turn)
         self._by_chain[hash((turn.prompt_key, _message_key(visible)))] = turn
         own = turn.conversation.messages[-1].get("tool_calls") or ()
         self._calls.update(zip((call["id"] for call in visible.get("tool_calls") or ()), own, strict=False))
 
     def add_stopped(self, turn: RecordedTurn, visible: Message, prompted: Conversation, text: AnswerText) -> None:
-        """Add a turn that its client stopped reading; `visible` and `text` are what it was sent, and saw a part of.
+        """Add a turn that its client stopped reading; `visible` and `text` hold the part of the answer that was sent.
 
-        A later request shows how much it has seen: the turn is then cut there.
+        If a later request shows that the client has seen less of it, the turn is cut there.
         """
         self.add(turn, visible)
         self._stopped.setdefault(turn.prompt_key, []).append((turn, prompted, text))
@@ -202,7 +203,7 @@ class TurnTree:
         return reconcile(self.leaves)
 
     def count_turns(self) -> dict[str, int]:
-        """Return how the training rows came about; see `Conversation.count_turns`."""
+        """Return the counts of `reconcile` without building rows, as `Conversation.count_turns` does."""
         return count_turns(self.leaves)
 
     def places(self) -> dict[int, int]:
@@ -210,7 +211,7 @@ class TurnTree:
         return {id(node): place for place, node in enumerate(self._nodes())}
 
     def parents(self) -> list[int]:
-        """Return for each place that of the answer before it in its conversation, -1 for the first of one."""
+        """Return, for each place, the place of the previous answer in its conversation; -1 if there is none."""
         places = self.places()
         return [places.get(id(node.parent), -1) for node in self._nodes()]
 

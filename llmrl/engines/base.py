@@ -1,4 +1,4 @@
-"""The `Engine` protocol: token ids in; token ids, log-probs, policy versions and a finish reason out."""
+"""The `Engine` protocol: an engine samples a completion, with log-probs and policy versions, from token ids."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "wait", "abort"]
-"""What a pause does to requests in flight: keep them, finish them first, or abort them."""
+"""Treatment of requests in flight by a pause: keep them, wait until they have ended, or abort them."""
 TransferInfo = dict[str, object]
-"""Parameters of a weight transfer, in plain types."""
+"""Parameters of a weight transfer, with values of plain types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +72,13 @@ class SamplingConfig:
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive"),
             ("seed", self.seed is None or 0 <= self.seed < 1 << 63, "in [0, 2**63)"),
-            ("stop", all(isinstance(one, str) and one for one in self.stop), "strings that are not empty"),
+            ("stop", all(isinstance(one, str) and one for one in self.stop), "non-empty strings"),
             (
                 "stop_token_ids",
                 all(isinstance(one, numbers.Integral) and one >= 0 for one in self.stop_token_ids),
-                "ids of tokens",
+                "non-negative token ids",
             ),
-            ("grammar", not (self.grammar is not None and self.ignore_eos), "None with ignore_eos"),
+            ("grammar", not (self.grammar is not None and self.ignore_eos), "None if ignore_eos is true"),
         )
         for name, is_valid, expected in checks:
             if not is_valid:
@@ -120,16 +120,16 @@ class Completion:
     stop_string: str | None = None
     """The stop string that ended the completion, if one did."""
     sampling_mask: list[array[int]] | None = None
-    """[num_tokens] of `array("i")`: the ids that truncation and a grammar kept at each position, including the sampled
-    one, or `~id` of all removed ones; None if there is no truncation or `replay` is false."""
+    """[num_tokens] `array("i")`: at each position the ids that truncation and a grammar kept, including the sampled id,
+    or `~id` of each removed id; None if there is no truncation or `replay` is false."""
     routed_experts: np.ndarray | None = field(default=None, compare=False)
     """[num_prompt_tokens + num_tokens - 1, num_layers, top_k] int16: experts that processed each token of prompt and
-    completion but the last; None if not reported."""
+    completion except the last; None if not reported."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Engine measurements for this request, such as `num_cached_tokens`."""
 
     def cut(self, num_tokens: int, num_prompt_tokens: int) -> Completion:
-        """Return the first tokens of the completion of a prompt, as if it had been aborted after them."""
+        """Return the first `num_tokens` tokens, as if the request had been aborted after them."""
         experts, mask = self.routed_experts, self.sampling_mask
         return replace(
             self,
@@ -144,7 +144,7 @@ class Completion:
 
 
 class EngineError(RuntimeError):
-    """Raised if an engine could not serve a request; another engine may."""
+    """Error of an engine that could not serve a request or a call; another engine may succeed."""
 
 
 @runtime_checkable
@@ -180,9 +180,9 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]).
 
-        `request_id` must be unique; requests with the same `routing_key` (such as a group id) go to one replica for its
-        prefix cache. Cancelling the awaiting task aborts the request. Raises ValueError if the prompt leaves no room
-        for a token, and EngineError if the engine died or refused.
+        `request_id` must be unique; requests with the same `routing_key` (such as a group id) go to one replica, to
+        share its prefix cache. Cancelling the awaiting task aborts the request. Raises ValueError if the prompt leaves
+        no room for a token, and EngineError if the engine died or refused the request.
         """
 
     async def abort(self, request_id: str) -> None:
@@ -205,15 +205,15 @@ class ChecksSampling(Protocol):
     """An engine that can check sampling parameters before any request."""
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ValueError if the engine does not support these parameters; suggests an alternative."""
+        """Raise ValueError, with an alternative, if the engine does not support these parameters."""
 
 
 @runtime_checkable
 class TakesGrammars(Protocol):
-    """An engine that follows `SamplingConfig.grammar` and returns the ids that it kept."""
+    """An engine that follows `SamplingConfig.grammar` and returns the ids that the grammar kept."""
 
     takes_grammars: bool
-    """Whether it does; of several engines, whether all do."""
+    """Whether the engine follows grammars; for several engines, whether all of them do."""
 
 
 @runtime_checkable
@@ -229,7 +229,7 @@ class UpdatableEngine(Engine, ReportsProgress, Protocol):
     """An engine that takes new weights while it runs.
 
     An update calls `pause`, `start_weight_update`, `update_weights`, `finish_weight_update`, `reset_prefix_cache` and
-    `resume`. They block, and raise EngineError if the engine refuses or died.
+    `resume`. These methods block, and raise EngineError if the engine died or refuses the call.
     """
 
     model_dtype: torch.dtype
@@ -266,16 +266,16 @@ class UpdatableEngine(Engine, ReportsProgress, Protocol):
 
 
 def refuse_grammar(engine: object, sampling: SamplingConfig) -> None:
-    """Raise ValueError if the parameters have a grammar, which this engine does not follow."""
+    """Raise ValueError if the parameters contain a grammar, which this engine does not follow."""
     if sampling.grammar is not None:
         raise ValueError(
-            f"answers of a given form need an engine that reports which tokens its grammar kept, which "
-            f"{type(engine).__name__} does not: sample from AsyncVLLM, or describe the form in a message."
+            f"SamplingConfig.grammar needs an engine that reports which tokens the grammar kept, which "
+            f"{type(engine).__name__} does not: sample from AsyncVLLM, or describe the form of the answer in a message."
         )
 
 
 def check_supported(engine: object, sampling: SamplingConfig) -> None:
-    """Raise ValueError if the engine does not support these parameters; suggests an alternative."""
+    """Raise ValueError, with an alternative, if the engine does not support these parameters."""
     if not (isinstance(engine, TakesGrammars) and engine.takes_grammars):
         refuse_grammar(engine, sampling)
     if isinstance(engine, ChecksSampling):
@@ -283,7 +283,7 @@ def check_supported(engine: object, sampling: SamplingConfig) -> None:
 
 
 def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Container[str]) -> None:
-    """Check a request. Raises ValueError if its id is in flight or its prompt is empty."""
+    """Raise ValueError if the request's id is in flight or its prompt is empty."""
     if request_id in in_flight:
         raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
     if not prompt_ids:

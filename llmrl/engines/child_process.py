@@ -22,20 +22,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _quiet_imports() -> None:
-    """Apply the log level in an engine's process before it imports vLLM, which applies it only after its imports."""
+    """Set the log level in an engine's process before vLLM is imported, because vLLM sets it after its imports."""
     level = os.environ.get("VLLM_LOGGING_LEVEL")
     if level is not None and os.environ.get(PARENT_VARIABLE, str(os.getpid())) != str(os.getpid()):
         logging.getLogger("vllm").setLevel(level)
 
 
-# Processes are spawned, so they import the program's main module, and with it this one, before anything of vLLM.
+# Engine processes are spawned and import this module as their main module (`starting_environment`) before vLLM.
 _quiet_imports()
 
 
 def register() -> None:
-    """Prepare a process of vLLM; each of them calls this, and only those of an `AsyncVLLM` are changed.
+    """Prepare a vLLM process; called in each vLLM process, and without effect except in those of an `AsyncVLLM`.
 
-    The kernel ends the process if its parent is killed (Linux). The process leaves the terminal's foreground group, so
+    The kernel kills the process if its parent dies (Linux). The process leaves the terminal's foreground group, so
     that Ctrl-C reaches only the parent, which can still evaluate and save.
     """
     parent = os.environ.get(PARENT_VARIABLE)
@@ -44,7 +44,7 @@ def register() -> None:
     if sys.platform == "linux" and int(parent) == os.getppid():
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if int(parent) != os.getppid():
-        if not is_running(int(parent)):  # it died before prctl took effect
+        if not is_running(int(parent)):  # the parent died before prctl took effect
             os.kill(os.getpid(), signal.SIGKILL)
         return  # the variable belongs to another process that starts at the same time
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the workers that this process starts

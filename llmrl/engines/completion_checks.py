@@ -21,7 +21,7 @@ _SMALLEST_LOG_PROB = -3e38
 def check_completion(
     completion: Completion, *, budget: int, vocab_size: int | None, needs_sampling_mask: bool = False
 ) -> None:
-    """Check that a completion can be trained on and used in a later prompt. Raises EngineError if it cannot.
+    """Raise EngineError if a completion cannot be trained on or used in a later prompt.
 
     Args:
         completion: completion of any engine.
@@ -40,15 +40,16 @@ def check_completion(
     _check_column("token_ids", token_ids, int, None)
     num_tokens = len(token_ids)
     if num_tokens > budget:
-        raise EngineError(f"The engine returned {num_tokens} tokens; at most {budget} were asked for.")
+        raise EngineError(f"The engine returned {num_tokens} tokens; at most {budget} were requested.")
     _check_column("log_probs", completion.log_probs, float, num_tokens)
     _check_column("versions", completion.versions, int, num_tokens)
     if completion.finish_reason not in get_args(FinishReason):
         raise EngineError(
-            f"The engine ended with {completion.finish_reason!r}; one of {get_args(FinishReason)} is expected."
+            f"The engine returned finish_reason = {completion.finish_reason!r}; one of {get_args(FinishReason)} is "
+            "expected."
         )
     if completion.stop_string is not None and not isinstance(completion.stop_string, str):
-        raise EngineError(f"The engine returned stop_string = {completion.stop_string!r}; a text or None is expected.")
+        raise EngineError(f"The engine returned stop_string = {completion.stop_string!r}; str or None is expected.")
     if not num_tokens:
         return
     if needs_sampling_mask or completion.sampling_mask is not None:
@@ -67,7 +68,7 @@ def check_completion(
         )
     versions = completion.versions
     if min(versions) < 0 or max(versions) > _LARGEST_VERSION:
-        raise _wrong_value("versions", versions, lambda value: 0 <= value <= _LARGEST_VERSION, "a number from 0 on")
+        raise _wrong_value("versions", versions, lambda value: 0 <= value <= _LARGEST_VERSION, "a number in [0, 2**63)")
 
 
 def check_routed_experts(completion: Completion, num_prompt_tokens: int) -> None:
@@ -80,12 +81,12 @@ def check_routed_experts(completion: Completion, num_prompt_tokens: int) -> None
     if len(shape) != 3 or shape[0] != num_computed or str(experts.dtype) != "int16" or (experts < 0).any():
         raise EngineError(
             f"The engine returned routed_experts of shape {list(shape)}, {getattr(experts, 'dtype', type(experts))}; "
-            f"int16 of shape [{num_computed}, num_layers, top_k] is expected, ids from 0 on of all tokens but the last."
+            f"non-negative int16 of shape [{num_computed}, num_layers, top_k] is expected, for all tokens but the last."
         )
 
 
 def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None:
-    """Check that each token has a mask entry of distinct ids that includes its own."""
+    """Raise EngineError unless each token has a mask entry of distinct ids that keeps the token itself."""
     mask = completion.sampling_mask
     if mask is None:
         raise EngineError(
@@ -107,12 +108,12 @@ def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None
         ):
             raise EngineError(
                 f"The engine returned sampling_mask[{index}] = {kept!r:.100}; an array('i') of different ids of 0 to "
-                f"{last} is expected, the sampled {token_id} among them; or of ~id of the removed ones."
+                f"{last} is expected, either the kept ids, including the sampled {token_id}, or ~id of the removed ids."
             )
 
 
 def _check_column(name: str, column: Any, kind: type, num_tokens: int | None) -> None:
-    """Check that a column is a list of exactly this type: bool and NumPy numbers are refused."""
+    """Raise EngineError unless a column is a list of exactly this type: bool and NumPy numbers are refused."""
     if type(column) is not list:
         raise EngineError(f"The engine returned {name} as {type(column).__name__}; a list is expected.")
     if num_tokens is not None and len(column) != num_tokens:

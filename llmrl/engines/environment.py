@@ -23,7 +23,7 @@ def available_cores() -> int:
 
 
 def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool) -> dict[str, str]:
-    """Return the environment variables of a vLLM engine process; it is spawned, since a fork fails after CUDA is used.
+    """Return the environment variables of an engine process, which is spawned: a fork fails after CUDA was used.
 
     `cpu_threads` is the number of threads of an engine on CPU, not bound to cores; None on a GPU.
     """
@@ -37,11 +37,12 @@ def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool)
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": str(cpu_threads),
-        # Threads that spin for long starve others that need the core: with another busy process,
-        # a short spin is 2 to 10 times as fast, and otherwise costs nothing.
+        # Threads that spin for long starve other threads that need the core: with another busy process,
+        # a short spin makes the engine 2 to 10 times as fast, and otherwise costs nothing.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
-        # A weight update allocates each layer again; keeping freed memory saves a quarter of its time. Of tensors as
-        # large as an embedding it would cost more: activations take their place, and memory grows by each.
+        # A weight update allocates each layer again; keeping freed memory saves a quarter of the update's time. Memory
+        # of tensors as large as an embedding is returned, because activations would take the freed place and each
+        # update would need new memory.
         "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(64 << 20)),
         "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_", str(1 << 32)),
         "TOKENIZERS_PARALLELISM": "false",
@@ -55,17 +56,17 @@ def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool)
 
 def transfer_variables(weight_transfer: bool | str) -> dict[str, str]:
     """Return the environment variables that a weight-transfer backend needs."""
-    # CUDA IPC handles are pickled, and vLLM unpickles them only if this is set. It opens no port, but
-    # the caller of the engine (this process) can run code in it.
+    # CUDA IPC handles are pickled, and vLLM unpickles them only if this is set. The variable opens no port, but
+    # lets the engine's caller (this process) run code in the engine.
     return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if weight_transfer == "ipc" else {}
 
 
 @contextmanager
 def starting_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Start a child process with `variables`, one at a time, and restore this process's environment afterwards.
+    """Set `variables` while a child process starts, one process at a time, and restore the environment afterwards.
 
-    `__main__` is hidden meanwhile: a spawned child would import the user's script again. It imports `child_process`,
-    which sets the log level before vLLM is imported.
+    `child_process` stands in for `__main__` meanwhile: a spawned child imports the main module, which would run the
+    user's script again, whereas `child_process` sets the log level before vLLM is imported.
     """
     main = sys.modules["__main__"]
     hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}

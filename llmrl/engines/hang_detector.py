@@ -1,4 +1,4 @@
-"""Detection of engines that hang: requests in flight and no new tokens."""
+"""Detection of engines that hang: they have requests in flight and produce no tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines.base import Engine, EngineError, ReportsProgress
 
 DEFAULT_HANG_TIMEOUT_SECONDS = 300.0
-"""Longer than the prefill of any prompt, or the compilation for a first batch."""
+"""Default timeout, longer than the prefill of any prompt or the compilation for a first batch."""
 
 _NUM_LOOKS = 4
 """Number of checks without progress after which an engine counts as hanging."""
@@ -31,9 +31,9 @@ class _Observation:
 class HangDetector:
     """Detector of engines that make no progress for `timeout_seconds`.
 
-    An engine that does not answer makes no progress; one without `progress()`, or a dead one, is ignored. Time is
-    counted in checks, so a period in which this process was stopped does not count. Raises ValueError if the time is
-    not positive.
+    An engine that does not answer makes no progress; an engine without `progress()`, and a dead engine, is ignored.
+    Time is counted in checks, so a period in which this process was suspended does not count. Raises ValueError if
+    `timeout_seconds` is not positive.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -49,7 +49,7 @@ class HangDetector:
         self._sights = {}
 
     async def find_hanging(self, engines: Sequence[Engine]) -> list[Engine]:
-        """Check all engines, one interval after the last check, and return those that hang."""
+        """Check all engines and return those that hang; to be called once per `interval_seconds`."""
         progresses = await asyncio.gather(*map(self._progress, range(len(engines)), engines))
         hanging = []
         for index, (engine, progress) in enumerate(zip(engines, progresses, strict=True)):
@@ -83,13 +83,13 @@ class WatchedEngine(Engine, ReportsProgress, Protocol):
 
 
 class HangWatch:
-    """Watch over an engine that shuts it down if it hangs while it has requests; a time-out of None disables it."""
+    """Watch that shuts an engine down if it hangs with requests in flight; a timeout of None disables the watch."""
 
     def __init__(self, timeout_seconds: float | None) -> None:
         self._detector = None if timeout_seconds is None else HangDetector(timeout_seconds)
         self._watching: Future[None] | None = None
         self.why = ""
-        """Message that says why the engine was shut down; empty if it was not."""
+        """Reason why the engine was shut down; empty if the watch did not shut it down."""
 
     def begin(self, engine: WatchedEngine, background: BackgroundLoop) -> None:
         """Watch the engine in `background` until it has no more requests."""
@@ -106,11 +106,11 @@ class HangWatch:
             if await detector.find_hanging([one]):
                 self.why = (
                     f"The {type(one).__name__} gave no token for {detector.timeout_seconds:g} s with requests in "
-                    "flight and was ended: it hung, or its process was stopped. Start it again: a run that is "
-                    "started again continues where it was. If it was only slow, raise hang_timeout_seconds; "
-                    "EngineReplicas starts another engine by itself."
+                    "flight and was shut down: it hung, or its process was suspended. Start it again; a "
+                    "training run that is started again resumes. If the engine was only slow, raise "
+                    "hang_timeout_seconds; EngineReplicas replaces a hanging engine itself."
                 )
-                # In a thread, because a process that hangs is slow to end.
+                # `shutdown` runs in a thread, because a process that hangs is slow to end.
                 threading.Thread(target=one.shutdown, name="llmrl-end-hanging", daemon=True).start()
                 return
             del one

@@ -39,7 +39,7 @@ def start_engines(
         connect(ray_init_config)
     elif options.get("cpu_threads") is None:
         options["cpu_threads"] = max(1, available_cores() // num_replicas)
-    options["hang_timeout_seconds"] = None  # `EngineReplicas` watches them
+    options["hang_timeout_seconds"] = None  # `EngineReplicas` watches the engines
     # Each engine has its own seed, since equal seeds give equal answers to a prompt.
     seeds = itertools.count(options.get("seed", 0))
 

@@ -88,7 +88,7 @@ def take_load(engine: object, reader: str = METRICS) -> EngineLoad | None:
 
 
 class LoadMeter:
-    """Accumulator of vLLM's statistics of each step, as its `StatLoggerBase`."""
+    """Accumulator of vLLM's statistics of each step, with the interface of vLLM's `StatLoggerBase`."""
 
     def __init__(self) -> None:
         self._loads = {METRICS: EngineLoad()}

@@ -39,7 +39,7 @@ class Waiters:
             futures = self._futures
             self._futures = []
         for future in futures:
-            with contextlib.suppress(RuntimeError):  # its loop is closed
+            with contextlib.suppress(RuntimeError):  # the future's loop is closed
                 future.get_loop().call_soon_threadsafe(_set, future)
 
 

@@ -51,12 +51,12 @@ class EngineReplicas(Sequence[EngineT]):
 
     Args:
         engines: engines of the same model; the smallest `max_model_len` applies to all.
-        max_imbalance: a key moves if its replica has more than this many requests above the least loaded one.
+        max_imbalance: see `Router`.
         num_retries: maximum number of retries of a request that fails with an EngineError.
         restart: function that starts a replacement, given the replica's index; called in a thread.
         max_restarts: maximum number of restarts of a replica without a completion in between.
-        hang_timeout_seconds: a replica with requests but no new token for this long, or a longer step of a weight
-            update, hangs: it is ended and replaced. Other pauses do not count. None waits forever.
+        hang_timeout_seconds: time after which a replica that has requests but no new token, or that does not finish a
+            step of a weight update, is ended and replaced. Other pauses do not count. None waits forever.
 
     Raises ValueError if there are no engines, or a number is out of range.
 
@@ -106,8 +106,8 @@ class EngineReplicas(Sequence[EngineT]):
         self._dead: set[int] = set()
         self.recovering: dict[int, threading.Thread] = {}
         """Threads that start replacements, by replica."""
-        self._unproven: set[int] = set()  # restarted, and not yet seen with the current weights
-        self._first_version: int | None = None  # initial version of the weights, if it was set
+        self._unproven: set[int] = set()  # restarted replicas that have not yet had the current weights
+        self._first_version: int | None = None  # initial version of the weights, if the caller set it
         self._version = self.last_version = max(engine.policy_version for engine in engines)
         self._are_all_open = True
         self._looked_s = -_LOOK_AGAIN_S
@@ -126,7 +126,7 @@ class EngineReplicas(Sequence[EngineT]):
 
     @property
     def takes_grammars(self) -> bool:
-        """Whether all engines follow grammars."""
+        """Whether all engines follow `SamplingConfig.grammar`."""
         return all(isinstance(one, TakesGrammars) and one.takes_grammars for one in self._engines)
 
     @property
@@ -156,9 +156,9 @@ class EngineReplicas(Sequence[EngineT]):
             options: see `llmrl.engines.vllm.arguments.EngineOptions`.
 
         Raises:
-            TypeError: if an option is unknown; names the nearest one.
+            TypeError: if an option is unknown; the message names the nearest option.
             ValueError: if `num_replicas` is below 1, or a Ray option is given without `use_ray`.
-            EngineError: if an engine does not start; the others are ended.
+            EngineError: if an engine does not start; the other engines are ended.
         """
         hang_timeout_seconds = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
         HangWatch(hang_timeout_seconds)  # checks the value before the engines start
@@ -178,7 +178,7 @@ class EngineReplicas(Sequence[EngineT]):
     @property
     def policy_version(self) -> int:
         """Version of the weights that all living replicas have reached."""
-        if self._are_all_open or time.monotonic() - self._looked_s > _LOOK_AGAIN_S:  # limits the rate
+        if self._are_all_open or time.monotonic() - self._looked_s > _LOOK_AGAIN_S:  # limits the rate of checks
             self.refresh()
         return min((engine.policy_version for engine in self._living()), default=self._version)
 
@@ -208,7 +208,10 @@ class EngineReplicas(Sequence[EngineT]):
         return self.router.open_replicas
 
     def refresh(self) -> None:
-        """Check which replicas live and have the current weights; call this after a weight update."""
+        """Check which replicas live and have the current weights, and let only these serve.
+
+        To be called after a weight update.
+        """
         if self._are_all_open and all(e.is_alive and e.policy_version == self._version for e in self._engines):
             return
         with self._lock:
@@ -220,6 +223,7 @@ class EngineReplicas(Sequence[EngineT]):
                     self._recover_by(self._bring_back, index, engine)  # a server that answers again
             self.last_version = max(self.last_version, *(engine.policy_version for engine in self._engines))
             versions = {i: e.policy_version for i, e in enumerate(self._engines) if i not in self._dead}
+            # A restarted replica does not count until it has reached the highest version of the other replicas.
             proven = [version for index, version in versions.items() if index not in self._unproven]
             version = max(proven, default=self._version)
             self._unproven = {index for index in self._unproven if versions.get(index, -1) < version}
@@ -265,8 +269,8 @@ class EngineReplicas(Sequence[EngineT]):
     ) -> Completion:
         """Sample one completion on one of the replicas; waits while all are being restarted.
 
-        Raises ValueError as the replica's own `generate`, and EngineError if it failed `num_retries` + 1 times, or no
-        replica serves or is being restarted.
+        Raises ValueError as the replica's `generate` does, and EngineError if the request failed `num_retries` + 1
+        times, or no replica serves or is being restarted.
         """
         streamed = {} if stream is None else {"stream": stream}
 
@@ -279,8 +283,8 @@ class EngineReplicas(Sequence[EngineT]):
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
         """Return the scores of `[num_tokens]` tokens by one of the replicas; waits while all are being restarted.
 
-        Raises TypeError if the engines do not score tokens, ValueError as the replica's own `score`, and EngineError as
-        `generate`.
+        Raises TypeError if the engines do not score tokens, ValueError as the replica's `score` does, and EngineError
+        as `generate` does.
         """
 
         def ask(engine: Engine, attempt_id: str) -> Awaitable[TokenScores]:
@@ -289,7 +293,7 @@ class EngineReplicas(Sequence[EngineT]):
             return engine.score(token_ids, top_k=top_k)
 
         scores = await self._served(ask, None, None)
-        assert scores is not None  # its id is generated here, so it cannot be aborted
+        assert scores is not None  # the caller does not know the request's id, so nothing can abort it
         return scores
 
     async def _served(
@@ -329,7 +333,7 @@ class EngineReplicas(Sequence[EngineT]):
         return None
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request; its `generate` returns the tokens so far, none while it waits for a retry."""
+        """Abort a request; its `generate` returns the tokens so far, or no tokens if it waits for a retry."""
         if (pending := self._pending.get(request_id)) is None:
             return
         pending.is_aborted = True
@@ -367,8 +371,8 @@ class EngineReplicas(Sequence[EngineT]):
         if len(self._dead) == len(self._engines) or self.is_shut_down:
             return f"None of the {len(self._engines)} engines is running; start new ones."
         return (
-            f"None of the {len(self._engines)} engines may serve: {len(self._dead)} are dead, "
-            f"{len(self._unproven)} without weights of version {self._version}; send the weights again."
+            f"None of the {len(self._engines)} engines may serve: {len(self._dead)} are dead, and "
+            f"{len(self._unproven)} are without weights of version {self._version}; send the weights again."
         )
 
     def _living(self) -> list[EngineT]:
@@ -382,10 +386,10 @@ class EngineReplicas(Sequence[EngineT]):
                     _LOGGER.warning("Engine replica %d hung for %g s and is ended.", index, self.hang_timeout_seconds)
                     self.num_hangs += 1
                     return self._mark_dead(index, is_hanging=True)
-        end_hanging(engine)  # it was just started, and is not a replica yet
+        end_hanging(engine)  # the engine was just started, and is not a replica yet
 
     async def watch_for_hangs(self, is_needed: Callable[[], bool] = lambda: True) -> None:
-        """Replace engines that hang, until `shutdown`; needed if other processes send the requests."""
+        """Replace hanging engines until `shutdown`; to be called if other processes send the requests."""
         if (watch := self._watch) is None:
             return
         watch.forget()
@@ -398,13 +402,13 @@ class EngineReplicas(Sequence[EngineT]):
         self.num_deaths += not self.is_shut_down
         self._dead.add(index)
         self._unproven.discard(index)
-        self._are_all_open = False  # else `refresh` would ignore its successor
+        self._are_all_open = False  # otherwise `refresh` returns early and ignores the successor
         self.router.close_replica(index)
         self.router.forget_affinity(index)
         if self.is_shut_down:
             return
         _LOGGER.warning("Engine replica %d died with %d requests.", index, self.router.loads[index])
-        # An engine that hangs must be ended, so that its requests fail and are retried elsewhere.
+        # A hanging engine must be ended even if it is not replaced, so that its requests fail and are retried.
         if is_hanging or self._may_restart(index):
             self._recover_by(self._recover, index)
 
@@ -419,7 +423,7 @@ class EngineReplicas(Sequence[EngineT]):
 
     def _recover(self, index: int) -> None:
         """Start an engine in place of a dead one; runs in its own thread."""
-        with contextlib.suppress(Exception):  # it is dead; this only cleans up
+        with contextlib.suppress(Exception):  # the engine is dead; this only cleans up
             if self._restart is None:
                 end_hanging(self._engines[index])
             else:
@@ -458,7 +462,7 @@ class EngineReplicas(Sequence[EngineT]):
 
 
 def end_hanging(engine: Engine) -> None:
-    """End an engine that hangs; a server is only disconnected, and may return."""
+    """End a hanging engine; a server is only disconnected, and serves again once it answers."""
     hang_up = getattr(engine, "hang_up", engine.shutdown)
     hang_up()
 

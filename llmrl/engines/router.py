@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from llmrl._utils.arguments import check_least
 
 MAX_REMEMBERED_KEYS = 65536
-"""Maximum number of routing keys with a known replica; the oldest are dropped first."""
+"""Maximum number of routing keys with a known replica; the least recently used are dropped first."""
 
 
 class NoReplicaError(LookupError):
@@ -17,11 +17,12 @@ class NoReplicaError(LookupError):
 
 
 class Router:
-    """Assignment of requests: a routing key keeps its replica for its prefix cache, others go to the least loaded one.
+    """Assignment of requests to the least loaded replica, or to the replica of their routing key for its prefix cache.
 
     Args:
         num_replicas: number of replicas, numbered from 0; all are open at first.
-        max_imbalance: a key moves if its replica has more than this many requests above the least loaded one.
+        max_imbalance: number of requests by which a key's replica may exceed the least loaded one; beyond, the key
+            moves.
 
     Raises ValueError if `num_replicas` is below 1 or `max_imbalance` is negative.
 
@@ -65,7 +66,7 @@ class Router:
             self._push(replica)
 
     def close_replica(self, replica: int) -> None:
-        """Stop assigning requests to a replica; its current ones stay until they are released."""
+        """Stop assigning requests to a replica; its current requests stay until they are released."""
         self._open.discard(replica)
 
     def forget_affinity(self, replica: int) -> None:
@@ -74,7 +75,7 @@ class Router:
             del self._affinity[key]
 
     def assign(self, request_id: str, routing_key: str | None = None, *, avoid: Collection[int] = ()) -> int:
-        """Assign a request to a replica until `release`, and return it; one of `avoid` only if no other is open.
+        """Return the replica to which the request is assigned until `release`; `avoid` is used if no other is open.
 
         Raises ValueError if the id is in flight, and NoReplicaError if no replica is open.
         """
@@ -118,7 +119,7 @@ class Router:
             if replica in self._open and load == self._loads[replica]:
                 return replica
             heapq.heappop(heap)
-        raise NoReplicaError(f"None of the {len(self._loads)} replicas takes requests.")
+        raise NoReplicaError(f"None of the {len(self._loads)} replicas accepts requests.")
 
     def _push(self, replica: int) -> None:
         if replica not in self._open:

@@ -42,7 +42,7 @@ class ScoresTokens(Protocol):
 
 
 def check_scored(token_ids: Sequence[int], top_k: int, max_model_len: int) -> None:
-    """Check the arguments of `score`. Raises ValueError for too few or too many tokens, or a negative `top_k`."""
+    """Raise ValueError for too few or too many tokens, or a negative `top_k`."""
     if len(token_ids) < 2:
         raise ValueError(
             f"token_ids must have at least two tokens, since nothing predicts the first; got {len(token_ids)}."
@@ -59,7 +59,9 @@ def read_scores(
     Args:
         token_ids: `[num_tokens]` requested tokens.
         reported_ids, reported: `[num_tokens - 1, 1 + top_k]` ids and log-probs: the token's own, then the likeliest.
-        engine: name of the engine in an EngineError, which is raised for other tokens or invalid log-probs.
+        engine: name of the engine in errors.
+
+    Raises EngineError if the engine scored other tokens or returned invalid log-probs.
 
     Example:
         >>> ids, log_probs = torch.tensor([[7, 5]]), torch.tensor([[-2.0, -0.5]])
@@ -68,7 +70,7 @@ def read_scores(
         ([0.0, -2.0], [[-1], [5]])
     """
     if reported_ids[:, 0].tolist() != list(token_ids[1:]):
-        raise EngineError(f"{engine} scored other tokens than it was given.")
+        raise EngineError(f"{engine} scored other tokens than the requested ones.")
     if not bool((reported <= _LARGEST_LOG_PROB).all()):  # also refuses NaN
         raise EngineError(
             f"{engine} returned log-probs up to {float(reported.max())}; numbers up to 0 are expected. Start a server "

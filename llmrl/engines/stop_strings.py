@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from llmrl.engines.base import Completion
 
-# Tokenizers decode an incomplete character to this.
+# Replacement character, to which tokenizers decode an incomplete character.
 _UNFINISHED = "\ufffd"
 
 
@@ -38,15 +38,17 @@ class StopStringWatch:
         return 1 if self._text.endswith((_UNFINISHED, *beginnings)) else num_left
 
     def judge(self, part: Completion, sampled: list[int]) -> Completion:
-        """Return the part after `sampled` with its final finish reason: `abort` if it continues."""
+        """Return `part`, which follows `sampled`, with its finish reason: `abort` if the completion continues."""
         is_whole = not sampled and part.finish_reason != "abort"
         if not self._stop or is_whole:
             return part
         assert self._decode is not None
+        # A stop string may begin in the text of earlier parts, but does not end there.
         num_read = len(self._text.rstrip(_UNFINISHED))
         self._text = self._decode([*sampled, *part.token_ids])
         for stop in self._stop:
             if stop in self._text[max(0, num_read - len(stop) + 1) :]:
                 return replace(part, finish_reason="stop", stop_string=stop)
+        # The length limit of a part that was requested token by token is not that of the completion.
         is_cut = part.finish_reason == "length" and len(part.token_ids) < self._num_left
         return replace(part, finish_reason="abort") if is_cut else part

@@ -10,7 +10,7 @@ from llmrl._utils.background_loop import mailbox_of
 
 
 class TokenStream:
-    """The tokens of one request while an engine samples them, and a way to end it early; belongs to one event loop.
+    """The tokens of one request while an engine samples them, and a way to end the request early; bound to one loop.
 
     Args:
         on_news: function that is called on the loop when there are more tokens.
@@ -26,9 +26,9 @@ class TokenStream:
 
     def __init__(self, on_news: Callable[[], None]) -> None:
         self.token_ids: list[int] = []
-        """[num_tokens] tokens so far; a request that is sent again begins anew."""
+        """[num_tokens] tokens so far; the list starts anew if the request is retried."""
         self.before: list[int] = []
-        """[num_before] tokens before those of the engine, if it continues a completion."""
+        """[num_before] earlier tokens of the completion, if the request continues one."""
         self.is_stopped = False
         """Whether the engine must end the request, with finish reason `abort`."""
         self._on_news = on_news
@@ -38,7 +38,7 @@ class TokenStream:
     def report(self, token_ids: list[int]) -> None:
         """Set the tokens that the engine has sampled so far; may be called from any thread."""
         self.token_ids = self.before + token_ids if self.before else token_ids
-        if not self._is_announced:  # a reader that is late takes several tokens at once
+        if not self._is_announced:  # one pending announcement covers all reports until the reader runs
             self._is_announced = True
             self._mailbox.post(self._announce)
 
@@ -52,7 +52,7 @@ class StreamsTokens(Protocol):
     """An engine with `generate(..., stream=)`, which reports to a `TokenStream` and obeys its `is_stopped`."""
 
     streams_tokens: bool
-    """Whether it does; of several engines, whether all do."""
+    """Whether the engine reports tokens; for several engines, whether all of them do."""
 
 
 def is_streaming(engine: object) -> bool:

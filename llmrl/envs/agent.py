@@ -42,23 +42,23 @@ class AgentEnv(DatasetChatEnv):
     Args:
         play: a function of a row and an `AgentModel`, or a `command`. It returns a number, a mapping of named scores
             that are summed, or None to leave the rollout unscored unless answers are rewarded (`AgentModel.reward`).
-            Async functions share one event loop; each plain
-            function runs in its own thread, which is not stopped when the rollout ends.
+            Async functions share one event loop; each plain function runs in its own thread, which is not stopped when
+            the rollout ends.
         dataset, split, **draws: see `DatasetChatEnv`; the rows need no query.
         host: address at which the endpoint listens; by default only this machine can reach it.
         port: port of the endpoint; by default a free one.
         public_url: URL under which agents reach the endpoint, if not by `host` (from containers or other machines, or
             through a proxy with TLS); `{port}` stands for the port.
-        roles: roles that are trained, if there are several: each is a rollout of its own in the group, with its own
-            rows and reward, as in a `GameEnv`. An agent asks a role by `model.role(NAME)`, the first one also by
-            `model`, and returns the score of each, by name; a number counts for all.
-        policies: policies by role; roles without one are played by the collector's policy. A policy of no role, such
-            as a frozen judge, answers as `model.role(NAME)`, and nothing is recorded.
+        roles: trained roles, if there are several: each is a separate rollout of the group with its own reward, as in a
+            `GameEnv`. An agent sends a role's requests to `model.role(NAME)`, those of the first role also to `model`,
+            and returns a score for each role by name; a single number is the score of every role.
+        policies: policies by role; the collector's policy plays the other roles. A name that is not a role adds a
+            model that is not trained, such as a frozen judge: `model.role(NAME)` reaches it, and nothing is recorded.
 
     Raises:
         TypeError: if `play` is not callable.
-        ValueError: if a command reads a missing column, `host` needs a `public_url`, a role has no name, or `repeats`
-            is no multiple of the roles; see also `DatasetChatEnv`.
+        ValueError: if a command reads a missing column, `host` needs a `public_url`, names of roles are empty or equal,
+            or `repeats` is not a multiple of the number of roles; see also `DatasetChatEnv`.
 
     Example:
         >>> async def play(row, model):
@@ -91,14 +91,14 @@ class AgentEnv(DatasetChatEnv):
             raise TypeError(f"play must be a function of a row and a model, or a command, got {play!r:.80}.")
         if public_url is None and host in _ALL_ADDRESSES:
             raise ValueError(
-                f"host={host!r} is no address that agents can ask: pass public_url=, such as "
+                f"host={host!r} is not an address that agents can connect to: pass public_url=, such as "
                 "'http://10.0.0.5:{port}', or the address of one network as host."
             )
         self.roles = tuple(roles)
         self.policies = dict(policies or {})
         names = [*self.roles, *(set(self.policies) - set(self.roles))]
         if not self.roles or len(set(names)) < len(names) or "aside" in names or (len(names) > 1 and "" in names[1:]):
-            raise ValueError(f"roles and policies must have different names other than 'aside', got {names}.")
+            raise ValueError(f"roles and policies must have distinct, non-empty names other than 'aside', got {names}.")
         if draws.setdefault("repeats", len(self.roles)) % len(self.roles):
             raise ValueError(
                 f"repeats must be a multiple of the {len(self.roles)} roles {self.roles}, got {draws['repeats']}."
@@ -129,7 +129,7 @@ class AgentEnv(DatasetChatEnv):
         if len(self.roles) == 1 or not isinstance(returned, Mapping):
             return {role: _score_of(returned, self.play) for role in self.roles}
         if unknown := sorted(map(str, returned.keys() - set(self.roles))):
-            raise ValueError(f"the agent returned scores of {unknown}, and the roles are {list(self.roles)}.")
+            raise ValueError(f"the agent returned scores of {unknown}, but the roles are {list(self.roles)}.")
         return {role: _score_of(returned.get(role), self.play) for role in self.roles}
 
     def ask_loops(self) -> None:
@@ -137,16 +137,16 @@ class AgentEnv(DatasetChatEnv):
         self._loops.ask()
 
     def warn_if_blocked(self) -> None:
-        """Warn once, with the line, if an async agent waits in a synchronous call and has not responded."""
+        """Warn once if an async agent blocks its event loop in a synchronous call; the warning names the line."""
         if self._has_warned:
             return
         for frame in self._loops.blocked_frames():
             if (line := _line_of_blocking_read(frame, location_of(self.play).rpartition(":")[0])) is not None:
                 self._has_warned = True
                 logger.warning(
-                    "an async agent waits for an answer in a synchronous call, at %s, and all other async agents wait "
-                    "with it: use the client's async class (AsyncOpenAI), or make the agent a plain function, which "
-                    "has a thread of its own.",
+                    "an async agent waits for an answer in a synchronous call, at %s, which blocks all other async "
+                    "agents: use the client's async class (AsyncOpenAI), or make the agent a plain function, which "
+                    "runs in its own thread.",
                     line,
                 )
 
@@ -160,7 +160,8 @@ class AgentEnv(DatasetChatEnv):
             score = plain(element.get(("agent", "score"), None))
             if not isinstance(score, Score):
                 raise RuntimeError(
-                    "an AgentEnv is played by a collector, or an Evaluator: its agent asks the policy itself."
+                    "an AgentEnv must be played by a collector or an Evaluator, because its agent sends requests to "
+                    "the policy."
                 )
             end = "truncated" if plain(element.get(("rollout", "reason"), "")) else "terminated"
             flags = {key: torch.ones(1, dtype=torch.bool) for key in (end, "done")}
@@ -181,13 +182,13 @@ class AgentEnv(DatasetChatEnv):
 
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
-# Files and functions in which a synchronous client waits; the last is that of httpx.
+# Files and functions in which a synchronous client waits; the last file belongs to httpx.
 _BLOCKING_FILES = ("/socket.py", "/ssl.py", "/_backends/sync.py")
 _BLOCKING_FUNCTIONS = ("read", "readinto", "recv", "recv_into")
 
 
 def _line_of_blocking_read(frame: FrameType, path: str) -> str | None:
-    """Return the line in the file `path` that waits for a connection, or None if the thread does not."""
+    """Return the line of the file `path` in which a thread waits for a connection, or None if it does not wait."""
     code = frame.f_code
     if not (code.co_filename.endswith(_BLOCKING_FILES) and code.co_name in _BLOCKING_FUNCTIONS):
         return None
@@ -212,7 +213,7 @@ def _score_of(returned: object, play: Play) -> Score:
 
 
 def with_answer_rewards(score: Score, rewards: float | None) -> Score:
-    """Return an agent's score with the sum of its answers' rewards; None if it gave none.
+    """Add the sum of the answers' rewards, which is None if no answer has one, to an agent's score.
 
     Example:
         >>> with_answer_rewards(Score(1.0, {"right": 1.0}), 0.5).breakdown

@@ -1,4 +1,4 @@
-"""`command`: a program as an agent, which runs in a temporary folder."""
+"""`command`: a program that runs as an agent, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from llmrl.sandbox.reaper import reaping
 
 _MAX_OUTPUT_BYTES = 1 << 16
 _MAX_WORD_BYTES = (128 << 10) - 1
-"""Linux's limit of one argument."""
+"""Linux's size limit for one argument."""
 _TERM_SECONDS = 3.0
 """Seconds between SIGTERM and SIGKILL."""
 _REAP_SECONDS = 10.0
-"""Longest time until everything has ended after SIGKILL."""
+"""Maximum time until all processes have ended after SIGKILL."""
 _MODEL_FIELDS = ("base_url", "api_key", "model")
 
 
@@ -76,11 +76,11 @@ def command(
         text: the command line, split as by a shell; `{NAME}` is replaced with that column of the row, which must be
             short: programs take long texts from `stdin` or `files`.
         env: further environment variables; None removes one.
-        inherit: names of the variables that the program gets of this process's environment; all by default.
+        inherit: names of the environment variables that the program inherits from this process; all by default.
         stdin: standard input; empty by default.
         files: contents of files in the program's folder, by relative path.
         folder: folder to copy into the program's folder.
-        exit_codes: exit codes of success; the rollout of any other is an error. By default all may be scored.
+        exit_codes: exit codes that mean success; any other makes the rollout an error. By default, all are scored.
         score: a plain or async function that returns the rollout's score from the row and a `CommandResult`.
 
     Example:
@@ -116,9 +116,9 @@ class Command:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"files must have relative paths in the program's folder, got {name!r}.")
         if isinstance(inherit, str):
-            raise TypeError(f"inherit must be names of environment variables in a list, got {inherit!r}.")
+            raise TypeError(f"inherit must be a list of names of environment variables, got {inherit!r}.")
         if folder is not None and not Path(folder).is_dir():
-            raise FileNotFoundError(f"folder must be a folder to copy, and there is none at {str(folder)!r}.")
+            raise FileNotFoundError(f"folder must be an existing folder to copy, got {str(folder)!r}.")
         self._env = dict(env)
         self._inherit = None if inherit is None else frozenset(inherit)
         self._stdin = stdin
@@ -138,8 +138,8 @@ class Command:
         """Raise ValueError if the dataset lacks a column that the command reads."""
         if missing := [name for name in self.columns if name not in available]:
             raise ValueError(
-                f"the command reads {missing}, and the dataset has {sorted(available)}; write braces that stand for "
-                "themselves twice."
+                f"the command reads the columns {missing}, but the dataset has {sorted(available)}; double braces that "
+                "are not placeholders, as in {{NAME}}."
             )
 
     async def __call__(self, row: Row, model: AgentModel) -> Score:
@@ -152,8 +152,8 @@ class Command:
         for template, word in zip(self._words, words, strict=True):
             if (size := len(word.encode(errors="replace"))) > _MAX_WORD_BYTES:
                 raise ValueError(
-                    f"the argument {template!r} is of {size} bytes, and a program takes at most {_MAX_WORD_BYTES}: "
-                    f"give it as stdin={template!r} or files={{'task.txt': {template!r}}}."
+                    f"the argument {template!r} has {size} bytes, but a program takes at most {_MAX_WORD_BYTES}: "
+                    f"pass it as stdin={template!r} or files={{'task.txt': {template!r}}}."
                 )
         fields = {"base_url": model.base_url, "api_key": model.api_key, "model": model.name}
         inherited = {name: value for name, value in os.environ.items() if self._is_inherited(name)}
@@ -170,12 +170,12 @@ class Command:
                 shutil.which(str(Path(folder, words[0])) if os.sep in words[0] else words[0], path=_path(variables))
                 is None
             ):
-                raise FileNotFoundError(f"there is no program {words[0]!r} to run.")
+                raise FileNotFoundError(f"there is no program {words[0]!r} to run, in PATH or the program's folder.")
             exit_code, output = await self._run(words, folder, variables, stdin, model.info)
             if self._exit_codes is not None and exit_code not in self._exit_codes:
                 raise CommandFailed(
-                    f"{words[0]} ended with exit code {exit_code}, which is none of {sorted(self._exit_codes)}: "
-                    f"{output[-500:].strip()}"
+                    f"{words[0]} ended with exit code {exit_code}, expected one of {sorted(self._exit_codes)}; its "
+                    f"output ends with: {output[-500:].strip()}"
                 )
             if self._score is None:
                 return None
@@ -220,7 +220,7 @@ class Command:
             tasks.append(asyncio.create_task(write_input(process.stdin, stdin)))
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                exit_code = await process.wait()  # everything that it started has ended then
+                exit_code = await process.wait()  # its descendants have ended then, too
                 await tasks[0]
         except TimeoutError:
             raise AgentTimeout(f"{words[0]} took more than {self._timeout_seconds:g} s.") from None
@@ -257,7 +257,7 @@ def _path(variables: Mapping[str, str]) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process, ending: int) -> None:
-    """Tell the process of `reaping` to end everything, wait for it, and close the pipe."""
+    """Make the process of `reaping` end the program and its descendants, wait for it, and close the pipe."""
     with contextlib.suppress(OSError):
         os.write(ending, b"x")
     os.close(ending)

@@ -60,14 +60,14 @@ class ChatEnv(KnownArguments, EnvBase):
     """`DatasetChatEnv`; it is set there to avoid a circular import."""
 
     def __new__(cls, *args: object, with_tokenizer: bool = False, **kwargs: object) -> Self:
-        """Return the environment, or one around it if `with_tokenizer`."""
+        """Return the environment, with an appended `IncrementalTokenizer` if `with_tokenizer`."""
         if not with_tokenizer:
             return super().__new__(cls, *args, **kwargs)
         tokenizer = kwargs.get("tokenizer")
         if tokenizer is None:
             raise ValueError("with_tokenizer=True appends an IncrementalTokenizer, which needs tokenizer=.")
         env = cls(*args, **kwargs)  # type: ignore[arg-type]
-        # It is no instance of this class, so Python does not call `__init__` on it.
+        # The result is not an instance of this class, so Python does not call `__init__` on it.
         return TransformedEnv(env, IncrementalTokenizer(tokenizer))  # type: ignore[arg-type]
 
     def __init__(

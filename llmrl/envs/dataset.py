@@ -98,7 +98,7 @@ class DatasetChatEnv(ChatEnv):
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], **kwargs: Any) -> DatasetChatEnv:
-        """Return an environment over the rows of one pass over a `DataLoader`; one without a length is read on demand.
+        """Return an environment over one pass over a `DataLoader`; a loader without a length is read on demand.
 
         Example:
             >>> from torch.utils.data import DataLoader

@@ -30,7 +30,7 @@ Opponent: TypeAlias = Callable[[Sequence[Message]], str | Awaitable[str]]
 class Game(ABC):
     """The rules of a turn-based game; one instance plays one game. Its methods are never called concurrently.
 
-    For simultaneous moves, take the moves in turn and hide each from the other players.
+    For simultaneous moves, ask the players one after another and do not show their moves to each other.
 
     Example:
         >>> class Pennies(Game):
@@ -85,11 +85,13 @@ class GameEnv(MessageChatEnv):
     Args:
         make_game: function that creates the game of a row.
         dataset: rows; by default one empty row, which is repeated.
+        roles: names of the players, as in `Game.roles`.
         opponents: players in place of the policy, by role.
         repeats: rollouts per row; by default one per role that the policy plays.
         **order: `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
-    Raises ValueError if opponents have unknown or all roles, or if `repeats` is no multiple of the policy's roles.
+    Raises ValueError if opponents play unknown roles or all roles, or if `repeats` is not a multiple of the number of
+    the policy's roles.
 
     Example:
         >>> from llmrl.envs import Game
@@ -174,7 +176,7 @@ class GameEnv(MessageChatEnv):
 
     def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
         if len(self.roles) > 1:
-            raise RuntimeError(f"the roles {self.roles} wait for each other: the game is played by a collector.")
+            raise RuntimeError(f"the roles {self.roles} wait for each other: the game must be played by a collector.")
         return super()._open_all(drawn)
 
     def _opened_step(self, opened: Opened | None) -> TensorDictBase:
@@ -252,7 +254,7 @@ class _Table:
         with self._failing_all():
             left = self._game.leave(role) if is_counted and self._game is not None else None
             if left is None:
-                self._failure = RuntimeError(f"the player {role!r} left before its end.")
+                self._failure = RuntimeError(f"the player {role!r} left the game before its end.")
             else:
                 self.results = self._checked(left)
         self._wake_all()
@@ -269,7 +271,7 @@ class _Table:
                     self._observation = text
                     return self._woken[role].set()
                 if role not in self._opponents:
-                    raise ValueError(f"observe gave the turn to {role!r}, which is no role of the game.")
+                    raise ValueError(f"observe gave the turn to {role!r}, which is not a role of the game.")
                 view = self._views[role]
                 view.append({"role": "user", "content": text})
                 answer = self._opponents[role](copied(tuple(view)))
@@ -281,7 +283,7 @@ class _Table:
 
     def _checked(self, results: Mapping[str, float]) -> Mapping[str, float]:
         if missing := [role for role in self._woken if role not in results]:
-            raise ValueError(f"the game's rewards are of {sorted(results)}, and not of {missing}.")
+            raise ValueError(f"the game returned rewards of {sorted(results)}, but not of {missing}.")
         return {role: finite_number(results[role], f"the reward of {role!r}") for role in self._woken}
 
     def _wake_all(self) -> None:
@@ -307,9 +309,9 @@ class _Player(MessageEnv):
         self._role = role
         self._make_game = make_game
         self.reason: str = StopReason.NONE
-        """The reason why the current turn ends this player's conversation."""
+        """Reason why the current turn ends this player's conversation; empty if it does not."""
         self.reward: float | None = None
-        """Its reward, if the game was over before its first turn; otherwise None."""
+        """Reward of the player if the game was over before its first turn; otherwise None."""
         self._is_over = False  # whether its last move, not its leaving, ended the game
 
     async def sit_down(self) -> None:

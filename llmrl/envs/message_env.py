@@ -82,7 +82,7 @@ class Opened:
 
 
 class MessageChatEnv(DatasetChatEnv):
-    """A `ChatEnv` of which each conversation is a `MessageEnv`.
+    """A `ChatEnv` in which each conversation is a `MessageEnv`.
 
     Args:
         factory: function that builds the environment of one conversation from a dataset item.
@@ -236,7 +236,7 @@ class MessageChatEnv(DatasetChatEnv):
         }
 
     def release(self, element: TensorDictBase) -> None:
-        """Close the environment of a finished conversation; any exception of its `close` is raised."""
+        """Close the environment of a finished conversation; raise the exception of its `close`, if any."""
         message_env = plain(element.get("message_env", None))
         if isinstance(message_env, Opened):
             message_env = message_env.env

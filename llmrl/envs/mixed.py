@@ -112,7 +112,7 @@ class MixedPrompts:
         return position * len(self._names) + self._names.index(name)
 
     def place(self, position: int) -> tuple[str, int]:
-        """Return the environment and the position in its dataset that `position` encoded."""
+        """Return the environment, and the position in its dataset, that `position` encodes."""
         place, index = divmod(position, len(self._names))
         return self._names[index], place
 
@@ -124,7 +124,7 @@ class MixedPrompts:
         if min(shares.values()) < 0:
             raise ValueError(f"weights must not be negative, got {shares}.")
         if not (total := sum(shares.values())):
-            raise ValueError(f"weights must not all be 0; they are, for the environments with data left: {shares}.")
+            raise ValueError(f"weights must not all be 0, but they are for the environments with data left: {shares}.")
         return {name: share / total for name, share in shares.items()}
 
     def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
@@ -144,7 +144,7 @@ class MixedPrompts:
     def load_state_dict(self, state: StateDict) -> None:
         """Restore a saved state; raise ValueError if it was saved with other environments."""
         if list(state["samplers"]) != self._names:
-            raise ValueError(f"the saved state is of the environments {list(state['samplers'])}, not {self._names}.")
+            raise ValueError(f"the saved state is for the environments {list(state['samplers'])}, not {self._names}.")
         for name, sampler in self._samplers.items():
             sampler.load_state_dict(state["samplers"][name])
         self._credits = dict(state["credits"])
@@ -184,13 +184,13 @@ class MixedEnv:
             dataset_env = dataset_env_of(env)
             if not name or "/" in name:
                 raise ValueError(
-                    f"an environment's name is the prefix of its ids, so it must not be empty or contain '/', "
+                    f"an environment's name is the prefix of its group ids, so it must not be empty or contain '/', "
                     f"got {name!r}."
                 )
             if dataset_env is None:
                 raise ValueError(f"the environment {name!r} has no dataset to draw prompts from: use a DatasetChatEnv.")
             if any(dataset_env.prompts is other for other in samplers.values()):
-                raise ValueError(f"the environment {name!r} draws from the prompts of another one: build its own.")
+                raise ValueError(f"the environment {name!r} shares its prompts with another one: give it its own.")
             samplers[name] = dataset_env.prompts
             samplers[name].name = name
         repeats = {name: sampler.num_samples for name, sampler in samplers.items()}

@@ -1,4 +1,4 @@
-"""Texts in which the names of columns stand for a row's values."""
+"""Text templates with placeholders such as `{query}` for the columns of a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r"\{\{(\w+)\}\}|\{([^\W\d]\w*)\}")
 
 
 def names_in(template: str) -> Iterator[str]:
-    """Yield the names in a template.
+    """Yield the names of a template's placeholders.
 
     Example:
         >>> list(names_in('{"task": "{query}", "keep": "{{query}}", "n": {}}'))
@@ -23,7 +23,7 @@ def names_in(template: str) -> Iterator[str]:
 
 
 def filled(template: str, row: Row, fields: Mapping[str, str]) -> str:
-    """Return a template with its names replaced: by `fields`, by a column of the row, or `{row}` by the row as JSON.
+    """Replace a template's placeholders by entries of `fields` or columns of the row, and `{row}` by the row as JSON.
 
     Example:
         >>> filled('{"{{x}}": "{query}"} {n}', {"query": "1 + 1", "n": [2]}, {})

@@ -85,7 +85,7 @@ class PromptSampler:
         self.num_epochs = num_epochs
         self.name = name
         if shuffle and isinstance(items, StreamedRows):
-            raise ValueError("shuffle needs all rows, and the loader has no length; let the loader shuffle.")
+            raise ValueError("shuffle needs all rows, but the loader has no length; let the loader shuffle.")
         self._position = 0
         self._first_epoch = 0
         self._again: deque[int] = deque()
@@ -131,7 +131,7 @@ class PromptSampler:
         if len(positions) < count:
             epochs = f"the {self.num_epochs} epochs of {len(self.items)} prompts"
             raise EndOfData(
-                f"{epochs} have {len(positions)} draws left, {count} were asked for.", num_left=len(positions)
+                f"{epochs} have {len(positions)} draws left, {count} were requested.", num_left=len(positions)
             )
         num_new = max(0, count - len(self._again))
         for _ in range(count - num_new):
@@ -182,7 +182,7 @@ class PromptSampler:
             self.items.read(self._position // self.num_samples + 1)
             if self._position and not self.items.has_ended:
                 raise ValueError(
-                    "the loader has no length, and has not ended: it cannot be started from the beginning again."
+                    "the rows come from a loader without a length, which has not ended, so they cannot be restarted."
                 )
         size = len(self.items) * self.num_samples
         self._again.clear()
@@ -190,7 +190,7 @@ class PromptSampler:
         self._first_epoch = self._position // size
 
     def draw_next(self, positions: Iterable[int]) -> None:
-        """Draw these positions next, in place of other positions that were to be drawn again."""
+        """Draw these positions next; they replace positions that were waiting to be drawn again."""
         self._again = deque(positions)
 
     def state_dict(self, *, unfinished: Sequence[int] = ()) -> StateDict:
@@ -213,8 +213,8 @@ class PromptSampler:
         ]
         if differing:
             raise ValueError(
-                f"the saved position is that of another order of draws: {'; '.join(differing)} (num_samples "
-                "are a dataset's repeats). Build the environment as it was when the state was saved, or "
+                f"the saved position belongs to another order of draws: {'; '.join(differing)} (num_samples "
+                "is the argument repeats). Build the environment as it was when the state was saved, or "
                 "start without the state."
             )
         self._position = state["position"]
@@ -245,7 +245,7 @@ def with_columns(item: Row, columns: Sequence[str]) -> Row:
     further = [name for name in item if name not in columns]
     if further:
         raise ValueError(
-            f"a row of the dataset has the columns {further}, and its first row only {list(columns)}; give every row "
+            f"a row of the dataset has the columns {further}, but the first row only {list(columns)}; give every row "
             "the same columns, with None for a missing value."
         )
     return {name: item.get(name) for name in columns}

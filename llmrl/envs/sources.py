@@ -41,7 +41,8 @@ def load_rows(
 
     Raises:
         FileNotFoundError: if the file does not exist, or if the folder has no readable file.
-        ValueError: if a line is invalid, the split unknown, the dataset empty or a column missing.
+        ValueError: if a line is invalid, the split unknown, the dataset empty or a column missing, or if a hub dataset
+            cannot be loaded.
         TypeError: if the source or a row has another type.
 
     Example:
@@ -107,7 +108,7 @@ def _choose(parts: Mapping[str, object], split: str | None, label: str) -> objec
 
 
 def _check(rows: Sequence[Row], columns: list[str], label: str) -> None:
-    # Rows that are read or generated on demand are not loaded here: only the first one is checked.
+    # If rows are read or generated on demand, only the first one is checked, so that the others are not loaded.
     to_check = rows if isinstance(rows, list | tuple) else [rows[0]]
     for index, row in enumerate(to_check):
         if not isinstance(row, Mapping) and (columns or not isinstance(row, str)):
@@ -118,7 +119,7 @@ def _check(rows: Sequence[Row], columns: list[str], label: str) -> None:
 
 
 def is_local(source: str | Path) -> bool:
-    """Return whether `load_rows` takes a source for a file or folder, which may be missing, and not for a hub name.
+    """Return whether `load_rows` reads a source as a file or folder, which need not exist, instead of a hub name.
 
     Example:
         >>> is_local("rows.jsonl"), is_local("openai/gsm8k")
@@ -143,8 +144,7 @@ def _open(source: str | Path, split: str | None, subset: str | None, label: str)
     except Exception as error:
         raise ValueError(
             f"{label} is neither a file nor a folder here, and could not be loaded from the hub (split {split!r}, "
-            f"subset {subset!r}): {type(error).__name__}: {error}. Where the hub cannot be reached, give a local "
-            "path."
+            f"subset {subset!r}): {type(error).__name__}: {error}. Without access to the hub, pass a local path."
         ) from error
 
 
@@ -153,7 +153,7 @@ def _read_folder(path: Path, split: str | None) -> Any:
         return require("datasets", extra="data").load_from_disk(str(path))
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.suffix in _READERS)
     if not files:
-        raise FileNotFoundError(f"folder {str(path)!r} holds no file of {sorted(_READERS)}.")
+        raise FileNotFoundError(f"folder {str(path)!r} has no file with one of the suffixes {sorted(_READERS)}.")
     chosen = [file for file in files if split is None or split in _names(file.relative_to(path))]
     if not chosen:
         raise ValueError(
@@ -220,7 +220,7 @@ def _once_each(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
 def _refuse_doubled(names: Sequence[str]) -> None:
     doubled = sorted(name for name, count in Counter(names).items() if count > 1)
     if doubled:
-        raise _DoubledName(f"it has the names {doubled} more than once, and would lose one of the values")
+        raise _DoubledName(f"it has the names {doubled} more than once, and only one value of each would be kept")
 
 
 def _read_csv(path: Path) -> list[Row]:
@@ -236,8 +236,8 @@ def _read_csv(path: Path) -> list[Row]:
                     _refuse_doubled(header)
                 elif cells and len(cells) != len(header):
                     raise ValueError(
-                        f"it has {len(cells)} cells, and the header {len(header)} columns, {header}; a cell with a "
-                        "comma, a quote or a line break stands in double quotes"
+                        f"it has {len(cells)} cells, but the header has {len(header)} columns, {header}; put a cell "
+                        "with a comma, a quote or a line break in double quotes"
                     )
                 elif cells:
                     rows.append(dict(zip(header, cells, strict=True)))

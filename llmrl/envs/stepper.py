@@ -39,11 +39,12 @@ _TURN_KEYS = frozenset(("next", *WRITTEN_BY_POLICIES))
 class EnvStepper:
     """Runs one environment in its own thread and steps all ready conversations as one batch.
 
-    While a batch is stepped, further conversations gather for the next, so Python's cost per turn falls under load.
+    While a batch is stepped, ready conversations are collected for the next one, so Python's cost per turn falls under
+    load.
 
     Slow work of a step (tools, services) belongs in `async def before_step(element)` of an environment or a transform,
     which is awaited for all conversations in parallel before the batched step. Likewise,
-    `async def before_reset(drawn)` of a dataset's environment returns the argument of `reset`. Methods of users'
+    `async def before_reset(drawn)` of a dataset's environment returns the tensordict for `reset`. Methods of users'
     classes run on a separate event loop, where they may block. `release(element)` is called in a thread when a
     conversation ends.
 
@@ -64,7 +65,7 @@ class EnvStepper:
         self.timeout_seconds = timeout_seconds
         self.keep_steps = keep_steps
         for part in environment_parts(env):
-            if hasattr(part, "step_timeout_seconds"):  # it enforces the limit itself, and knows what does not count
+            if hasattr(part, "step_timeout_seconds"):  # only the part knows which waiting time does not count
                 part.step_timeout_seconds = timeout_seconds
         self.are_turns_read = keep_steps or reads_turns(env)
         """Whether the tensors of a turn may be read while it is stepped, or afterwards."""
@@ -87,7 +88,7 @@ class EnvStepper:
 
     @property
     def is_opened_alone(self) -> bool:
-        """Whether conversations are opened one by one from their drawn rows, since that may take long."""
+        """Whether conversations are opened one by one from their drawn rows, because opening may be slow."""
         return self._before_reset is not None
 
     async def draw(self, prompts: PromptSampler, position: int | None = None) -> Opening:
@@ -208,7 +209,7 @@ class EnvStepper:
         return tensordict_of(root | {key: value for key, value in element.get("next").items() if key != "reward"})
 
     def shutdown(self) -> None:
-        """End the environment's threads."""
+        """Stop the environment's threads."""
         self._thread.close()
         self.slow_loop.close()
 

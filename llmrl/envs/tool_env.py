@@ -1,4 +1,4 @@
-"""`ToolEnv`: an environment with its public methods as the model's tools, like TRL's `environment_factory`."""
+"""`ToolEnv`: the public methods of a class as the model's tools, like TRL's `environment_factory`."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class _Opening(MessageEnv):
         return MessageStep()
 
     async def close(self) -> None:
-        self._instances.release(self.session.id)  # the tools may not know it; closing twice is allowed
+        self._instances.release(self.session.id)  # for tools that were never used; releasing twice is allowed
 
 
 class _OpenedByTools(MessageChatEnv):

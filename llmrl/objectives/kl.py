@@ -23,7 +23,8 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        # Above it the exponential would overflow; far below it vanishes, and the gradient still limits the policy.
+        # Only large differences are clamped: their exponential would overflow. For very negative differences the
+        # exponential vanishes, and the linear term keeps the gradient.
         difference = difference.clamp(max=MAX_LOG_RATIO)
         return difference.expm1() - difference
     raise ValueError(f"estimator must be one of {list(get_args(KLEstimator))}, got {estimator!r}.")
@@ -48,8 +49,8 @@ def k3_kl_token_estimate(target_log_prob: torch.Tensor, log_prob: torch.Tensor) 
 def kl_term(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimator: KLEstimator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `kl_estimate` and a mask of the tokens beyond `MAX_LOG_RATIO`, both `[num_tokens]`."""
+    """Return `kl_estimate` and a mask of `k3` estimates with log-ratios beyond `MAX_LOG_RATIO`, both `[num_tokens]`."""
     is_clamped = torch.zeros_like(log_probs, dtype=torch.bool)
-    if estimator == "k3":  # the only one with an exponential
+    if estimator == "k3":  # the only estimator with an exponential
         is_clamped = is_out_of_range((other_log_probs - log_probs).detach())
     return kl_estimate(log_probs, other_log_probs, estimator), is_clamped

@@ -19,7 +19,7 @@ def is_out_of_range(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return the exponential of a log-ratio clamped to `MAX_LOG_RATIO`; a clamped ratio has no gradient."""
+    """Return `exp(log_ratio)`, with log-ratios clamped to `MAX_LOG_RATIO` in magnitude; these have no gradient."""
     # A single log-ratio of hundreds of nats would make the loss and the gradient infinite or NaN.
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -57,9 +57,9 @@ def sequence_totals(values: torch.Tensor, sequence_index: torch.Tensor, *, is_me
 
 @dataclass(frozen=True, slots=True)
 class ImportanceBound:
-    """Bounds of the importance weights `pi_old / pi_sampler`, for samples of another engine or an older policy.
+    """Bounds of the importance weights `pi_old / pi_sampler`, for samples from an engine or an older policy.
 
-    With `w` the ratio of a token, of its sequence (the product), or the geometric mean over its sequence:
+    `w` is the ratio of a token, of its sequence (the product), or the geometric mean over its sequence:
 
     - `truncate`: `min(w, cap)` (Ionides, 2008, Journal of Computational and Graphical Statistics 17(2), equation 3;
       for numerical differences between engines: Yao et al., 2025, "Your efficient RL framework secretly brings you
@@ -77,7 +77,7 @@ class ImportanceBound:
     cap: float
     _: KW_ONLY
     floor: float = 0.0
-    """Lower bound, for `mask`."""
+    """Lower bound, only for `mask`."""
     mode: ImportanceMode = "truncate"
     level: ImportanceLevel = "token"
     """`token`, `sequence` or `geometric`."""
@@ -137,7 +137,7 @@ def importance_weights(
 
 
 def effective_sample_size(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return `(sum w)^2 / (n sum w^2)` (Kong, 1992): 1 if all weights are equal, NaN without tokens."""
+    """Return `(sum w)^2 / (n sum w^2)` for `w = exp(log_ratio)` (Kong, 1992): 1 if all are equal, NaN if empty."""
     if not log_ratio.numel():
         return log_ratio.new_tensor(float("nan"))
     return (2 * log_ratio.logsumexp(0) - (2 * log_ratio).logsumexp(0)).exp() / log_ratio.numel()

@@ -21,7 +21,7 @@ def log_probs_of(policy: TensorDictModuleBase, batch: TensorDictBase, **options:
         >>> log_probs_of(policy, lazy_stack([TensorDict({"tokens": {"full": torch.arange(3)}})]))
         [tensor([-3., -2., -1.])]
     """
-    # Copies, so that nothing is written into the batch.
+    # A policy writes into its input, so it gets copies.
     replayed = (SAMPLING_MASK_KEY, ROUTED_EXPERTS_KEY)
     rows = flat_batch(batch).select(*policy.in_keys, ATTENTION_MASK_KEY, *replayed, strict=False).copy()
     log_probs_key = getattr(policy, "log_probs_key", None)  # llmrl's policies write other entries, too

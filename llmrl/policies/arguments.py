@@ -1,4 +1,4 @@
-"""Arguments that all policies take."""
+"""Keyword arguments that all policies accept."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from llmrl.policies.sampling import sampling_from_kwargs
 from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Renderer, make_renderer
 
 _num_ids: WeakKeyDictionary[Tokenizer, tuple[int, int]] = WeakKeyDictionary()
-"""Number of tokens and of ids of each tokenizer that was asked."""
+"""Cache of the number of tokens and of ids of each tokenizer."""
 
 
 class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
@@ -44,8 +44,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         renderer: renderer from messages to tokens and back; by default made from `tokenizer`.
         tokenizer: the model's tokenizer, or its name; needed for history and text.
         chat_template: Jinja template that replaces the tokenizer's.
-        chat_template_name: name of a template instead, see `History.apply_chat_template`.
-        input_mode: `history`, `text` or `tokens`.
+        chat_template_name: name of a chat template, instead of `chat_template`; see `History.apply_chat_template`.
+        input_mode: form of the conversations: `history`, `text` or `tokens`.
         input_key: entry to read instead of `(input_mode, "prompt")`.
         attention_mask_key: entry that marks the padding of tokens, if present.
         generate: whether to generate; only a `TransformersWrapper` can score instead.
@@ -53,14 +53,14 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return_log_probs: whether to write log-probs.
         log_probs_key: container of the log-probs.
         pad_output: whether to pad entries to one length: prompts on the left, responses on the right.
-        prefer_tokens: whether to score a history by its existing tokens; False renders it again and replaces them.
-            Generation always keeps sampled tokens.
+        prefer_tokens: whether to score the existing tokens of a history; False renders the history again and replaces
+            them. Generation always keeps sampled tokens.
         pad_model_input: ignored; model input is packed or batched exactly.
         num_samples: number of completions for each conversation, in a new last dimension of the batch.
-        inplace: whether to update and return the input tensordict, or to return only the written entries (False, or
-            TorchRL's `"empty"`). By default true without `num_samples`.
-        conversation_mode: `token`, `message` or `auto`, see `Conversation.start`.
-        fork_threshold_tokens: drift, in tokens, from which a rewritten history starts a new training row.
+        inplace: whether to update and return the input tensordict; False, or TorchRL's `"empty"`, returns only the
+            written entries. By default true without `num_samples`.
+        conversation_mode: `token`, `message` or `auto`; see `Conversation.start`.
+        fork_threshold_tokens: number of replaced tokens from which a rewritten history starts a new training row.
 
     Raises ValueError if `input_mode` is unknown or lacks its renderer, or arguments contradict each other, and
     TypeError if an argument is unknown, with an alternative for those of TorchRL.
@@ -152,7 +152,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             self.sampling = self.sampling.with_changes(stop_token_ids=stop_token_ids)
 
     def _template_of(self, tokenizer: Tokenizer) -> str | None:
-        """Return the template in place of a tokenizer's own, or None: no template is guessed for a model."""
+        """Return a template that replaces the tokenizer's, or None; a subclass may choose one by the model's name."""
         return None
 
     @property
@@ -194,7 +194,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return self._returned(tensordict, restacked(elements, shape), _BESIDE)
 
     def _returned(self, tensordict: TensorDictBase, result: TensorDictBase, beside: Sequence[str]) -> TensorDictBase:
-        """Return `out_keys` and the entries `beside` them, in place or alone."""
+        """Return `out_keys` and the entries `beside` them, in the input tensordict or in a new one."""
         if not self.inplace:
             return result.select(*self.out_keys, *beside, strict=False)
         if result is not tensordict:
@@ -205,7 +205,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return tensordict
 
     def check_tools(self) -> None:
-        """Check that conversations with tools can be rendered. Raises RenderingError if they cannot."""
+        """Raise RenderingError if conversations with tools cannot be rendered."""
         if self.renderer is not None and self.input_mode == "history":
             self.renderer.check_tools()
 
@@ -236,10 +236,10 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         routing_key: str | None = None,
         stream: TokenStream | None = None,
     ) -> Completion:
-        """Return the engine's completion of `prompt_ids`, checked; `stream` needs an engine that `StreamsTokens`.
+        """Return the engine's checked completion of `prompt_ids`; `stream` needs an engine that `StreamsTokens`.
 
-        Raises ValueError if the prompt leaves no room for a token, and EngineError if the engine died, refused, or
-        returned an invalid completion.
+        Raises ValueError if the prompt leaves no room for a token, and EngineError if the engine died, refused the
+        request or returned an invalid completion.
         """
         engine = self.engine
         streamed = {} if stream is None else {"stream": stream}
@@ -269,8 +269,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         prompt = element.get(self.input_key, None)
         if prompt is None:
             raise ValueError(
-                f"Expected {self.input_key!r} key in the tensordict, which the policy reads, and it has "
-                f"{sorted(map(str, element.keys(True)))}; reset an environment of input_mode={self.input_mode!r}."
+                f"Expected {self.input_key!r} key in the tensordict, which the policy reads, but the tensordict has "
+                f"{sorted(map(str, element.keys(True)))}; reset an environment with input_mode={self.input_mode!r}."
             )
         if self.input_mode == "history":
             if not isinstance(prompt, History):
@@ -287,8 +287,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     ) -> TensorDictBase:
         """Write an answered conversation into `element` (batch shape `[]`).
 
-        `completion` is its last turn. `is_read` writes that turn's tensors, response and finish reason, which training
-        rows do not need.
+        `completion` is its last turn. `is_read` tells whether other code reads the turn's tensors, response and finish
+        reason, which training rows do not need; otherwise they are not written.
         """
         element.set("conversation", non_tensor(conversation))
         if is_read or self.input_mode == "tokens":
@@ -317,7 +317,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
 
 
 def answered(conversation: Conversation, completion: Completion) -> Conversation:
-    """Return the conversation with this completion of its prompt."""
+    """Return the conversation with a completion of its prompt."""
     return conversation.with_completion(
         completion.token_ids,
         log_probs=completion.log_probs,
@@ -366,7 +366,7 @@ def _pad_turns(elements: Sequence[TensorDictBase], log_probs_key: str, token_id:
 
 
 def _num_ids_of(tokenizer: Tokenizer) -> int:
-    """Return the number of a tokenizer's ids, which is larger than that of its tokens if ids are left out."""
+    """Return the number of a tokenizer's ids, which exceeds the number of its tokens if some ids are unused."""
     num_tokens = len(tokenizer)
     if _num_ids.get(tokenizer, (0, 0))[0] != num_tokens:  # reading the vocabulary takes tens of milliseconds
         _num_ids[tokenizer] = num_tokens, 1 + max(tokenizer.get_vocab().values())

@@ -18,9 +18,9 @@ _REDUNDANT: Mapping[str, tuple[object, str]] = {
     "best_of": _NO_BEAMS,
     "length_penalty": (1.0, "it applies to beam search only"),
     "early_stopping": (False, "it applies to beam search only"),
-    "logprobs": (True, "the log-probs of sampled tokens are always there, and no others"),
-    "skip_special_tokens": (False, "the text is what was sampled; the content of a message has none"),
-    "include_stop_str_in_output": (True, "what was sampled is kept whole"),
+    "logprobs": (True, "log-probs are always returned, and only for the sampled tokens"),
+    "skip_special_tokens": (False, "the text is what was sampled; a message's content has no special tokens"),
+    "include_stop_str_in_output": (True, "sampled stop strings are always kept"),
 }
 """Arguments with a single allowed value, which is the default, and the advice for other values."""
 
@@ -49,11 +49,11 @@ def sampling_from_kwargs(generate_kwargs: Mapping[str, object] | SamplingConfig 
                 raise ValueError(f"generate_kwargs has {name}={value!r}: {advice}.")
         elif name == "do_sample":
             if not value and (generate_kwargs or {}).get("temperature", 0) != 0:
-                raise ValueError("generate_kwargs has do_sample=False and a temperature; leave one of them out.")
+                raise ValueError("generate_kwargs has do_sample=False and a temperature; remove one of them.")
             if not value:
                 arguments["temperature"] = 0.0
         else:
             refuse_unknown("generate_kwargs", [name], known)
             if arguments.setdefault(name, value) != value:
-                raise ValueError(f"generate_kwargs has {name} twice, by two names, with different values.")
+                raise ValueError(f"generate_kwargs has {name} twice, under two names, with different values.")
     return SamplingConfig().with_changes(**arguments)

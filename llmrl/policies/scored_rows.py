@@ -1,4 +1,4 @@
-"""What policies that score share: the tokens of a batch and their mask, and columns written beside them."""
+"""Base class of policies that score: tokens and masks of a batch, and the columns written beside them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOSS_MASK_KEY: NestedKey = ("masks", "all_assistant_mask")
 
 
 class ScoresRows(LLMWrapperBase):
-    """Base class of policies that score the tokens of a batch, or tokenize its conversations or texts first."""
+    """Base class of policies that score the tokens of a batch, after tokenizing conversations or texts if needed."""
 
     _can_score = True
 
@@ -55,10 +55,10 @@ class ScoresRows(LLMWrapperBase):
     def _tokenize(self, tensordict: TensorDictBase) -> None:
         if self.tokenizer is None or not has_entry(tensordict, self.input_key):
             raise ValueError(
-                f"Expected {TOKENS_KEY!r} in the tensordict, or {self.input_key!r} and a policy with tokenizer=; it "
-                f"has {sorted(map(str, tensordict.keys(True, True)))}."
+                f"Expected {TOKENS_KEY!r} in the tensordict, or {self.input_key!r} and a policy with tokenizer=; the "
+                f"tensordict has {sorted(map(str, tensordict.keys(True, True)))}."
             )
-        tensordict.pop("masks", None)  # of other tokens
+        tensordict.pop("masks", None)  # they belong to other tokens
         texts = []
         tokens = []
         masks = []
@@ -90,7 +90,7 @@ class ScoresRows(LLMWrapperBase):
     def write_scored(
         self, tensordict: TensorDictBase, key: str, cls: type, columns: Mapping[str, Sequence[torch.Tensor]]
     ) -> None:
-        """Write one tensor per row into entries of a container; `pad_output` pads them as the batch is, or left."""
+        """Write one tensor per row into entries of a container; with `pad_output`, pad like the batch, or left."""
         if self.pad_output:
             columns = {name: padded_like(tensordict, rows, pad_left=True) for name, rows in columns.items()}
         shape = tensordict.batch_size

@@ -15,11 +15,12 @@ class vLLMWrapper(LLMWrapperBase):
     """A policy that generates with vLLM.
 
     Args:
-        model: an `AsyncVLLM`, `EngineReplicas`, or the name or folder of a model, for which an engine is started.
+        model: `AsyncVLLM`, `EngineReplicas`, or the name or folder of a model, for which an engine is started.
         generate: must be true.
-        options: see `LLMWrapperBase`; by default tokenizer and renderer are those of the model.
+        options: see `LLMWrapperBase`; by default, tokenizer and renderer are those of the model.
 
-    Raises ImportError if vLLM is not installed, and ValueError if there is no tokenizer, or as `LLMWrapperBase` does.
+    Raises ImportError if vLLM is not installed, ValueError if there is no tokenizer, and the errors of
+    `LLMWrapperBase`.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class vLLMWrapper(LLMWrapperBase):
         if not is_known and options.get("input_mode") != "tokens":
             if not isinstance(engine, HasTokenizer):
                 raise ValueError(
-                    "pass tokenizer= or renderer=: model is an engine without a tokenizer, and not a name."
+                    "pass tokenizer= or renderer=: model is an engine without a tokenizer, not the name of a model."
                 )
             options["tokenizer"] = engine.get_tokenizer()
         super().__init__(engine, generate=generate, **options)

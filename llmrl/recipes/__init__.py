@@ -1,4 +1,4 @@
-"""Recipes: configurations with the curves that they draw, and the judgement of a run against them."""
+"""Recipes: configurations with recorded learning curves, and the comparison of other runs with these curves."""
 
 from llmrl.recipes.band import Band, Curve, Verdict, band_of, judge
 from llmrl.recipes.recipe import Recipe, Record, find_recipe, known_recipes

@@ -1,4 +1,4 @@
-"""The band that some seeds draw, and the judgement of another run against it. Pure functions of numbers."""
+"""The band of values from several seeds, and the comparison of another run with it. Pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TypeAlias
 from llmrl.runs.estimates import wilson_interval
 
 Curve: TypeAlias = Mapping[int, float]
-"""A measure by step: the mean of scores from 0 to 1."""
+"""Values of a measure by step; each is a mean of scores from 0 to 1."""
 
 Band: TypeAlias = Mapping[int, tuple[float, float]]
 """Lowest and highest value by step."""
 
 _LEAD = 1.0
-"""Number of steps by which a run may learn earlier or later than the seeds."""
+"""Number of steps by which a run may be earlier or later than the seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,30 +24,29 @@ class Verdict:
 
     is_inside: bool
     measure: str = ""
-    """The measure that left its band first; empty if none did."""
+    """The measure that left its band first; empty if the run is inside."""
     step: int | None = None
-    """Step at which it left."""
+    """First step outside the band."""
     value: float | None = None
-    """Value at that step; None if the run has none."""
+    """Value at that step; None if the run has no value there."""
     low: float | None = None
     high: float | None = None
 
 
 def band_of(curves: Sequence[Curve], *, num_prompts: int) -> dict[int, tuple[float, float]]:
-    """Return the values that a further run may have at each step.
+    """Return the range of values that a further run may have at each step.
 
-    A fourth run of the same distribution is between the lowest and the highest of three with a probability of only one
-    half, so the range of the seeds is widened by the two things in which such runs differ:
+    A fourth run of the same distribution is between the lowest and the highest of three runs with a probability of only
+    one half. Therefore the range of the seeds is widened for the two ways in which such runs differ:
 
-    - when they learn: the range is over the steps from one before to one after, with values between steps
-      interpolated;
-    - which prompts and answers they happened to measure: both ends are moved to the last share that a test of two
-      shares, of `num_prompts` each, does not tell from the end at 5 %. Answers to the same prompt count once, as if
-      they were equal, so this holds for any correlation in a group, and for any scores from 0 to 1: their variance is
-      at most that of a share.
+    - Time of learning: the range covers the steps from one before to one after, with interpolated values.
+    - Sampled prompts and answers: each end is moved to the farthest share that a two-proportion test with `num_prompts`
+      trials each does not distinguish from the end at the 5 % level. All answers to a prompt count as one trial, so the
+      range holds for any correlation within a group. It also holds for any scores from 0 to 1, because their variance
+      is at most that of a share.
 
     Args:
-        curves: the measure of each seed; steps that only some have are judged by those.
+        curves: the measure of each seed. A step that some curves lack is judged by the other curves.
         num_prompts: number of different prompts in one measurement.
 
     Raises ValueError if there is no curve, or if a value is not from 0 to 1.
@@ -60,7 +59,7 @@ def band_of(curves: Sequence[Curve], *, num_prompts: int) -> dict[int, tuple[flo
     if not any(curves):
         raise ValueError("curves are empty; a band needs the values of at least one seed.")
     if any(not 0 <= value <= 1 for curve in curves for value in curve.values()):
-        raise ValueError("a band is of scores from 0 to 1, such as shares; the curves have others.")
+        raise ValueError("a band needs scores from 0 to 1, such as shares; the curves have other values.")
     band = {}
     for step in sorted({step for curve in curves for step in curve}):
         near = [
@@ -74,17 +73,17 @@ def band_of(curves: Sequence[Curve], *, num_prompts: int) -> dict[int, tuple[flo
 
 
 def _alike(share: float, size: int) -> tuple[float, float]:
-    """Return the lowest and highest share of `size` trials that a pooled z-test does not tell from another of `size`.
+    """Return the lowest and highest share that a pooled z-test does not tell from `share`, with `size` trials each.
 
-    The test takes the variance at the middle m of both shares: (m - share)² = z² m (1 - m) / (2 size). This equation
-    has the ends of Wilson's interval for twice the trials as its solutions.
+    The test uses the variance at the mean m of both shares: (m - share)² = z² m (1 - m) / (2 size). The solutions m of
+    this equation are the ends of Wilson's interval for 2 size trials, and the other share is 2 m - share.
     """
     low, high = wilson_interval(share, 2 * size)
     return max(0.0, min(share, 2 * low - share)), min(1.0, max(share, 2 * high - share))
 
 
 def _at(curve: Curve, place: float) -> float:
-    """Return the value at a place between steps, that of the nearest step beyond the ends."""
+    """Return the value at `place`, interpolated between steps; beyond the ends, that of the nearest step."""
     before = max((step for step in curve if step <= place), default=min(curve))
     after = min((step for step in curve if step >= place), default=max(curve))
     if before >= after:
@@ -94,9 +93,9 @@ def _at(curve: Curve, place: float) -> float:
 
 
 def judge(curves: Mapping[str, Curve], bands: Mapping[str, Band]) -> Verdict:
-    """Return the first step at which a run left a band, and the band of the measure that left it.
+    """Return whether a run is inside all bands, and otherwise the first step and measure outside.
 
-    A run that has no value at a step of the band has left it there.
+    A step without a value counts as outside.
 
     Example:
         >>> judge({"reward": {1: 0.5, 2: 0.1}}, {"reward": {1: (0.4, 0.6), 2: (0.5, 0.9)}})

@@ -1,4 +1,4 @@
-"""`Recipe`: a folder with a configuration, and what was recorded of it."""
+"""`Recipe`: a folder with a configuration and the recorded results of its runs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _CONFIG = Path(__file__).parents[1] / "config"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the seeds of a recipe gave, as `recorded.json` has it."""
+    """Results of the seeds of a recipe, stored in `recorded.json`."""
 
     data: str
     """SHA-256 of the problems."""
     machine: dict[str, JSON]
-    """Machine of the first seed, as `llmrl.runs.machine.machine_of` has it."""
+    """Machine of the first seed (`llmrl.runs.machine.machine_of`)."""
     minutes: dict[str, float]
-    """Minutes of each seed, training and evaluations."""
+    """Minutes of training and evaluation, by seed."""
     before: dict[str, dict[str, float]]
     """First value of each measure, by seed."""
     after: dict[str, dict[str, float]]
@@ -44,31 +44,31 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A configuration that is known to learn, or known not to, with its figures.
+    """A configuration with a known learning result, positive or negative.
 
-    Its folder has `recipe.yaml` (these fields), a README, and files that the entries name by `{recipe}/FILE`; once
-    recorded, also `band.csv`, `recorded.json` and `curve.png`.
+    The folder contains `recipe.yaml` (the fields below), a README, and files that the entries name as `{recipe}/FILE`.
+    After recording, the folder also contains `band.csv`, `recorded.json` and `curve.png`.
     """
 
     name: str
     folder: Path
     about: str
-    """What is learned, by which model."""
+    """Task and model of the recipe."""
     stages: tuple[tuple[str, tuple[str, ...]], ...]
-    """Scripts (`grpo`, `sft`, `expert-iteration`, `distillation`) with their entries. Each stage begins with the model
-    of the one before, or, if its entries name that as `{model}`, with its own."""
+    """Scripts (`grpo`, `sft`, `expert-iteration`, `distillation`) with their entries. A stage begins with the model of
+    the previous stage, unless its entries use that model as `{model}` for another purpose."""
     measures: tuple[str, ...]
-    """Metrics of the last stage that are compared, from 0 to 1; `eval/NAME` are those of its held-out problems."""
+    """Compared metrics of the last stage, from 0 to 1; `eval/NAME` is a metric of the task's held-out problems."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the band."""
     baselines: dict[str, float] = field(default_factory=dict)
-    """Values of the last measure for policies that are not trained, by what they do."""
+    """Values of the last measure for policies without training, by description of the policy."""
     target: str = ""
-    """Figures that others publish for it."""
+    """Published results of others for comparison."""
 
     @classmethod
     def read(cls, folder: Path) -> Recipe:
-        """Read a recipe's folder. Raises ValueError if `recipe.yaml` is not a recipe's."""
+        """Read a recipe's folder. Raises ValueError if `recipe.yaml` is not a valid recipe."""
         import yaml
 
         path = folder / "recipe.yaml"
@@ -94,7 +94,7 @@ class Recipe:
         """Return the entries of a stage, with the recipe's folder in place of `{recipe}`.
 
         Args:
-            model: folder of the model of the stage before, in place of `{model}`, or else the model to begin with.
+            model: the previous stage's model, for `{model}` or else `model.path`; None is `embedded` for `{model}`.
         """
         entries = self.stages[stage][1]
         if model is not None and not any("{model}" in entry for entry in entries):
@@ -102,7 +102,7 @@ class Recipe:
         return [_filled(entry, {"{recipe}": str(self.folder), "{model}": model or "embedded"}) for entry in entries]
 
     def config(self, entries: Sequence[str] = ()) -> ScriptConfig:
-        """Return the configuration of the last stage, as the script composes it, changed by further entries.
+        """Return the configuration that the script of the last stage composes, changed by further entries.
 
         Raises ValueError if an entry does not exist or has an invalid value.
         """
@@ -119,7 +119,7 @@ class Recipe:
         return typed(composed, CONFIGS[script])
 
     def data_hash(self, entries: Sequence[str] = ()) -> str:
-        """Return the SHA-256 of the problems, those for training and those held out, and of the files of the recipe."""
+        """Return the SHA-256 of the training and held-out problems, and of the recipe's JSONL files."""
         from llmrl.envs.primer import dataset_env_of
         from llmrl.runs.setup import make_env, make_eval_envs
 
@@ -134,11 +134,11 @@ class Recipe:
         return digest.hexdigest()
 
     def bands(self) -> dict[str, Band]:
-        """Return the band of each measure. Raises FileNotFoundError if it is not recorded."""
+        """Return the band of each measure. Raises FileNotFoundError if the recipe was not recorded."""
         path = self.folder / "band.csv"
         if not path.exists():
             raise FileNotFoundError(
-                f"the recipe {self.name} has no band: it was not run yet. `llmrl recipe record` makes one."
+                f"the recipe {self.name} has no band: it was not run yet. `llmrl recipe record` records a band."
             )
         bands: dict[str, dict[int, tuple[float, float]]] = {}
         with open_file(path, newline="") as file:
@@ -147,18 +147,18 @@ class Recipe:
         return dict(bands)
 
     def record(self) -> Record | None:
-        """Return what was recorded, or None."""
+        """Return the recorded results, or None."""
         path = self.folder / "recorded.json"
         return Record(**json.loads(read_text(path))) if path.exists() else None
 
 
 def known_recipes() -> dict[str, Recipe]:
-    """Return the recipes that come with the package, by name."""
+    """Return the recipes of the package by name."""
     return {path.parent.name: Recipe.read(path.parent) for path in sorted(KNOWN.resolve().glob("*/recipe.yaml"))}
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return a recipe of the package by its name, or the one in a folder.
+    """Return a recipe of the package by name, or the recipe in a folder.
 
     Raises:
         FileNotFoundError: if there is no such recipe.
@@ -173,7 +173,7 @@ def find_recipe(name: str) -> Recipe:
     recipes = known_recipes()
     if name not in recipes:
         raise FileNotFoundError(
-            f"there is no recipe {name!r}, only {', '.join(recipes)}; or name a folder of your own."
+            f"there is no recipe {name!r}, only {', '.join(recipes)}; name one of these, or a folder with recipe.yaml."
         )
     return recipes[name]
 

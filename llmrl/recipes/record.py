@@ -1,4 +1,4 @@
-"""The curves of runs, and their band as a recipe's files."""
+"""Reads the curves of runs, and writes their band to the files of a recipe."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HELD_OUT = "eval/"
 
 
 def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[str, Curve]:
-    """Return a run's measures by step. One that ended early, since all was learned, keeps its last value.
+    """Return a run's measures by step. A run that ended early, because the task was learned, keeps its last value.
 
     Args:
-        entries: further entries that the run was given, such as fewer steps.
+        entries: further entries of the run, such as a smaller number of steps.
 
     Raises:
         FileNotFoundError: if the folder holds no run.
@@ -31,7 +31,7 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
     folder = RunFolder(run, read_only=True)
     metrics = folder.read_metrics()
     if "after" not in folder.read_summary():
-        raise ValueError(f"{run} has not ended; resume it, or wait until it is evaluated.")
+        raise ValueError(f"{run} has not ended; resume it, or wait until its last evaluation.")
     cfg = recipe.config(entries)
     num_steps = cfg.train.num_steps
     curves: dict[str, Curve] = {}
@@ -50,9 +50,9 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
 def log_prob_difference(run: Path) -> tuple[Curve, Band]:
     """Return the difference between trainer and engine at each on-policy step, and the band that rounding explains.
 
-    The band is the run's own, `on_policy_difference_bound`; both are empty for algorithms that do not measure it. Other
-    tokens in the loss than those that were sampled, or weights that the engine does not have, show here even where the
-    rewards are as they should be.
+    The band ends at the run's own `on_policy_difference_bound`. Both are empty for algorithms that do not measure the
+    difference. A loss over other tokens than the sampled ones, or an engine with other weights, shows here even if the
+    rewards are as expected.
     """
     rows = [
         row
@@ -64,13 +64,13 @@ def log_prob_difference(run: Path) -> tuple[Curve, Band]:
 
 
 def record(recipe: Recipe, runs: Mapping[int, Path]) -> Record:
-    """Write the band, the figures and the picture of the runs, by seed, to the recipe's folder.
+    """Write the band, the results and the plot of the runs to the recipe's folder; `runs` maps seeds to folders.
 
     Raises ValueError if runs of the recipe's seeds are missing, or if a score is not from 0 to 1.
     """
     missing = [seed for seed in recipe.seeds if seed not in runs]
     if missing:
-        raise ValueError(f"the band of {recipe.name} is that of the seeds {recipe.seeds}; {missing} were not run.")
+        raise ValueError(f"the band of {recipe.name} needs the seeds {recipe.seeds}; {missing} were not run.")
     by_seed = {seed: curves_of(recipe, runs[seed]) for seed in recipe.seeds}
     bands = {
         measure: band_of([curves[measure] for curves in by_seed.values()], num_prompts=num_prompts_of(recipe, measure))
@@ -98,7 +98,7 @@ def num_prompts_of(recipe: Recipe, measure: str) -> int:
     if not measure.startswith(_HELD_OUT):
         return cfg.collect.groups_per_batch
     problems = dataset_env_of(make_eval_envs(cfg)[cfg.env.label])
-    assert problems is not None, "what is evaluated has problems"
+    assert problems is not None, "evaluation environments have a dataset"
     num_problems = len(problems.prompts.items)
     return min(num_problems, cfg.eval.num_problems or num_problems)
 

@@ -1,4 +1,4 @@
-"""`train_seed`: a recipe's scripts, one after the other."""
+"""`train_seed`: runs the scripts of a recipe one after the other."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class RecipeRunError(RuntimeError):
 def train_seed(
     recipe: Recipe, seed: int, folder: Path, *, entries: Sequence[str] = (), script: Path | None = None
 ) -> Path:
-    """Run a recipe with a seed; return the folder of the last stage's run.
+    """Run a recipe with a seed, and return the folder of the last stage's run.
 
-    Stages that have ended are not run again, and one that was interrupted is resumed. Output goes to standard error.
+    Finished stages are not run again, and an interrupted stage is resumed. Output goes to standard error.
 
     Args:
-        folder: folder of the run; those of earlier stages are beside it.
+        folder: folder of the last stage's run; the folders of earlier stages are beside it.
         entries: further entries of the last stage.
-        script: training script to run as the last stage instead, such as a changed copy of it.
+        script: training script that replaces the script of the last stage, such as a changed copy.
 
     Raises RecipeRunError if a script fails.
     """
@@ -46,13 +46,13 @@ def train_seed(
             status = subprocess.run([sys.executable, *program, *words, *own], stdout=sys.stderr.fileno()).returncode
             if status or not is_finished(path):
                 raise RecipeRunError(
-                    f"{recipe.name}, seed {seed}: the script {name} ended with {status} before the end of its run in "
-                    f"{path}; the same command resumes it."
+                    f"{recipe.name}, seed {seed}: the script {name} exited with {status} before its run in {path} was "
+                    "finished; the same command resumes the run."
                 )
         model = str(path / "model")
     return folder
 
 
 def is_finished(path: Path) -> bool:
-    """Return whether a folder has a run that has ended and was evaluated."""
+    """Return whether a folder has a run that has ended and was evaluated after training."""
     return holds_run(path) and "after" in RunFolder(path, read_only=True).read_summary()

@@ -29,8 +29,8 @@ _THINKING_VARIABLE = re.compile(r"\b(?:enable_thinking|thinking_mode)\b")
 def find_answer_format(writer: TemplateWriter, ending: Ending, reasoning_parser: str) -> AnswerFormat:
     """Return the format of answers and reasoning in a template.
 
-    `ending` is that of a plain answer; for `reasoning_parser` see `TemplateRenderer`. Raises RenderingError if the
-    template supports reasoning but its marks are not found.
+    `ending` is the ending of a plain answer; `reasoning_parser` is as in `TemplateRenderer`. Raises RenderingError if
+    the template supports reasoning but its marks are not found.
     """
     field = "reasoning_content"
     thoughts = None
@@ -44,7 +44,7 @@ def find_answer_format(writer: TemplateWriter, ending: Ending, reasoning_parser:
 
 
 def _with_field(writer: TemplateWriter, field: str, thoughts: ThoughtMarks | None = None) -> TemplateProbe:
-    """Return a probe that passes reasoning to the template in that field."""
+    """Return a probe that passes reasoning to the template in `field`."""
     return TemplateProbe(replace(writer, answer_format=AnswerFormat(thoughts, field, "", "")))
 
 
@@ -63,6 +63,7 @@ def _fields(writer: TemplateWriter) -> Iterator[tuple[str, str, str]]:
 
 
 def _find_thoughts(writer: TemplateWriter) -> tuple[str, ThoughtMarks | None]:
+    """Return the message field for reasoning and the marks around reasoning, None if the template has no reasoning."""
     usual = ThoughtMarks()
     tag = _tag_pattern(writer.tokenizer)
     probe = TemplateProbe(writer)
@@ -86,16 +87,16 @@ def _find_thoughts(writer: TemplateWriter) -> tuple[str, ThoughtMarks | None]:
         if dropped is not None:
             return "reasoning_content", dropped
         raise RenderingError(
-            "The chat template has a variable or a field for reasoning, and what it writes around reasoning is not "
-            "found, so that reasoning would be taken for the answer. Use backend='renderers' where that package knows "
-            "the model, or pass reasoning_parser='none' if the model does not reason, or 'think' if it writes "
-            "<think> and </think>."
+            "The chat template has a variable or a field for reasoning, but the text that it writes around reasoning "
+            "is not found, so reasoning would be taken for the answer. Use backend='renderers' if that package "
+            "supports the model, or pass reasoning_parser='none' if the model does not reason, or 'think' if it "
+            "writes <think> and </think>."
         )
     return "reasoning_content", None
 
 
 def _find_dropped(probe: TemplateProbe) -> ThoughtMarks | None:
-    """Return the marks between which the template drops text from earlier answers."""
+    """Return the marks around text that the template drops from earlier answers; None if there are none."""
     found = dict.fromkeys(re.findall(r"<\|?[a-z_:]+\|?>|\[/?[A-Z_]+\]", probe.writer.chat_template))
     for opening in found:
         twins = (opening.replace("<|", "<").replace(">", "|>"), opening.replace("<", "</"), opening.replace("[", "[/"))

@@ -8,19 +8,19 @@ from llmrl.rendering.base import Renderer
 from llmrl.rendering.reasoning import NUM_END_TOKENS
 from llmrl.rendering.tool_calls import TOOL_CALL_OPENINGS
 
-_UNFINISHED = "\ufffd"  # what an incomplete character decodes to
-_WINDOW_TOKENS = 8  # tokens that are decoded again with each new one, rather than decoding the last by itself, too
+_UNFINISHED = "\ufffd"  # decoded text of an incomplete character
+_WINDOW_TOKENS = 8  # each new token is decoded with those before it; the window moves on after this many tokens
 
 
 class AnswerText:
     """Reasoning and content of an answer while it is sampled, as far as no later token can change them.
 
-    Held back is text that may begin a mark, a call or a stop string, what follows the opening of a call, and white
-    space at the ends. So `Renderer.parse` of the whole answer continues this text, white space at its ends aside.
+    Text is held back if it may begin a mark, a call or a stop string, follows the opening of a call, or is white space
+    at the ends. So the parsed message of the whole answer (`Renderer.parse`) begins with this text, up to white space.
 
     Args:
         renderer: renderer of the model.
-        prompt_ids: `[num_prompt_tokens]`, which may end within reasoning.
+        prompt_ids: `[num_prompt_tokens]` ids of the prompt, which may end within reasoning.
         stop: stop strings of the request.
 
     Example:
@@ -51,13 +51,13 @@ class AnswerText:
         self._ends = (*openings, *((closing.strip(),) if closing.strip() else ()))
         self._end_ids = frozenset(getattr(renderer, "end_ids", renderer.stop_token_ids))
         self._written = _Written(renderer)
-        self._reasoning_start: int | None = None  # places in the text; None before it is known
+        self._reasoning_start: int | None = None  # positions in the text; None while unknown
         self._content_start: int | None = None
-        self._is_content_marked = False  # whether the text before an answer was looked for
+        self._is_content_marked = False  # whether text before the answer was skipped
         self._num_searched = 0
 
     def is_of(self, token_ids: Sequence[int]) -> bool:
-        """Return whether a completion begins with the tokens that were read."""
+        """Return whether a completion begins with the tokens read so far."""
         read = self._written.token_ids
         return list(token_ids[: len(read)]) == read
 
@@ -67,14 +67,17 @@ class AnswerText:
         return len(self.reasoning) + len(self.content)
 
     def update(self, token_ids: Sequence[int]) -> None:
-        """Read the tokens so far, `[num_tokens]`, which begin with those of the last update."""
+        """Read the tokens so far, `[num_tokens]`, which begin with the tokens of the last update."""
         new = token_ids[len(self._written.token_ids) :]
-        is_text = not any(token in self._end_ids for token in new)  # else the whole answer follows
+        is_text = not any(token in self._end_ids for token in new)  # after an end token, the parsed answer follows
         if self._written.add(new, is_text=is_text):
             self._split()
 
     def num_tokens(self, num_content: int | None = None) -> int:
-        """Return the number of tokens that reasoning and content took, or the first characters of the content."""
+        """Return the number of tokens up to the end of the content, or of its first `num_content` characters.
+
+        If there is no such content, return the number of tokens up to the end of the reasoning.
+        """
         num_content = len(self.content) if num_content is None else num_content
         start = self._content_start if num_content else self._reasoning_start
         if start is None:
@@ -104,7 +107,7 @@ class AnswerText:
             self._read_content()
 
     def _open(self) -> None:
-        """Find out whether the answer begins with reasoning."""
+        """Determine whether the answer begins with reasoning, once the text suffices."""
         if self._marks is None:
             self._content_start = 0
             return
@@ -158,16 +161,16 @@ class AnswerText:
 
 
 class _Written:
-    """Tokens, and their text as far as it is certain."""
+    """Tokens and their text, as far as later tokens cannot change it."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.token_ids: list[int] = []
         self.text = ""
         self._renderer = renderer
         self._num_decoded = 0  # number of tokens with complete text
-        self._window = 0  # first token that is decoded again, since some tokenizers look back
-        self._window_text = ""  # of the tokens from there, as far as their text is complete
-        self._num_before = 0  # number of decoded tokens before the last were added
+        self._window = 0  # first token of the window, since a token's text may depend on those before
+        self._window_text = ""  # complete text of the tokens from there
+        self._num_before = 0  # number of decoded tokens before the last addition
 
     def add(self, token_ids: Sequence[int], *, is_text: bool = True) -> bool:
         """Add tokens, and decode them unless they end within a character; return whether there is more text."""

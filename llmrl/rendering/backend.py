@@ -1,4 +1,4 @@
-"""Selection of a renderer: the chat template's, or that of the optional package `renderers`."""
+"""Selection of a renderer: with the chat template, or with the optional package `renderers`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ def make_renderer(
     Args:
         tokenizer: a Hugging Face tokenizer.
         backend: `template` renders the chat template; `renderers` uses the package of that name; `auto` uses the
-            template, or the package if it knows the model and the template or its calls cannot be read exactly.
+            template, or the package if the template cannot be rendered exactly or its calls cannot be read, and the
+            package supports the model. With template arguments, `auto` only uses the template.
         template_arguments: arguments of `TemplateRenderer`.
 
-    Raises RenderingError if no backend renders the model exactly, MissingExtraError if `renderers` is not installed.
+    Raises RenderingError if no backend renders the model exactly, MissingExtraError if `renderers` is requested and not
+    installed, TypeError if it gets template arguments, and ValueError if the backend is unknown.
     """
     if backend not in ("auto", "template", "renderers"):
         raise ValueError(f"backend must be 'auto', 'template' or 'renderers', got {backend!r}.")
     if backend == "renderers":
         if template_arguments:
             raise TypeError(
-                f"backend='renderers' takes no {sorted(template_arguments)}; these are options of the template."
+                f"backend='renderers' does not accept {sorted(template_arguments)}, which need backend='template'."
             )
         return PackageRenderer(tokenizer)
     try:
@@ -63,7 +65,7 @@ class PackageRenderer:
         name = getattr(tokenizer, "name_or_path", "")
         if name not in package.MODEL_RENDERER_MAP:
             raise RenderingError(
-                f"The package renderers does not know {name!r} (it goes by the exact hub name); use backend='template'."
+                f"The package renderers does not know {name!r} (it needs the exact hub name); use backend='template'."
             )
         self.tokenizer = tokenizer
         self._renderer = package.create_renderer(tokenizer)
@@ -79,7 +81,7 @@ class PackageRenderer:
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Return the conversation's token ids; raises RenderingError, for example if a message has a special token."""
+        """Return the conversation's token ids; raise RenderingError, for example if a message has a special token."""
         self._content_marks.refuse(messages, tools)
         try:
             return list(
@@ -93,7 +95,7 @@ class PackageRenderer:
             raise RenderingError(f"renderers refuses the messages: {type(error).__name__}: {error}") from error
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
-        """Return whether later turns may change the rendering of earlier ones, which only depends on the model."""
+        """Return whether later turns may change the rendering of earlier turns, which only depends on the model."""
         return self.is_history_rewritten
 
     def check_tools(self) -> None:
@@ -106,7 +108,7 @@ class PackageRenderer:
         *,
         tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
-        """Return the ids to append; raises RenderingError, for example if a message has a special token."""
+        """Return the ids to append; raise RenderingError, for example if a message has a special token."""
         self._content_marks.refuse(new_messages, tools)
         # Only the last token can end this turn; earlier end tokens are those of earlier turns.
         before = list(token_ids[:-1])
@@ -126,7 +128,7 @@ class PackageRenderer:
         tools: Sequence[ToolSchema] | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> ParsedCompletion:
-        """Return sampled tokens as an assistant message; never raises."""
+        """Return sampled tokens as an assistant message; never raise."""
         ids = list(completion_ids)
         is_complete = bool(ids) and ids[-1] in self.stop_token_ids
         try:

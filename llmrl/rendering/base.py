@@ -15,11 +15,11 @@ class Renderer(Protocol):
     """Translates between messages and token ids for one model."""
 
     is_history_rewritten: bool
-    """Whether the template changes earlier turns when others follow, such as by dropping reasoning."""
+    """Whether the template changes earlier turns when later ones follow, for example by dropping reasoning."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end an assistant's turn."""
     thought_marks: ThoughtMarks | None
-    """Marks around reasoning, if empty reasoning has no meaning; None if unknown."""
+    """Marks around reasoning, if known and if empty reasoning has no meaning; otherwise None."""
 
     def render(
         self,
@@ -28,7 +28,7 @@ class Renderer(Protocol):
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Return the token ids of the whole conversation, `[num_tokens]`; raises RenderingError if it is refused."""
+        """Return the token ids of the whole conversation, `[num_tokens]`; raise RenderingError if it is refused."""
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
         """Return whether later turns may change the rendering of an earlier turn in this conversation."""
@@ -45,8 +45,8 @@ class Renderer(Protocol):
     ) -> list[int]:
         """Return the ids to append after `token_ids`, which end with a sampled completion, to prompt the next one.
 
-        They are the end of the turn if it is missing, the new messages and the generation prompt. Only the last tokens
-        of `token_ids` are read. Tool results need the `name` of their function
+        These ids are the end of the turn if it is missing, the new messages and the generation prompt. Only the last
+        tokens of `token_ids` are read. Tool results need the `name` of their function
         (`llmrl.rendering.results.name_results`) if the template writes it; results without name and id answer no call.
         Raises RenderingError if the template refuses the messages or a required name is missing.
         """
@@ -58,7 +58,7 @@ class Renderer(Protocol):
         tools: Sequence[ToolSchema] | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> ParsedCompletion:
-        """Return sampled tokens as an assistant message; never raises. `prompt_ids` may end within reasoning."""
+        """Return sampled tokens as an assistant message; never raise. `prompt_ids` may end within reasoning."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of templated text; special tokens are recognised, none is added."""
@@ -72,8 +72,7 @@ class Ending:
     """End of an assistant's turn in a template, for a given role of the next message."""
 
     token_id: int
-    """End-of-turn token; if turns have none, the token that opens the next role's turn (GLM), which the model samples.
-    """
+    """End-of-turn token; if turns have none (GLM), the sampled token that opens the next role's turn."""
     offset: int
     """Number of characters between the assistant's content and the end-of-turn token."""
     lead_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Parsers of tool-call formats; unreadable calls are returned as malformed."""
+"""Parsers of tool-call formats, which return unreadable calls as malformed."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def _lines_of_name_and_json(name: str, arguments: Arguments) -> str:
 
 @register_tool_call_parser("glm4", write=_lines_of_name_and_json)
 def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    r"""Read one or more calls of a name and a JSON object on the next line, each optionally after `<|assistant|>`.
+    r"""Read one or more calls: a name and a JSON object on the next line, each optionally after `<|assistant|>`.
 
-    Invalid JSON is a malformed call if a tool has that name, otherwise content.
+    Invalid JSON is a malformed call if a tool has that name or another call precedes it, otherwise content.
 
     Example:
         >>> parse_glm4('add\n{"a": 1}').tool_calls[0]["function"]
@@ -166,14 +166,14 @@ def parse_lfm2_raw(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("gemma4", openings=["<|tool_call>"])
 def parse_gemma4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read any number of `<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, with texts between special marks.
+    """Read any number of `<|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>`, with texts between `<|"|>` marks.
 
     Example:
         >>> parse_gemma4('<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>').tool_calls[0]["function"]
         {'name': 'add', 'arguments': {'a': 1, 'b': 'x'}}
     """
     parsed = read_between(text, "<|tool_call>", "<tool_call|>", lambda body: [_read_gemma4_call(body)])
-    # Gemma's templates find a result's function by the call's id.
+    # Gemma's templates look up the function of a result by the call's id.
     calls = tuple({**call, "id": f"call{index:05d}"} for index, call in enumerate(parsed.tool_calls))
     return ParsedCalls(parsed.content, calls, parsed.malformed)
 
@@ -250,7 +250,7 @@ def parse_apertus(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     def read(body: str) -> list[ToolCall]:
         calls = json.loads(body)
         if not isinstance(calls, list) or not all(isinstance(call, dict) and len(call) == 1 for call in calls):
-            raise ValueError("a list of objects, each with a function's name alone, is expected")
+            raise ValueError("a list of objects, each with one function name as its only key, is expected")
         return [
             check_call({"name": name, "arguments": arguments}) for call in calls for name, arguments in call.items()
         ]
@@ -317,7 +317,7 @@ def _read_pythonic_list(body: str) -> list[ToolCall]:
 
 
 _TEXT_BEGINS = re.compile(r"[(,]\s*\w+='")
-# A quotation mark ends a text if the next argument, the next call or the end of the list follows.
+# A quotation mark only ends a text if the next argument, the next call or the end of the list follows.
 _TEXT_ENDS = re.compile(r"'(?=\s*(?:,\s*\w+=|\)\s*(?:,\s*[\w.]+\(|\]\s*$)))")
 
 

@@ -31,14 +31,15 @@ _NUM_TAIL_TOKENS = 32
 class Conversation:
     """The prompts and completions of one conversation, and the derivation of the next prompt.
 
-    Immutable: `with_prompt` and `with_completion` return new values that share tokens with this one. Several steps
-    from the same value create branches. Create a conversation with `start`. Modes:
+    Conversations are immutable: `with_prompt` and `with_completion` return new values, which share tokens with this
+    value. Several steps from the same value create branches. Create a conversation with `start`. Modes:
 
     - `token`: a prompt is the existing tokens plus a delta for new messages, even if the template would render earlier
-      turns differently. If messages or tools changed, the prompt is rendered anew, and the row forks or is realigned.
+      turns differently. If earlier messages or tools changed, the prompt is rendered anew, and the row forks or is
+      realigned.
     - `message`: as `token`, but if the template renders earlier turns differently, the model sees that rendering in a
       new row. Each answer is trained as sampled, and stays in the row if it parses to the same message.
-    - `auto`: `message`, which shows the model the prompts it was trained on.
+    - `auto`: as `message`, so that the model sees prompts in the form that it was trained on.
 
     Example:
         >>> from llmrl.rendering import Conversation
@@ -69,7 +70,8 @@ class Conversation:
     held: TokenBuffer
     """Tokens and their columns; conversations that continue one another share them."""
     _num_tokens: int
-    # Tokens of the last turn that the pending prompt keeps, or tokens of its parent that the last turn's prompt kept.
+    # Number of the last turn's tokens that the pending prompt keeps; if no prompt is pending, number of its parent's
+    # tokens that the last turn's prompt kept.
     _num_kept: int
     # The value before the pending prompt; None if no prompt is pending.
     _before: Conversation | None
@@ -84,7 +86,7 @@ class Conversation:
         mode: Mode = "auto",
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> Conversation:
-        """Return an empty conversation; raises ValueError for an unknown mode or a negative threshold."""
+        """Return an empty conversation; raise ValueError for an unknown mode or a negative threshold."""
         check_choice(_MODES, mode=mode)
         check_least(0, fork_threshold_tokens=fork_threshold_tokens)
         return cls._make(
@@ -110,7 +112,7 @@ class Conversation:
         return conversation
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a Conversation does not change; with_prompt and with_completion return the next one.")
+        raise AttributeError("a Conversation is immutable; with_prompt and with_completion return a new one.")
 
     def _with(self, **changes: object) -> Conversation:
         return self._make(**{**{name: getattr(self, name) for name in self.__slots__}, **changes})
@@ -126,7 +128,7 @@ class Conversation:
         """Return the conversation with all messages up to the next assistant turn as its prompt.
 
         The first prompt is rendered whole, later ones only from their new messages, unless earlier messages or the
-        tools changed. The same prompt returns this value; a different one replaces the pending prompt. Raises
+        tools changed. The same prompt returns this value; a different prompt replaces the pending one. Raises
         TypeError or ValueError if a message is malformed, and RenderingError if the template refuses the messages.
         """
         if self.renderer is None:
@@ -134,7 +136,7 @@ class Conversation:
         messages = tuple(messages)
         tools = tuple(tools) if tools else None
         is_begun = _starts_with(messages, self.messages)
-        if not is_begun:  # lone surrogates are replaced in the held ones
+        if not is_begun:  # held messages have no lone surrogates
             messages = check_messages(messages)
             is_begun = _starts_with(messages, self.messages)
         is_kept = tools == self.tools and is_begun
@@ -185,14 +187,14 @@ class Conversation:
         return reading_of(answer.message) == reading_of(last.message)
 
     def _is_end_of(self, shown: list[int], delta: list[int]) -> bool:
-        """Return whether the rendering `shown` ends with the delta, compared after the end of its first turn."""
+        """Return whether the rendering `shown` ends with the delta, compared from after the delta's first end token."""
         assert self.renderer is not None
         stops = self.renderer.stop_token_ids
         start = next((place + 1 for place, token in enumerate(delta) if token in stops), 0)
         return shown[len(shown) - len(delta) + start :] == delta[start:]
 
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
-        """Return the conversation with its next prompt, `[num_prompt_tokens]`; raises ValueError if it is empty.
+        """Return the conversation with its next prompt, `[num_prompt_tokens]`; raise ValueError if it is empty.
 
         The prompt is compared with the held tokens: it is appended, or the row is realigned or forked.
         """
@@ -204,7 +206,7 @@ class Conversation:
         return self._compared(prompt_ids)
 
     def _compared(self, prompt_ids: list[int], *, is_answer_kept_whole: bool = False) -> Conversation:
-        """Append, realign or fork for a whole prompt; `is_answer_kept_whole` excludes a realign."""
+        """Append a whole prompt, or realign or fork the row for it; `is_answer_kept_whole` excludes a realign."""
         num_kept = common_prefix_length(self.prompt_ids, prompt_ids)
         if num_kept < self._num_tokens and is_answer_kept_whole and self.node is not None:
             num_kept = min(num_kept, self._num_tokens - self.node.num_completion_tokens)
@@ -222,7 +224,7 @@ class Conversation:
         return self._with(held=held, _num_tokens=num_tokens, _num_kept=num_kept, _before=self, last=None)
 
     def _rewritten(self, num_kept: int) -> TokenBuffer:
-        """Return a copy of the row's first tokens; the turns of the current row get their own copies, too."""
+        """Return a copy of the row's first tokens; the turns of the current row also get their own copies."""
         rewritten = TokenBuffer(self.held.columns.copy(num_kept))
         for node in () if self.node is None else self.node.ancestors():
             if not node.shares(self.held.columns):
@@ -247,7 +249,7 @@ class Conversation:
         sampling_mask: Sequence[array[int] | None] | None = None,
         routed_experts: np.ndarray | None = None,
     ) -> Conversation:
-        """Return the conversation after a completion; raises ValueError without a prompt or if columns do not match."""
+        """Return the conversation after a completion; raise ValueError without a prompt or if columns do not match."""
         if self._before is None:
             raise ValueError("there is no prompt to complete; call with_prompt first.")
         held = self._extendable()
@@ -282,7 +284,7 @@ class Conversation:
         """Return the conversation with its messages replaced by equivalent ones."""
         return self._with(messages=tuple(messages))
 
-    # What it holds
+    # Contents
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -315,12 +317,12 @@ class Conversation:
         return () if self.node is None else tuple(self.node.path())
 
     def tensor_view(self, column: Column) -> torch.Tensor:
-        """Return a column of the held tokens as a view, `[num_tokens]`; raises ValueError for an unknown column."""
+        """Return a column of the held tokens as a view, `[num_tokens]`; raise ValueError for an unknown column."""
         return self.held.tensor_view(column, self._num_tokens)
 
     @property
     def sampling_mask(self) -> list[array[int] | None]:
-        """`[num_tokens]`: ids that truncation kept when a held token was sampled; None if all."""
+        """`[num_tokens]`: ids that truncation kept when a held token was sampled; None if it kept all."""
         return self.held.columns.sampling_mask[: self._num_tokens]
 
     @property
@@ -374,7 +376,7 @@ def _rebuild(state: tuple[Any, ...], node: TurnNode | None, pending: _Pending | 
 def _starts_with(messages: tuple[Message, ...], held: tuple[Message, ...]) -> bool:
     if len(messages) < len(held):
         return False
-    if messages[: len(held)] == held:  # by identity first: a history that was only appended to shares its messages
+    if messages[: len(held)] == held:  # fast if the messages are the same objects, as in an extended history
         return True
     return all(a is b or _meaning(a) == _meaning(b) for a, b in zip(messages, held, strict=False))
 

@@ -1,4 +1,4 @@
-"""Conversion of given conversations into rollouts, for supervised training."""
+"""Conversion of recorded conversations, for supervised training."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def demonstrate(
 ) -> Conversation:
     """Return a `Conversation` in which the given assistant messages are the policy's completions.
 
-    Each assistant message is a turn: the text that the template writes for it, up to the end-of-turn token, is
-    trained. A message with `"weight": 0` is context. If a template renders earlier turns differently, each turn has
-    its own row, as if sampled. Log-probs are NaN and versions -1.
+    Each assistant message is a turn. Its text in the template, up to the end-of-turn token, is trained. A message with
+    `"weight": 0` is context. If a template renders earlier turns differently, each turn has its own row, as if
+    sampled. Log-probs are NaN and versions -1.
 
-    Raises TypeError or ValueError if a message is malformed or none is trained, and RenderingError if the template
-    refuses the messages, or its text for an answer cannot be a completion or does not parse to the same message.
+    Raises TypeError or ValueError if a message is malformed or no message is trained, and RenderingError if the
+    template refuses the messages, or its text for an answer cannot be sampled or does not parse to the same message.
 
     Example:
         >>> conversation = demonstrate(renderer, [                                     # doctest: +SKIP
@@ -52,12 +52,12 @@ def demonstrate(
             reading_of(_with_split_thoughts(message, renderer.thought_marks)),
         ):
             raise RenderingError(
-                f"messages[{place}] is not what is read from what the chat template writes for it: "
-                f"{conversation.last.message!r:.300} is, in place of {message!r:.300}."
+                f"messages[{place}] does not survive the chat template: its rendering parses as "
+                f"{conversation.last.message!r:.300} in place of {message!r:.300}."
             )
         conversation = conversation.with_messages(messages[: place + 1])
     if not conversation.num_turns:
-        raise ValueError("messages have nothing to train: none is the assistant's, with a 'weight' other than 0.")
+        raise ValueError("messages have nothing to train: no assistant message has a 'weight' other than 0.")
     return conversation
 
 
@@ -81,7 +81,7 @@ def _completion_ids(
     written = renderer.render(messages[: place + 1], tools=tools)
     num_equal = common_prefix_length(prompt, written)
     answer = written[num_equal:]
-    if num_equal < len(prompt):  # the prompt's end and the answer's start may be merged into one token
+    if num_equal < len(prompt):  # the prompt's end may be merged with the answer's start into one token
         lead = renderer.decode(prompt[num_equal:])
         text = renderer.decode(answer)
         said = said_after(lead, text, renderer.thought_marks)
@@ -89,12 +89,12 @@ def _completion_ids(
         is_dropped = thoughts is not None and thoughts.is_open_at_end(lead) and thoughts.closing not in text
         if said is None or is_dropped:
             raise RenderingError(
-                f"the chat template asks for messages[{place}] with a prompt that ends with {lead!r}, and writes it as "
-                f"{text!r:.300}: what follows that prompt cannot be determined."
+                f"the chat template asks for messages[{place}] with a prompt that ends with {lead!r}, but writes it as "
+                f"{text!r:.300}: the completion of that prompt cannot be determined."
             )
         answer = renderer.encode(said)
     end = _end_of_turn(renderer, answer)
-    if end is None:  # the token that opens the next role's turn ends this one and is sampled
+    if end is None:  # the model samples the token that opens the next role's turn
         new = list(takewhile(lambda message: message["role"] != "assistant", messages[place + 1 :])) or [_FOLLOWING]
         named = name_results([messages[place], *new])[1:]
         answer += renderer.bridge([*prompt_ids, *answer], named, tools=tools)

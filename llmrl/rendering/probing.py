@@ -1,4 +1,4 @@
-"""Detection of a chat template's behaviour by rendering short conversations."""
+"""Detection of a chat template's properties by rendering short conversations with marks in their texts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEXT_USER: Message = {"role": "user", "content": "b"}
 PLAIN_ANSWER: Message = {"role": "assistant", "content": ANSWER}
 _TOOL_RESULT: Message = {"role": "tool", "name": _TOOL_NAME, "content": RESULT, "tool_call_id": "call00000"}
 _ORPHAN_RESULT: Message = {"role": "tool", "content": RESULT}
-# Arguments that a parsed call must reproduce: a text that looks like a number, one that some formats escape, and the
+# Arguments that a parsed call must reproduce: a text that looks like a number, a text that some formats escape, and the
 # mark, which must be last, also alphabetically, since some templates sort arguments.
 _ARGUMENTS = {"code": "90210", "path": "C:\\new", "value": ANSWER}
 TOOL: ToolSchema = {
@@ -87,7 +87,7 @@ def chat_features(
 
 @dataclass
 class TemplateProbe:
-    """Detects properties of a template; later probes receive the answers that they need."""
+    """Detector of a template's properties; the fields are properties that earlier probes detected."""
 
     writer: TemplateWriter
     shows_parallel_calls: bool = False
@@ -104,7 +104,7 @@ class TemplateProbe:
     def text(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None, is_prompt: bool = True
     ) -> str | None:
-        """Return the rendered text; None if the template refuses."""
+        """Return the rendered text; None if the template refuses the messages."""
         try:
             return self.writer.write(messages, tools=tools, is_prompt=is_prompt)
         except SlowTemplateError:
@@ -135,7 +135,7 @@ class TemplateProbe:
         return any(text is not None and ANSWER in text for text in texts)
 
     def result_role(self) -> str | None:
-        """Return the role of tool results in the template; None if it has no such role."""
+        """Return the role of tool results in the template; None if the template has no such role."""
         added = self._added_tokens()
         # Some templates write any role; prefer a role with its own token.
         for role in sorted(TOOL_ROLES, key=lambda role: f"<|{role}|>" not in added):
@@ -146,7 +146,7 @@ class TemplateProbe:
         return None
 
     def are_orphans_shown(self) -> bool:
-        """Return whether a tool result is also written after an answer without calls."""
+        """Return whether the template also writes a tool result after an answer without calls."""
         return self._after_mark(PLAIN_ANSWER, _ORPHAN_RESULT) is not None
 
     def are_result_names_written(self) -> bool:
@@ -160,7 +160,7 @@ class TemplateProbe:
         return text is not None and text.count(ANSWER) == 2
 
     def _after_mark(self, answer: Message, following: Message) -> str | None:
-        """Return the text between an assistant message and the next; None if the next is not written there."""
+        """Return the text after the mark in `answer`; None if this text does not contain the following message."""
         text = self.text([USER, answer, following])
         if text is None or ANSWER not in text:
             return None
@@ -169,14 +169,14 @@ class TemplateProbe:
         return after if content in after else None
 
     def generation_prompt(self) -> str:
-        """Return the prompt of one user message; raises RenderingError if the template refuses it."""
+        """Return the prompt of one user message; raise RenderingError if the template refuses the message."""
         return self.writer.write([USER], is_prompt=True)
 
     def find_answer_ending(self) -> Ending:
-        """Return the ending of a plain answer before a user message; raises RenderingError if no token marks it."""
+        """Return the ending of a plain answer before a user message; raise RenderingError if no token marks it."""
         after = self.writer.write([USER, PLAIN_ANSWER, NEXT_USER], is_prompt=True)
         if ANSWER not in after:
-            raise RenderingError("The chat template does not write an assistant's content; it cannot be bridged.")
+            raise RenderingError("The chat template does not write an assistant's content; pass another chat_template.")
         ending = self.ending(is_call=False, role="user")
         if ending is None:
             after = after[after.index(ANSWER) + len(ANSWER) :]
@@ -202,7 +202,7 @@ class TemplateProbe:
         return {token for token in self._added_tokens() if token in text} - is_of_thoughts
 
     def _check_turn_is_one_message(self, end: str) -> None:
-        """Raise RenderingError if reasoning and answer are separate messages with the same end token (harmony)."""
+        """Raise RenderingError if reasoning and answer are separate messages with the same end token, as in harmony."""
         for key in ("reasoning_content", "reasoning", "thinking"):
             text = self.text([USER, {**PLAIN_ANSWER, key: REASONING}], is_prompt=False) or ""
             _, found, after = text.partition(REASONING)
@@ -210,9 +210,9 @@ class TemplateProbe:
             if found and answer and end in before_answer:
                 family = "the harmony format of gpt-oss" if "<|channel|>" in text else "a format of several messages"
                 raise RenderingError(
-                    f"The chat template ends an assistant's reasoning with {end!r} as it ends its turn ({family}), so "
-                    "that sampling would stop before the answer. Use backend='renderers', whose hand-written renderer "
-                    "knows such turns: pip install 'llmrl[renderers]', and a tokenizer whose name_or_path is the "
+                    f"The chat template ends an assistant's reasoning with {end!r}, the end of its turn ({family}), so "
+                    "sampling would stop before the answer. Use backend='renderers', which has a hand-written renderer "
+                    "for such turns: pip install 'llmrl[renderers]', and a tokenizer whose name_or_path is the "
                     "model's name on the hub."
                 )
 
@@ -237,7 +237,7 @@ class TemplateProbe:
         before, _, after = text.rpartition(ANSWER)
         if following["content"] not in after:
             return None
-        # The user's content is one letter, which may also occur in the text between.
+        # The user's content is one letter, which may also occur in the text before it.
         find = after.rindex if role == "user" else after.index
         between = after[: find(following["content"])]
         tokenizer = self.writer.tokenizer
@@ -250,7 +250,7 @@ class TemplateProbe:
             end_of_text = {tokenizer.eos_token: tokenizer.eos_token_id}
         candidates = [end_of_text, self._added_tokens()]
         if is_call:
-            # Marks that close a call may be added tokens, too; a token between two calls is not the ending.
+            # Marks that close a call may also be added tokens; a token between two calls is not the ending.
             within = before[before.find(ANSWER) :] if ANSWER in before else ""
             known = {}
             if self.answer_ending is not None:
@@ -283,7 +283,7 @@ class TemplateProbe:
         return offset, token_id
 
     def rewriting_features(self) -> frozenset[frozenset[str]]:
-        """Return the sets of `chat_features` for which later turns change the rendering of an earlier one."""
+        """Return the sets of `chat_features` for which later turns change the rendering of an earlier turn."""
         return frozenset(
             chat_features([*asked, answer], tools, self.thoughts)
             for tools, asked, answer, following in self._turns()
@@ -302,6 +302,7 @@ class TemplateProbe:
     def _is_rewritten(
         self, tools: list[ToolSchema] | None, asked: list[Message], answer: Message, following: Message
     ) -> bool:
+        """Return whether the rendering up to the answer's mark depends on what follows, or lacks reasoning or text."""
         prompt = self._comparable(self.text(asked, tools=tools))
         as_last = self._comparable(self.text([*asked, answer], tools=tools, is_prompt=False))
         if prompt is None or as_last is None or ANSWER not in as_last:
@@ -325,7 +326,7 @@ class TemplateProbe:
         return text if text is None or thoughts is None else thoughts.without_empty(text)
 
     def written_call(self, name: str, arguments: Arguments, *, num_calls: int = 1) -> str | None:
-        """Return the template's text of a turn with calls, None if it has none; the last argument must be the mark."""
+        """Return the template's text of a turn with calls, or None; the last argument must be the mark."""
         # Some templates write a call's id instead of its name.
         ids = [f"functions.{name}:{index}" for index in range(num_calls)]
         written = (self._written_call(name, arguments, num_calls, each) for each in (None, ids))
@@ -342,7 +343,7 @@ class TemplateProbe:
                 continue
             start = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
             if start < len(prompt):
-                # The prompt opens a block that the turn lacks, such as reasoning: return to the start of that block.
+                # The prompt opens a block that the turn lacks, such as reasoning: begin at the start of that block.
                 start = max((text.rfind(mark, 0, start) + 1 for mark in "\n>]"), default=0)
             return text[start : text.rindex(ANSWER) + len(ANSWER) + ending.offset]
         return None

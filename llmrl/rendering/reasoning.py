@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llmrl.data import text_of
 
 NUM_END_TOKENS = 32
-"""Number of last tokens of a prompt in which the opening mark of reasoning is searched."""
+"""Number of last tokens of a prompt that are searched for the opening mark of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ThoughtMarks:
         return prompt.rstrip().endswith(self.opening)
 
     def without_empty(self, text: str) -> str:
-        r"""Return a text without its empty reasoning blocks, some of which only have the closing mark.
+        r"""Return a text without empty reasoning blocks, including those that only have the closing mark.
 
         Example:
             >>> ThoughtMarks().without_empty("a <think>\n\n</think>\n\nb </think>c <think>d</think>e")
@@ -63,7 +63,7 @@ class ThoughtMarks:
 def said_after(lead: str, text: str, thoughts: ThoughtMarks | None) -> str | None:
     r"""Return the text sampled after a prompt's end `lead`, given the template's `text` of the answer's turn.
 
-    Empty reasoning blocks are ignored in both. None if the template's text does not continue the prompt.
+    Empty reasoning blocks are ignored in both. Return None if the template's text does not continue the prompt.
 
     Example:
         >>> thoughts = ThoughtMarks()
@@ -89,7 +89,7 @@ class AnswerFormat:
     thoughts: ThoughtMarks | None
     """None if the template has no reasoning."""
     field: str
-    """Template's name for `reasoning_content`; a leading `.` means a part of the content."""
+    """Template's name for `reasoning_content`; a name with a leading `.` is a part of the content."""
     opening: str
     """Sampled text before an answer."""
     closing: str
@@ -102,7 +102,7 @@ class AnswerFormat:
         content = text_of(written.get("content"))
         if written["role"] != "assistant" or self.field == "reasoning_content":
             return written
-        if self.field == ".thoughts":  # such a template requires all answers in the same form
+        if self.field == ".thoughts":  # this template requires all answers in the same form
             thoughts = [{"type": "thoughts", "text": reasoning}] if reasoning else []
             answer = [{"type": "response", "text": content}] if content else []
             written["content"] = {"blocks": [*thoughts, *answer]}
@@ -123,7 +123,7 @@ class AnswerFormat:
         """
         opening = self.opening.strip()
         closing = self.closing.strip()
-        if opening.endswith((">", "]")) and text.lstrip().startswith(opening):  # a tag, with any white space around it
+        if opening.endswith((">", "]")) and text.lstrip().startswith(opening):  # white space around a tag may vary
             text = text.lstrip().removeprefix(opening)
         else:
             text = text.removeprefix(self.opening)

@@ -1,10 +1,10 @@
 """Effect of a prompt on the current training row: append, realign or fork.
 
-For each turn, k is the number of leading tokens that prompt and row share, and drift that of later row tokens.
+For each turn, k is the number of leading tokens that prompt and row share, and drift the number of row tokens after k.
 
 - clean (drift 0): the rest of the prompt is appended as context.
-- realign (k within the last answer, drift below the threshold and at most half of that answer): the tokens after k are
-  replaced by context; tokens before k keep their mask and log-probs.
+- realign (drift below the threshold and at most half of the last answer): the row's tokens after k are replaced by
+  context; tokens before k keep their mask and log-probs.
 - fork (otherwise): the prompt starts a new row as context, and the previous row keeps all its trained tokens.
 
 Invariant `held_is_prompt_and_completion`: after each turn the row is exactly the engine's prompt and completion.
@@ -39,7 +39,7 @@ def classify(num_held: int, num_kept: int, num_answer: int, *, fork_threshold_to
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix, by comparing slices at C speed.
+    """Return the length of the common prefix, by a binary search that compares slices at C speed.
 
     Example:
         >>> common_prefix_length([1, 2, 3, 4], [1, 2, 9])

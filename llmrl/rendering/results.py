@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from llmrl.data import Message, text_of
 
 TOOL_ROLES = ("tool", "observation", "function", "ipython")
-"""Roles of messages with a tool's result; each template knows some of them."""
+"""Roles of messages with a tool's result; each template supports some of them."""
 
 
 def name_results(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the `name` of the called function in each tool result.
 
-    The name is that of the call with the result's id, or, if calls have no ids, of the call in the same position. A
-    result that answers no call gets no name.
+    The name is taken from the call with the result's id, or, if calls or the result have no ids, from the call in the
+    same position. A result that answers no call gets no name.
 
     Example:
         >>> call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {}}}

@@ -17,11 +17,11 @@ class Row:
     columns: TokenColumns
     """Token ids, loss mask, log-probs and versions, [num_tokens] each."""
     row_index: int
-    """Index among the rollout's rows that are kept."""
+    """Index among the kept rows of the rollout."""
     turn_span: tuple[int, int]
-    """First turn and one past the last turn with completions in this row."""
+    """Index of the first turn with a completion in this row, and one past that of the last turn."""
     turn_starts: dict[int, int]
-    """Start of each turn's completion in this row, by the turn's index in the rollout (in row order for a tree)."""
+    """Position of each completion's first token in this row, by turn index in the rollout (in row order for a tree)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
     """Return the training rows of a tree of turns, given its leaves; each sampled token is trained once.
 
     A turn that several leaves share is trained in the first row that contains it and is context in later rows. If a
-    realign removed the end of an answer from the first row, a later row that still contains it trains it.
+    realign removed the end of an answer from the first row, it is trained in a later row that still contains it.
 
     Example:
         >>> root = TurnNode(None, 0, [1], [2], [-0.1], [0])

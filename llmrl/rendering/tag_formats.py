@@ -1,4 +1,4 @@
-"""Parsers of tool calls with each argument between tags, mostly as bare text."""
+"""Parsers of tool calls that write each argument between tags, mostly as bare text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Tags:
     Args:
         begin: start of a call, with its name in the group `name`.
         argument: one argument, in the groups `key` and `value`; an optional group `kind` is `string` or `true` for
-            text and anything else for JSON. Without it the tool's schema determines the type.
+            text and anything else for JSON. Without `kind`, the tool's schema determines the type.
         end: end of a call.
     """
 
@@ -38,7 +38,7 @@ class _Tags:
         self._begin, self._argument, self._end = (re.compile(rf"\s*{piece}", re.DOTALL) for piece in pieces)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[ToolCall]:
-        """Return the calls in a text; raises ValueError if it has other text or a duplicate argument."""
+        """Return the calls in a text; raise ValueError for other text or a duplicate argument."""
         calls: list[ToolCall] = []
         position = 0
         while begun := self._begin.match(text, position):
@@ -67,7 +67,7 @@ class _Tags:
 
 
 def _functions(value: str) -> _Tags:
-    """Return the tags `<function=NAME>` and `<parameter=KEY>`, with this pattern for the value."""
+    """Return the tags `<function=NAME>` and `<parameter=KEY>`, with `value` as the pattern of a value."""
     return _Tags(r"<function=(?P<name>[^>\s]+)>", rf"<parameter=(?P<key>[^>\s]+)>{value}</parameter>", r"</function>")
 
 

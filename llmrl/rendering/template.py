@@ -1,4 +1,4 @@
-"""`TemplateRenderer`: renders with any Hugging Face chat template, whole or as a delta."""
+"""`TemplateRenderer`: renders conversations with any Hugging Face chat template, whole or as a delta."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS
 from llmrl.rendering.tool_format import choose_tool_format
 from llmrl.rendering.writer import TemplateWriter
 
-_CARRY_RESULTS = "; or carry results as the user's messages: TemplateRenderer(tokenizer, tool_results='user')."
+_CARRY_RESULTS = "; or write results as user messages: TemplateRenderer(tokenizer, tool_results='user')."
 
 # Limits the cache to a few megabytes.
 _NUM_REMEMBERED_TURNS = 4096
@@ -59,7 +59,8 @@ class TemplateRenderer:
         template_kwargs: variables of the template, such as `enable_thinking`.
 
     Raises:
-        RenderingError: if the template is missing, cannot be rendered exactly, or its calls or reasoning are not read.
+        RenderingError: if the template is missing, cannot be rendered exactly, or writes calls or reasoning that cannot
+            be read.
         TypeError: if the template does not read a variable.
         ValueError: if a parser is unknown.
     """
@@ -84,7 +85,7 @@ class TemplateRenderer:
         for name in template_kwargs:
             if not re.search(rf"\b{re.escape(name)}\b", self.chat_template):
                 raise TypeError(f"template_kwargs has {name!r}, which the chat template does not read.")
-        self.content_marks = ContentMarks(tokenizer)  # keeps special tokens in contents as plain text
+        self.content_marks = ContentMarks(tokenizer)  # encodes special tokens in contents as plain text
         # Words in a message that switch reasoning on or off in all later prompts.
         self._switches = sorted(set(re.findall(r"(?<=['\"])/(?:no_)?think\b", self.chat_template)))
         self._turn_ids: dict[str, list[int]] = {}
@@ -94,7 +95,7 @@ class TemplateRenderer:
         self.content_marks = ContentMarks(tokenizer, [ANSWER, *self._probe.turn_marks()])
 
     def _probe_messages(self, writer: TemplateWriter, tool_results: str) -> None:
-        """Detect which messages the template supports."""
+        """Detect which messages the template supports, and in which form."""
         writer = replace(writer, are_arguments_text=TemplateProbe(writer).are_arguments_text())
         writer = replace(writer, is_tool_prompt_added=not TemplateProbe(writer).are_tools_shown())
         probe = TemplateProbe(writer)
@@ -105,8 +106,8 @@ class TemplateRenderer:
             result_role = TemplateProbe(writer).result_role()
             if result_role is None:
                 tool_fault = (
-                    "Its chat template has no role for tool results, so that only conversations without tool calls "
-                    f"could go on{_CARRY_RESULTS}"
+                    "Its chat template has no role for tool results, so conversations could not continue after a tool "
+                    f"call; use another model{_CARRY_RESULTS}"
                 )
                 writer = replace(writer, tool_fault=tool_fault)
             else:
@@ -131,7 +132,7 @@ class TemplateRenderer:
         found = [probe.ending(is_call=is_call, role=role) for role in roles for is_call in (False, True)]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(one.token_id for one in found if one is not None))
         self.end_ids = frozenset({*self.stop_token_ids, getattr(self.tokenizer, "eos_token_id", None)} - {None})
-        """Tokens that are no text of an answer that they end."""
+        """Tokens that end an answer and are not part of its text."""
         self._rewriting_features = probe.rewriting_features()
         self.is_history_rewritten: bool = bool(self._rewriting_features)
         self._check_bridge(is_system_moved=frozenset({"system"}) in self._rewriting_features)
@@ -164,7 +165,7 @@ class TemplateRenderer:
                 self._know(tool_fault=str(error).rstrip(".") + _CARRY_RESULTS)
 
     def _know(self, **found: Any) -> None:
-        """Store detected properties of the template; endings are probed again."""
+        """Store detected properties of the template in a new probe, which detects endings again."""
         self._probe = replace(self._probe, writer=replace(self.writer, **found))
 
     @property
@@ -174,7 +175,7 @@ class TemplateRenderer:
 
     @property
     def tool_fault(self) -> str:
-        """Why conversations with tools cannot be rendered; empty if they can."""
+        """Reason why conversations with tools cannot be rendered; empty if they can."""
         return self.writer.tool_fault
 
     @property
@@ -188,7 +189,7 @@ class TemplateRenderer:
 
     @classmethod
     def from_pretrained(cls, path: str, **kwargs: Any) -> TemplateRenderer:
-        """Load from a model folder or hub name; `kwargs` are those of the constructor."""
+        """Load from a model folder or hub name; `kwargs` are passed to the constructor."""
         from transformers import AutoTokenizer
 
         return cls(AutoTokenizer.from_pretrained(path), **kwargs)
@@ -200,7 +201,7 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Return the token ids of the whole conversation, `[num_tokens]`; raises RenderingError if it is refused."""
+        """Return the token ids of the whole conversation, `[num_tokens]`; raise RenderingError if it is refused."""
         mark, messages, tools = self.content_marks.mark(messages, tools)
         text = self.writer.write(messages, tools=tools, is_prompt=add_generation_prompt)
         return self.encode_turns(text, mark)
@@ -212,7 +213,7 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the whole conversation as text; raises RenderingError if the template refuses it."""
+        """Return the whole conversation as text; raise RenderingError if the template refuses it."""
         return self.writer.write(messages, tools=tools, is_prompt=add_generation_prompt)
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
@@ -236,13 +237,14 @@ class TemplateRenderer:
         *,
         tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
-        """Return the ids to append to `token_ids` for the next completion; raises RenderingError if refused."""
+        """Return the ids to append to `token_ids` for the next completion; raise RenderingError if refused."""
         if elsewhere := self._roles_written_elsewhere(new_messages):
             raise RenderingError(
-                f"The chat template writes messages of role {elsewhere} elsewhere than after an answer, or not at all."
+                f"The chat template does not write messages of roles {elsewhere} after an answer, but elsewhere or not "
+                "at all."
             )
         if self.is_tool_prompt_added:
-            tools = None  # the system message has them, and the base has no system message
+            tools = None  # they are in the system message, which the base does not have
         mark, new_messages, tools = self.content_marks.mark(new_messages, tools)
         base, ending, end_ids = self._base(new_messages)
         text = self.writer.write([*base, *new_messages], tools=tools, is_prompt=True)
@@ -261,7 +263,7 @@ class TemplateRenderer:
     def _base(self, new_messages: Sequence[Message]) -> tuple[list[Message], Ending, frozenset[int]]:
         """Return the conversation before the new messages, its ending, and the tokens that may end it."""
         results = list(takewhile(lambda message: message["role"] in TOOL_ROLES, new_messages))
-        # A result without name and id reports a malformed call, so it answers no call.
+        # A result without name and id reports a malformed call, and answers no call.
         answers = [result for result in results if result.get("name") or result.get("tool_call_id")]
         is_carried = self.writer.are_results_carried or (not answers and self.writer.are_orphans_carried)
         role = new_messages[0]["role"] if new_messages else "user"
@@ -272,8 +274,8 @@ class TemplateRenderer:
         if answers and call_ending is not None:
             if self._are_result_names_written and not all(result.get("name") for result in answers):
                 raise RenderingError(
-                    "The chat template writes the name of its function with a tool's result, and a message of role "
-                    f"{role!r} has no 'name'; add it, or append messages through a Conversation, which knows the calls."
+                    "The chat template writes the function's name with a tool's result, and a message of role "
+                    f"{role!r} has no 'name'; add it, or append messages to a Conversation, which knows the calls."
                 )
             answered = answers if self._probe.shows_parallel_calls else answers[:1]
             call_ids = [result.get("tool_call_id") or f"call{index:05d}" for index, result in enumerate(answered)]
@@ -293,10 +295,10 @@ class TemplateRenderer:
         tools: Sequence[ToolSchema] | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> ParsedCompletion:
-        """Return sampled tokens as an assistant message; never raises.
+        """Return sampled tokens as an assistant message; never raise.
 
         `tools` only provide argument types. `prompt_ids`, the prompt or its last tokens, show whether the completion
-        starts within reasoning; the default is that of a prompt with one message.
+        starts within reasoning; the default is a prompt with one message.
         """
         ids = list(completion_ids)
         is_complete = bool(ids) and ids[-1] in self.end_ids
@@ -325,7 +327,7 @@ class TemplateRenderer:
         return self.writer.encode(text)
 
     def encode_turns(self, text: str, mark: str = "") -> list[int]:
-        """Encode a text turn by turn with a cache; `mark` is the mark in special tokens of `ContentMarks`."""
+        """Encode a text turn by turn with a cache, or without a cache if `ContentMarks` inserted `mark`."""
         if mark:
             return self.content_marks.encode(text, mark)
         token_ids: list[int] = []
@@ -373,7 +375,7 @@ class TemplateRenderer:
             for tools in (None, [TOOL]):
                 text = self._probe.text([*history, following], tools=tools)
                 if text is None:
-                    continue  # the template refuses such a conversation anyway
+                    continue  # the template refuses such a conversation
                 full = self.encode(text)
                 delta = self.bridge([], [following], tools=tools)
                 if full[-len(delta) :] != delta or self.encode_turns(text) != full:
@@ -391,7 +393,7 @@ def _own_template(tokenizer: Tokenizer) -> str:
         template = template.get("default")
     if not template:
         raise RenderingError(
-            f"The tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template and none is guessed; "
+            f"The tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template and none is guessed: "
             "pass chat_template=..., the Jinja text that the model was trained with."
         )
     return template

@@ -37,7 +37,7 @@ class ToolCallParser(Protocol):
     """Protocol of parsers of a completion's text."""
 
     def __call__(self, text: str, tools: Sequence[ToolSchema] = (), /) -> ParsedCalls:
-        """Return content and calls of `text`; never raises. `tools` provide argument types that the format omits."""
+        """Return content and calls of `text`; never raise. `tools` provide argument types that the format omits."""
 
 
 ToolCallWriter = Callable[[str, Arguments], str]
@@ -59,14 +59,14 @@ UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
 def register_tool_call_parser(
     name: str, *, write: ToolCallWriter | None = None, openings: Sequence[str] = ("",)
 ) -> Callable[[ToolCallParser], ToolCallParser]:
-    """Return a decorator that registers a parser, with an optional writer; raises ValueError if the name is taken.
+    """Return a decorator that registers a parser and an optional writer, or raises ValueError if the name is taken.
 
     A call begins with one of `openings`; the text before it can be streamed while an answer is sampled.
     """
 
     def register(parser: ToolCallParser) -> ToolCallParser:
         if name in TOOL_CALL_PARSERS:
-            raise ValueError(f"name {name!r} is taken; registered are {sorted(TOOL_CALL_PARSERS)}.")
+            raise ValueError(f"the parser name {name!r} is taken; registered names: {sorted(TOOL_CALL_PARSERS)}.")
         TOOL_CALL_PARSERS[name] = parser
         TOOL_CALL_OPENINGS[name] = tuple(openings)
         if write is not None:
@@ -77,14 +77,16 @@ def register_tool_call_parser(
 
 
 def find_tool_call_parser(name: str) -> ToolCallParser:
-    """Return the parser of that name; raises ValueError, with all names, if it is unknown."""
+    """Return the parser of that name; raise ValueError, with all names, if it is unknown."""
     if name not in TOOL_CALL_PARSERS:
         raise ValueError(f"tool_parser must be one of {sorted(TOOL_CALL_PARSERS)}, got {name!r}.")
     return TOOL_CALL_PARSERS[name]
 
 
 def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = None) -> ToolCall:
-    """Return a tool call in the chat-template convention, with lone surrogates replaced; ValueError if it is not JSON.
+    """Return a tool call in the chat-template convention; ValueError if the arguments are not JSON.
+
+    Lone surrogates in its texts are replaced.
 
     Example:
         >>> make_tool_call("add", {"a": 1, "b": (2, 3)})
@@ -101,19 +103,19 @@ def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = Non
 
 
 def check_call(value: Json, *, default_id: str | None = None) -> ToolCall:
-    """Return a call that was written as JSON in the standard form; raises ValueError if it is malformed."""
+    """Return a call, given its JSON value in a common form; raise ValueError if it is malformed."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict):
         raise ValueError("a JSON object with 'name' and 'arguments' is expected")
     name = value.get("name", value.get("tool_name"))
     if not isinstance(name, str) or not name:
-        raise ValueError("'name' is missing or no string")
+        raise ValueError("'name' is missing or not a string")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        raise ValueError("'arguments' is no JSON object")
+        raise ValueError("'arguments' is not a JSON object")
     call_id = value.get("id")
     return make_tool_call(name, arguments, call_id=call_id if isinstance(call_id, str) else default_id)
 
@@ -124,7 +126,7 @@ def finish(content: str, calls: Sequence[ToolCall], malformed: Sequence[Malforme
 
 
 def read_between(text: str, opening: str, closing: str, read: Callable[[str], list[ToolCall]]) -> ParsedCalls:
-    """Return the calls that `read` finds between the marks; other text is content. An empty `closing` means the end."""
+    """Return the calls that `read` finds between the marks, and other text as content; no `closing`: up to the end."""
     content: list[str] = []
     calls: list[ToolCall] = []
     malformed: list[MalformedToolCall] = []
@@ -164,7 +166,7 @@ def read_value(text: str, name: str, key: str, tools: Sequence[ToolSchema]) -> J
 
 
 def read_text(text: str, schema: Json) -> Json:
-    """Return the value of bare text by its schema, None if unknown."""
+    """Return the value of bare text according to its schema; a schema of None is unknown."""
     types = schema_types(schema)
     value: Json = text
     try:

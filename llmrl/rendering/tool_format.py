@@ -14,7 +14,7 @@ from llmrl.rendering.tool_calls import (
     find_tool_call_parser,
 )
 
-# Marks of model families with templates that show tools but do not write calls.
+# Marks of model families with templates that show tools but write no calls, and the parsers of their calls.
 _MARKS_OF_UNWRITTEN = {
     "<|tool_list_start|>": "lfm2",
     "<|tool_call_start|>": "lfm2",
@@ -34,15 +34,15 @@ class ToolFormat:
     """Name of the parser."""
     parse: ToolCallParser
     write: ToolCallWriter | None
-    """Writes a call into a message's content; None if the template writes calls."""
+    """Function that writes a call into a message's content; None if the template writes calls."""
 
 
 def choose_tool_format(probe: TemplateProbe, tool_parser: str) -> ToolFormat:
-    """Return the format of that name; `auto` selects the format of the template's calls.
+    """Return the format with the parser of that name; `auto` selects a parser that reads the template's calls.
 
-    If the template writes no calls, or shows no tools and writes calls that no parser reads, llmrl writes the calls.
-    Raises RenderingError if the template shows tools and its calls are not parsed, and ValueError if the parser is
-    unknown or lacks a required writer.
+    If the template writes no calls, or shows no tools and writes calls that the parser does not read, llmrl writes the
+    calls. Raises RenderingError if the template shows tools and its calls are not read, and ValueError if the parser
+    is unknown or lacks a required writer.
     """
     writer = probe.writer
     is_tool_prompt_added = writer.is_tool_prompt_added
@@ -80,8 +80,8 @@ def _unread(probe: TemplateProbe, tool_parser: str) -> RenderingError:
     shown = f"writes a call as {written!r}" if written else "does not write calls"
     reader = "no parser" if tool_parser == "auto" else f"tool_parser={tool_parser!r}"
     return RenderingError(
-        f"The chat template of {probe.writer.model_name!r} shows tools and {shown}, which {reader} reads, so that "
+        f"The chat template of {probe.writer.model_name!r} shows tools and {shown}, which {reader} reads, so "
         f"calls would be taken for answers. tool_parser is one of {sorted(TOOL_CALL_PARSERS)}; register another "
-        "(llmrl.rendering.register_tool_call_parser), take backend='renderers' where that package knows the model, or "
+        "(llmrl.rendering.register_tool_call_parser), use backend='renderers' if that package supports the model, or "
         "pass tool_parser='none' if no tools are used."
     )

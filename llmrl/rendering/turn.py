@@ -22,7 +22,7 @@ _MIN_CAPACITY = 256
 
 
 class TokenBuffer:
-    """Append-only columns shared by successive values of a conversation, each of which sees a prefix."""
+    """Append-only columns that successive values of a conversation share; each value uses a prefix of them."""
 
     __slots__ = ("_mirrors", "columns")
 
@@ -31,7 +31,7 @@ class TokenBuffer:
         self._mirrors: dict[Column, tuple[torch.Tensor, int]] = {}
 
     def tensor_view(self, column: Column, length: int) -> torch.Tensor:
-        """Return the first `length` entries of a column as a view; raises ValueError for an unknown column."""
+        """Return the first `length` entries of a column as a view; raise ValueError for an unknown column."""
         import torch
 
         check_choice(COLUMNS, column=column)
@@ -39,7 +39,7 @@ class TokenBuffer:
         dtypes = {"loss_mask": torch.bool, "log_probs": torch.float32}
         buffer, num_written = self._mirrors.get(column, (None, 0))
         if buffer is None or buffer.shape[0] < length:
-            # The size doubles, so older buffers that views still hold need at most as much memory as the new one.
+            # The size doubles, so older buffers that views still use take at most as much memory as the new buffer.
             capacity = max(_MIN_CAPACITY, 2 * length)
             larger = torch.empty(capacity, dtype=dtypes.get(column, torch.int64))
             if buffer is not None:
@@ -136,7 +136,7 @@ class TurnNode:
 
     @property
     def kind(self) -> ReconciliationKind | None:
-        """Effect of its prompt on the parent's row; None for the first turn."""
+        """Effect of the turn's prompt on the parent's row; None for the first turn."""
         if self.parent is None:
             return None
         held = self.parent.num_tokens
@@ -155,7 +155,7 @@ class TurnNode:
 
     @property
     def context_ids(self) -> list[int]:
-        """`[num_context_tokens]`: tokens of the prompt after those it keeps."""
+        """`[num_context_tokens]`: tokens of the prompt after the kept ones."""
         return self.stored_columns.token_ids[self._start : self._start + self.num_context_tokens]
 
     @property
@@ -175,7 +175,7 @@ class TurnNode:
 
     @property
     def sampling_mask(self) -> list[array[int] | None]:
-        """`[num_completion_tokens]`: ids that truncation kept for each sampled token; None if all."""
+        """`[num_completion_tokens]`: ids that truncation kept for each sampled token; None if it kept all."""
         return self.stored_columns.sampling_mask[self._completion_slice]
 
     @property

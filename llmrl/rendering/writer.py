@@ -1,4 +1,4 @@
-"""`TemplateWriter`: writes conversations with a chat template and the known properties of that template."""
+"""`TemplateWriter`: writes conversations with a chat template according to the detected properties of the template."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Write each call like this one, with the function's name and arguments:
 
 @dataclass(frozen=True)
 class TemplateWriter:
-    """Passes messages to a chat template in the form that it reads; probes use modified copies."""
+    """Writer that passes messages to a chat template in the form that it reads; probes use modified copies."""
 
     tokenizer: Tokenizer
     chat_template: str
     template_kwargs: Mapping[str, object]
     tool_fault: str = ""
-    """Why conversations with tools cannot be rendered; empty if they can."""
+    """Reason why conversations with tools cannot be rendered; empty if they can."""
     are_arguments_text: bool = False
     """Whether the template expects a call's arguments as JSON text instead of a dict."""
     is_tool_prompt_added: bool = False
@@ -45,9 +45,9 @@ class TemplateWriter:
     are_orphans_carried: bool = False
     """Whether results after an answer without calls are written as user messages."""
     write_call: ToolCallWriter | None = None
-    """Writes calls into a message's content; None if the template writes calls."""
+    """Function that writes a call into a message's content; None if the template writes calls."""
     tool_example: str = ""
-    """Example of a call, for the added prompt."""
+    """Example of a call, for the added tool prompt."""
     answer_format: AnswerFormat = NO_MARKS
 
     @property
@@ -71,7 +71,7 @@ class TemplateWriter:
     def write(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None, is_prompt: bool = False
     ) -> str:
-        """Return the whole conversation as text; raises RenderingError if the template refuses it."""
+        """Return the whole conversation as text; raise RenderingError if the template refuses it."""
         if tools or any(message["role"] in TOOL_ROLES for message in messages):
             self.check_tools()
         carried = carry_results(
@@ -102,7 +102,7 @@ class TemplateWriter:
             ) from error
 
     def _plain(self, message: Message) -> dict[str, object]:
-        """Return the message as templates expect it, with text content and no empty lists."""
+        """Return the message in the form that the template expects, without entries that are None or empty lists."""
         plain = {key: value for key, value in message.items() if value is not None}
         plain.setdefault("content", "")
         if plain["role"] == "tool":

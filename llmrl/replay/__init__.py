@@ -1,6 +1,6 @@
-"""Ask a recorded run: compute a step again, with one thing changed, or compare two runs."""
+"""Replay of recorded runs: computes steps again, also with changes, rescores rollouts, and compares two runs."""
 
 import os
 
-# Before torch: idle threads that spin would take the cores of those that compute.
+# Set before torch is imported: idle OpenMP threads that spin take cores from the threads that compute.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")

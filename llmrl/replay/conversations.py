@@ -1,4 +1,4 @@
-"""Recorded conversations in the formats of others: messages, data sets, OpenTelemetry."""
+"""Recorded conversations in formats of other tools: messages, data sets, OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from llmrl.replay.recorded import RecordedRun
 from llmrl.viewer.run_data import Record
 
 Form = Literal["messages", "sft", "preferences"]
-"""Rows of a file: every conversation; those with an above-average reward; the best beside the worst of each group."""
+"""Kind of rows: all conversations; those with a reward above the mean of their group; the best and worst of a group."""
 
 _FINISH_REASONS = {"completed": "stop", "truncated": "length"}
-"""Finish reason of the GenAI conventions, by a rollout's status."""
+"""Finish reasons of the GenAI conventions by status of a rollout."""
 
 
 def conversations_of(record: Record) -> list[list[Message]]:
-    """Return the conversations of a rollout: one, or one for each branch of an agent's requests.
+    """Return the conversations of a rollout: one, or one per branch of an agent's requests.
 
     Example:
         >>> said = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yes"))]
@@ -50,9 +50,10 @@ def write_conversations(run: RecordedRun, path: str | Path, form: Form = "messag
 
     Args:
         path: the new file.
-        form: `messages` has every conversation with its reward and columns; `sft` those with a reward above the mean of
-            their group, as the SFT script reads them; `preferences` has `prompt`, `chosen` and `rejected` of each group
-            with different rewards, from its best and its worst rollout. The schemas of tools are not recorded.
+        form: `messages` writes every conversation with its reward and columns. `sft` writes the conversations with a
+            reward above the mean of their group, in the format of the SFT script. `preferences` writes `prompt`,
+            `chosen` and `rejected` from the best and the worst rollout of each group with different rewards. Tool
+            schemas are not recorded, and so not written.
         split: `train`, or the name of an evaluation, such as `eval/sums`.
 
     Raises:
@@ -71,7 +72,7 @@ def write_conversations(run: RecordedRun, path: str | Path, form: Form = "messag
         rows = ({"messages": as_openai(said)} for group in groups.values() for said in _better(group))
     else:
         rows = (pair for group in groups.values() if (pair := _pair(group)) is not None)
-    lines = [json.dumps(finite(row), ensure_ascii=False, default=str) for row in rows]  # others' readers refuse NaN
+    lines = [json.dumps(finite(row), ensure_ascii=False, default=str) for row in rows]  # other readers refuse NaN
     if not lines:
         raise ValueError(f"{run.path} has no conversations of split={split!r} to write as {form!r}.")
     if Path(path).exists():
@@ -94,8 +95,8 @@ def _better(group: Sequence[Record]) -> Iterator[list[Message]]:
 
 
 def _pair(group: Sequence[Record]) -> dict[str, object] | None:
-    """Return the best and the worst conversation of a group after what they share; None without a difference."""
-    whole = [record for record in group if not record.get("turns")]  # branches have no single answer
+    """Return the best and the worst conversation of a group after their common prompt; None without a pair."""
+    whole = [record for record in group if not record.get("turns")]  # a rollout with branches has no single answer
     if not whole:
         return None
     best, worst = max(whole, key=lambda one: one["reward"]), min(whole, key=lambda one: one["reward"])
@@ -112,10 +113,10 @@ def _pair(group: Sequence[Record]) -> dict[str, object] | None:
 
 
 def send_conversations(run: RecordedRun, *, split: str = "train") -> int:
-    """Send a span with the text for each conversation, named by the GenAI conventions, and return their number.
+    """Send a span with the text of each conversation, by the GenAI conventions, and return the number of spans.
 
-    Spans must be on (`llmrl._utils.spans.trace_spans`). Their times are those of the call, since only the duration of a
-    rollout is recorded.
+    Spans must be enabled (`llmrl._utils.spans.trace_spans`). They have the time of this call, because only the duration
+    of a rollout is recorded.
     """
     num_sent = 0
     for record in run.all_records:
@@ -141,7 +142,7 @@ def send_conversations(run: RecordedRun, *, split: str = "train") -> int:
 
 
 def _with_parts(message: Message) -> dict[str, object]:
-    """Return a message as the GenAI conventions write it."""
+    """Return a message in the format of the GenAI conventions."""
     content = message.get("content") or ""
     if message["role"] == "tool":
         part = {"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}
@@ -157,12 +158,12 @@ def _with_parts(message: Message) -> dict[str, object]:
 
 
 def records_of_log(path: str | Path) -> list[Record]:
-    """Return a file of conversations as records to score; further entries are the columns of a reward function.
+    """Return the conversations of a file as records to score; further entries are columns for the reward function.
 
-    `reward`, `group_id` and `rollout_id` have the meaning that `write_conversations` gives them; without a `reward` a
-    record is not scored.
+    `reward`, `group_id` and `rollout_id` have the meaning of `write_conversations`. A record without a `reward` is not
+    scored.
 
-    Raises FileNotFoundError or ValueError if the file does not exist or a row has no conversation.
+    Raises FileNotFoundError if the file does not exist, and ValueError if a row has no conversation.
     """
     records = []
     for place, row in enumerate(load_rows(path)):

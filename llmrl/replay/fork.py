@@ -1,4 +1,4 @@
-"""`fork`: a new run from the middle of an old one."""
+"""`fork`: creates a new run from the first steps of a recorded run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def fork(
     *,
     on_step: OnStep = pass_over,
 ) -> dict[str, tuple[object, object]]:
-    """Make a new run that has the first steps of an old one, to be resumed with other entries.
+    """Create a new run with the first steps of a recorded run, to be resumed with other entries.
 
-    The model, the optimizer, the place in the data and the random states are those after the step, which is computed
-    again from the checkpoint before it, or from the beginning. Metrics, rollouts and tokens are copied up to the step.
+    The new run has the model, the optimizer, the position in the data and the random states after `step`. The state is
+    computed again from the last checkpoint before `step`, or from the initial model. Metrics, rollouts and tokens are
+    copied up to `step`.
 
     Args:
         path: folder of the new run.
@@ -47,17 +48,17 @@ def fork(
     run.check_step(step)
     path = Path(path)
     if path.exists():
-        raise FileExistsError(f"{path} exists already; give run.path another folder.")
+        raise FileExistsError(f"{path} exists already; set run.path to another folder.")
     changed = OmegaConf.merge(run.entries, OmegaConf.from_dotlist([*changes, f"run.path={path}"]))
     cfg = typed(changed, GRPOConfig)
     num_ranks = run.config().train.num_ranks
-    on_step = on_step if num_ranks == 1 else pass_over  # it cannot follow into other processes
+    on_step = on_step if num_ranks == 1 else pass_over  # a callback does not work in other processes
     call_on_ranks(num_ranks, _write, run.path, step, cfg, on_step)
     return changes_of(run.entries, OmegaConf.to_container(changed))
 
 
 def _write(path: Path, step: int, cfg: GRPOConfig, on_step: OnStep) -> None:
-    """Compute a step, and write the folder of the new run after it."""
+    """Compute the steps up to `step`, and write the folder of the new run."""
     run = RecordedRun(path)
     computed = ReplayLoop(run, run.config(), [step], start=run.start_of(step), on_step=on_step).play()
     folder = RunFolder(cfg.run.path, trackers=[]) if this_rank() == 0 else None
@@ -75,7 +76,7 @@ def _write(path: Path, step: int, cfg: GRPOConfig, on_step: OnStep) -> None:
 
 
 def _copy(run: RecordedRun, folder: RunFolder, step: int) -> None:
-    """Copy what the old run has recorded up to a step."""
+    """Copy the records of the old run up to a step."""
     for logged in range(step + 1):
         if metrics := run.metrics(logged):
             folder.log_metrics(logged, {name: value for name, value in metrics.items() if name != "step"})

@@ -29,38 +29,38 @@ from llmrl.scripts.grpo import grpo
 from llmrl.watch.step_metrics import Learned, log_probs_before, metrics_of
 
 OnStep = Callable[[int], object]
-"""Called with the number of a step before it is computed."""
+"""Callback that receives the number of a step before the step is computed."""
 
 
 def pass_over(*_: object) -> None:
-    """Do nothing before a step, or after it."""
+    """Do nothing before or after a step."""
 
 
 @dataclass(slots=True)
 class ComputedStep:
-    """What the loop computed in one step."""
+    """Results of the loop in one step."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the updates."""
     log_probs: list[torch.Tensor] | None = None
-    """Log-probs of the trainer before the step, `[num_tokens]` per row; None if it made several updates."""
+    """Log-probs of the trainer before the step, `[num_tokens]` per row; None after several updates."""
 
 
 AfterStep = Callable[[ComputedStep, Mapping[str, Stateful]], None]
-"""Called with what a step computed, and with the loop's `model`, `optimizer` and `schedule` as it left them."""
+"""Callback that receives the results of a step, and the loop's `model`, `optimizer` and `schedule` after the step."""
 
 
 @dataclass(slots=True)
 class Computed:
-    """What the loop computed in consecutive steps."""
+    """Results of the loop in consecutive steps."""
 
     steps: list[ComputedStep] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
-    """Gradient of the first step's first update, after clipping, a tensor per parameter, sharded as the model is; empty
-    if it was skipped, or if it was not requested."""
+    """Gradient of the first step's first update, after clipping: a tensor per parameter, sharded like the model. Empty
+    if the update was skipped or the gradient was not requested."""
     before: StateDict | None = None
-    """What a checkpoint before the first step would hold, if it was requested."""
+    """Content of a checkpoint before the first step, if requested."""
     after: dict[str, Stateful] = field(default_factory=dict)
     """The loop's objects after the last step: `model`, `optimizer`, `schedule`."""
     random: StateDict = field(default_factory=dict)
@@ -68,21 +68,21 @@ class Computed:
 
 
 class ReplayLoop:
-    """Stands in for `Run`: gives the loop recorded batches, and keeps what it computes.
+    """Replacement for `Run` that gives the loop recorded batches and keeps the results.
 
-    Under `torchrun` every rank runs the same loop, and reads the batches from the folder.
+    Under `torchrun`, every rank runs the same loop and reads the batches from the folder.
 
     Args:
         run: the recorded run.
         cfg: configuration to compute with.
-        steps: consecutive steps to keep; those between the start and them are computed first.
+        steps: consecutive steps to keep; the steps between the start and these are computed first.
         start: state to begin with (`RecordedRun.start_of`, or `Computed.before`); None begins with the initial model.
-        is_own_start: begin with the first of `steps`, whatever the start.
-        edit: called with each of `steps` and its batch; returns the batch to train on instead.
+        is_own_start: begin with the first of `steps`, even if `start` is from an earlier step.
+        edit: callable that receives each of `steps` and its batch, and returns the batch to train on.
         keep_before: keep the state before the first of `steps`, a copy of model and optimizer.
         keep_gradients: keep the gradient of the first of `steps`.
-        on_step: called with the number of each step before it is computed.
-        after_step: called after each of `steps`.
+        on_step: callback that receives the number of each step before the step is computed.
+        after_step: callback after each of `steps`.
     """
 
     def __init__(
@@ -117,22 +117,22 @@ class ReplayLoop:
         self._result = Computed()
 
     def play(self) -> Computed:
-        """Run the loop up to the last step; return what it computed."""
+        """Run the loop up to the last step, and return the results."""
         from transformers.utils.logging import disable_progress_bar
 
         cfg = self._cfg
         disable_progress_bar()
         join_ranks(cfg)
-        self._run.check_batches(self._first, self._steps[-1])  # before the model is loaded
+        self._run.check_batches(self._first, self._steps[-1])  # fail before the model is loaded
         seed_all(cfg.seed)
-        env = DatasetChatEnv([""], repeats=cfg.collect.group_size)  # it is not played
+        env = DatasetChatEnv([""], repeats=cfg.collect.group_size)  # not played; the loop only needs an environment
         with self._exit:
             grpo(cfg, cast(Run, self), TrainerDevice(cfg), _Sink(cfg.model.folder), env, {})
         self._result.after = self._tracked
         self._result.random = random_states()
         return self._result
 
-    # What the loop asks of a `Run`
+    # The methods of `Run` that the loop calls
 
     def enter(self, part: contextlib.AbstractContextManager[Any]) -> Any:
         """Enter a context manager, and exit it after the loop."""
@@ -143,7 +143,7 @@ class ReplayLoop:
         self._tracked = with_scaler(objects)
         if self._start is not None:
             restore_tracked(self._tracked, self._start, self._run.folder.checkpoint_path)
-        engine.policy_version = self._first - 2  # the version numbers continue
+        engine.policy_version = self._first - 2  # the update below adds one
         collector.update_policy_weights_(cast(torch.nn.Module, objects["model"]))
 
     def steps(self, num_steps: int, **options: object) -> Iterator[tuple[int, TensorDictBase]]:
@@ -181,7 +181,7 @@ class ReplayLoop:
         return update.result()
 
     def log(self, step: int, learned: Learned, *, version: int, **metrics: float) -> dict[str, float]:
-        """Keep what the step computed."""
+        """Keep the results of the step."""
         if step in self._steps and self._batch is not None:
             log_probs = log_probs_before(learned, self._batch)
             computed = ComputedStep(step, metrics_of(learned) | metrics, log_probs)
@@ -202,7 +202,7 @@ class ReplayLoop:
 
 
 class _Sink(NullEngine):
-    """Takes the weights of the trainer, counts their versions and keeps none."""
+    """Engine that counts the versions of the trainer's weights and discards the weights."""
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None) -> int:
         """Return the next version."""
@@ -211,5 +211,5 @@ class _Sink(NullEngine):
 
 
 def whole(number: torch.Tensor) -> torch.Tensor:
-    """Return a number that was computed of tensors which may be sharded."""
+    """Return the full value of a scalar that was computed from tensors, which may be sharded."""
     return number.full_tensor() if isinstance(number, DTensor) else number

@@ -16,9 +16,9 @@ from llmrl.viewer.run_data import Record, RunData
 
 
 def write_what_if(run: RecordedRun, changed: WhatIf, path: str | Path) -> Path:
-    """Write a page with the recorded steps and the changed ones as two runs.
+    """Write a page with the recorded steps and the changed steps as two runs.
 
-    Rollouts with an advantage of another sign come first in each step; the columns of each say both advantages.
+    Rollouts with an advantage of another sign come first in each step. The columns of a rollout show both advantages.
     """
     steps = {step.step: step for step in changed.steps}
     real = _at_steps(read_run(run.path), steps)
@@ -52,7 +52,7 @@ def write_what_if(run: RecordedRun, changed: WhatIf, path: str | Path) -> Path:
 
 
 def write_step(runs: Sequence[RecordedRun], parting: Parting, path: str | Path) -> Path:
-    """Write a page with the step in which runs part; it names the difference, and its rollout comes first."""
+    """Write a page with the first step that differs between runs; the rollout with the difference comes first."""
     sides = [_at_steps(read_run(run.path), [parting.step]) for run in runs]
     difference = f"{parting.quantity}, {parting.where}: {parting.first!s:.200} and {parting.second!s:.200}"
     sides[0] = replace(sides[0], summary={"first difference": difference})
@@ -62,7 +62,7 @@ def write_step(runs: Sequence[RecordedRun], parting: Parting, path: str | Path) 
 
 
 def write_rescored(run: RecordedRun, result: Rescored, path: str | Path) -> Path:
-    """Write a page with the rollouts under the recorded and the other rewards as two runs; large changes come first."""
+    """Write a page with the rollouts under the recorded and the new rewards as two runs; large changes come first."""
     real = _at_steps(read_run(run.path), run.steps)
     facts: dict[str, float | None] = {
         "rank correlation": result.correlation,
@@ -78,7 +78,7 @@ def write_rescored(run: RecordedRun, result: Rescored, path: str | Path) -> Path
 
 
 def _at_steps(data: RunData, steps: Collection[int]) -> RunData:
-    """Return what a run recorded in some steps of training."""
+    """Return the data of a run, reduced to some steps of training."""
     return replace(
         data,
         metrics=[row for row in data.metrics if row["step"] in steps],

@@ -1,4 +1,4 @@
-"""`RecordedRun`: what the folder of a run says of each of its steps. Nothing in the folder is executed."""
+"""`RecordedRun`: reads the recorded steps of a run. No code in the folder is executed."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from llmrl.watch.token_log import TokenRow
 
 
 class RecordedRun:
-    """A run's folder, read only.
+    """The folder of a run, opened for reading only.
 
     Args:
         path: the folder.
 
     Raises:
         FileNotFoundError: if the folder holds no run.
-        DamagedFileError: if its configuration is missing or damaged.
+        DamagedFileError: if the configuration is missing or damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -48,7 +48,7 @@ class RecordedRun:
 
     @cached_property
     def all_records(self) -> list[Record]:
-        """The records of all rollouts, those of evaluations included. Raises FileNotFoundError if the file is lost."""
+        """The records of all rollouts, including evaluations. Raises FileNotFoundError if the file is missing."""
         _check_is_there(self.folder.rollouts_path)
         return list(read_records(self.folder.rollouts_path))
 
@@ -62,42 +62,42 @@ class RecordedRun:
 
     @property
     def steps(self) -> list[int]:
-        """The logged steps of training, in ascending order. Raises FileNotFoundError if `metrics.csv` is lost."""
+        """The logged steps of training, in ascending order. Raises FileNotFoundError if `metrics.csv` is missing."""
         return sorted(step for step in self._metrics if step and is_logged(self._metrics, step, "train"))
 
     def check_step(self, step: int) -> None:
-        """Check that a step was logged, and that its rollouts and tokens are there.
+        """Check that a step was logged, and that its rollouts and tokens exist.
 
         Raises:
             ValueError: if the step was not logged.
-            FileNotFoundError: if the tokens of a step that was trained on are lost.
+            FileNotFoundError: if the tokens of a step with an update are missing.
             DamagedFileError: if a file is damaged, or lacks rollouts of the step.
         """
         if step not in self.steps:
             known = f"{self.steps[0]} to {self.steps[-1]}" if self.steps else "none"
-            raise ValueError(f"step must be one that {self.folder.metrics_path} has ({known}), got {step}.")
+            raise ValueError(f"step must be a logged step of {self.folder.metrics_path} ({known}), got {step}.")
         recorded = {record["rollout_id"] for record in self.records(step)}
         if lost := sorted({row.rollout_id for row in self.rows(step)} - recorded):
             raise DamagedFileError(
                 f"{self.folder.rollouts_path} is cut or damaged: it lacks {len(lost)} of the rollouts of step {step}, "
-                f"{lost[0]} among them. Put a copy of it in its place."
+                f"{lost[0]} among them. Restore it from a copy."
             )
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the recorded metrics of a step, rounded as `metrics.csv` is."""
+        """Return the recorded metrics of a step, rounded as in `metrics.csv`."""
         return self._metrics.get(step, {})
 
     def records(self, step: int) -> list[Record]:
-        """Return the records of a step's rollouts. Raises DamagedFileError if they are lost."""
+        """Return the records of a step's rollouts. Raises DamagedFileError if the records are missing."""
         records = self._records.get(step, [])
         if not records and self.metrics(step).get("num_rollouts"):
             raise DamagedFileError(f"{self.folder.rollouts_path} is cut: it has no rollout of step {step}.")
         return records
 
     def rows(self, step: int) -> list[TokenRow]:
-        """Return the rows of a step, those that were trained on first; none if there was nothing to train on.
+        """Return the rows of a step, trained rows first; empty if there was nothing to train on.
 
-        Raises FileNotFoundError if they are lost, and DamagedFileError if their file is damaged.
+        Raises FileNotFoundError if the file of the rows is missing, and DamagedFileError if it is damaged.
         """
         is_stored = (step, "train") in self.folder.tokens.steps()
         return self.folder.tokens.read(step) if is_stored or self.metrics(step).get("num_rows") else []
@@ -105,10 +105,10 @@ class RecordedRun:
     def config(self, changes: Sequence[str] = ()) -> GRPOConfig:
         """Return the run's configuration, changed by entries such as `train.clip_epsilon=0.3`, for this machine.
 
-        The number of ranks is the run's, since it decides the order of sums; it is 1 if this machine has fewer GPUs, or
+        The number of ranks is kept, because it determines the order of sums; it is 1 if this machine has fewer GPUs or
         cores.
 
-        Raises ValueError if the run is not one of GRPO, or if an entry is unknown or out of range.
+        Raises ValueError if the algorithm of the run is not GRPO, or if an entry is unknown or out of range.
         """
         cfg = self._typed(changes)
         cfg.engine = replace(cfg.engine, use_ray=False)  # no GPU is reserved for the trainer
@@ -116,11 +116,11 @@ class RecordedRun:
         return cfg
 
     def changes_here(self) -> dict[str, tuple[object, object]]:
-        """Return the entries of the trainer that this machine cannot have, with the run's values and its own."""
+        """Return the entries of `train` that this machine does not support, with both values."""
         return changes_of({"train": asdict(self._typed().train)}, {"train": asdict(self.config().train)})
 
     def machine_changes(self, step: int) -> dict[str, tuple[object, object]]:
-        """Return what is known of the machine that computed a step and is otherwise here, with both values."""
+        """Return the known facts about the machine of a step that differ on this machine, with both values."""
         return other_facts(self.folder.machines.at(step), machine_of(self.config().train.device))
 
     def _typed(self, changes: Sequence[str] = ()) -> GRPOConfig:
@@ -128,8 +128,8 @@ class RecordedRun:
 
         if self.entries.get("algorithm") != "grpo":
             raise ValueError(
-                f"{self.path} has algorithm={self.entries.get('algorithm')!r}; steps of algorithm='grpo' can be "
-                "computed again, and rewards and advantages of others (quantities=['rewards', 'advantages'])."
+                f"{self.path} has algorithm={self.entries.get('algorithm')!r}, and only steps of algorithm='grpo' can "
+                "be computed again. Other algorithms support quantities=['rewards', 'advantages']."
             )
         here: Entries = {"collect": {"num_collectors": None, "max_concurrent_rollouts": None}}
         here |= {"resume": False, "dry_run": False}
@@ -141,11 +141,11 @@ class RecordedRun:
         if missing:
             raise ValueError(
                 f"{self.path} has not kept the batch of step {min(missing)}: a run with run.keep_batches=true keeps "
-                "all of them. Rewards and advantages can be computed without it (--quantities rewards,advantages)."
+                "all batches. Rewards and advantages need no batch (--quantities rewards,advantages)."
             )
 
     def batch(self, step: int) -> SavedBatch:
-        """Return what a step collected. Raises ValueError if it was not kept."""
+        """Return the batch of a step. Raises ValueError if the batch was not kept."""
         self.check_batches(step, step)
         return cast(SavedBatch, self.folder.load_batch(step))
 
@@ -158,17 +158,17 @@ class RecordedRun:
         return self.folder.load_checkpoint() if 0 < self._checkpoint_step < step else None
 
     def checkpoint_of(self, step: int) -> StateDict | None:
-        """Return the checkpoint that was taken after a step, if it is there."""
+        """Return the checkpoint that was saved after a step, or None if there is none."""
         return self.folder.load_checkpoint() if self._checkpoint_step == step else None
 
 
 def _check_is_there(path: Path) -> None:
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: it was lost, or the run has logged no step. Put a copy there.")
+        raise FileNotFoundError(f"{path} is missing: it was lost (restore it from a copy), or no step was logged.")
 
 
 def _on_this_machine(train: GRPOTrainConfig) -> GRPOTrainConfig:
-    """Return the entries of a trainer for the GPUs that are here, or for the CPU."""
+    """Return the entries of a trainer for the GPUs of this machine, or for the CPU."""
     num_gpus = torch.cuda.device_count()
     if train.device != "cpu" and num_gpus:
         return replace(train, device="cuda", num_ranks=train.num_ranks if train.num_ranks <= num_gpus else 1)

@@ -1,4 +1,4 @@
-"""`rescore`: another reward function for the recorded rollouts of a run."""
+"""`rescore`: scores the recorded rollouts of a run by another reward function."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ _NUM_SHOWN = 10
 
 @dataclass(slots=True)
 class Change:
-    """A rollout and its two rewards."""
+    """A rollout with its recorded and its new reward."""
 
     step: int
     rollout_id: str
     before: float
     after: float
     answer: str
-    """The last answer."""
+    """Last answer of the rollout."""
 
 
 @dataclass(slots=True)
 class Rescored:
-    """The recorded rewards of a run beside those of another function."""
+    """Comparison of the recorded rewards of a run with those of another function."""
 
     num_rollouts: int
     """Number of rollouts with both rewards."""
     num_unscored: int
-    """Number of rollouts without one of them."""
+    """Number of rollouts that lack a reward."""
     correlation: float | None
-    """Rank correlation of the rewards (Spearman); None if one of them is constant."""
+    """Spearman's rank correlation of the rewards; None if either is constant."""
     swapped_share: float
-    """Share of the pairs of a group, equal ones left out, that the two rewards order the other way round."""
+    """Share of the pairs within groups that the two rewards order differently, without pairs of equal rewards."""
     signal_share: tuple[float, float]
-    """Share of the groups with different rewards, before and after."""
+    """Share of the groups with differing rewards, before and after."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The new rewards, by rollout id."""
     most_changed: list[Change] = field(default_factory=list)
     """The ten rollouts with the largest changes, in descending order."""
     first_error: str = ""
-    """The first error of the function."""
+    """First error of the function; empty if there is none."""
 
 
 def rescore(source: RecordedRun | str | Path, reward: str) -> Rescored:
@@ -56,11 +56,12 @@ def rescore(source: RecordedRun | str | Path, reward: str) -> Rescored:
 
     Args:
         source: the run, or a file of conversations in OpenAI's format (`records_of_log`).
-        reward: `FILE.py:FUNCTION`. Its parameters are those of any reward function; states of tools are not recorded.
+        reward: `FILE.py:FUNCTION`, a reward function with the usual parameters; states of tools are not recorded.
 
     Raises:
         FileNotFoundError, ValueError: if the file or the function does not exist.
-        UnknownRewardInput: if the function reads something that the records do not have.
+        ValueError: if there are no rollouts.
+        UnknownRewardInput: if the function has a parameter that the records lack.
     """
     rubric = own_rubric(reward)
     if isinstance(source, RecordedRun):
@@ -107,7 +108,7 @@ def _change(record: Record, after: float) -> Change:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return Spearman's rank correlation, ties with their mean rank; None if one of the sequences is constant.
+    """Return Spearman's rank correlation; ties get their mean rank. None if one of the sequences is constant.
 
     Example:
         >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0])

@@ -20,7 +20,7 @@ from llmrl.viewer.run_data import Record
 
 
 def own_rubric(reward: str) -> Rubric:
-    """Return the rubric of a reward function, `FILE.py:FUNCTION`. The file is executed.
+    """Return the rubric of a reward function `FILE.py:FUNCTION`. Executes the file.
 
     Raises FileNotFoundError or ValueError if the file or the function does not exist, or if the file raises an error.
     """
@@ -30,21 +30,21 @@ def own_rubric(reward: str) -> Rubric:
         function = cast("Callable[..., float]", load_function(*own))
     except (FileNotFoundError, ValueError):
         raise
-    except Exception as error:  # a person's file may raise any, such as the import of a package that is not here
+    except Exception as error:  # a user's file may raise any error, such as a failed import
         raise ValueError(f"{own[0]} raises {type(error).__name__} when it is executed: {error}.") from error
     return Rubric(RewardFn(function, name=own[1]))
 
 
 def rubric_of(run: RecordedRun) -> Rubric | None:
-    """Return the rubric of a recorded run's task; None if its environment is the user's own."""
+    """Return the rubric of a recorded run's task; None for an environment of the user."""
     env = run.entries.get("env")
     if not isinstance(env, Mapping) or env.get("name") not in TASKS:
-        return None  # it is in a file that the folder only names
+        return None  # the environment is in a file that the run's folder only names
     return joint_rubric(find_rubric_rewards(make_env(run.config())))
 
 
 def score_again(rubric: Rubric, records: Sequence[Record]) -> list[Score]:
-    """Score recorded rollouts by a rubric, in order; states of tools are not recorded."""
+    """Score recorded rollouts by a rubric, in the same order; states of tools are not recorded."""
     groups: dict[str, list[int]] = defaultdict(list)
     for place, record in enumerate(records):
         groups[record["group_id"] if rubric.is_group_scored else record["rollout_id"]].append(place)
@@ -60,7 +60,7 @@ def score_again(rubric: Rubric, records: Sequence[Record]) -> list[Score]:
 
 
 def reward_input(record: Record) -> RewardInput:
-    """Return what a reward function reads of a record.
+    """Return the input of a reward function from a record. Raises ValueError if the status is unknown.
 
     Example:
         >>> record = {"messages": [{"role": "assistant", "content": "4"}], "columns": {"answer": "4"}, "num_turns": 1,
@@ -83,10 +83,10 @@ def reward_input(record: Record) -> RewardInput:
 def advantages_of(
     records: Sequence[Record], normalization: Normalization, rewards: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Return the advantage of each scored rollout by its id, within its group.
+    """Return the advantage of each scored rollout within its group, by rollout id.
 
     Args:
-        rewards: rewards in place of the recorded ones, by rollout id; a rollout without one is not scored.
+        rewards: rewards by rollout id that replace the recorded ones; a rollout without a reward counts as not scored.
 
     Example:
         >>> records = [{"rollout_id": name, "group_id": "g", "reward": reward, "is_scored": True}

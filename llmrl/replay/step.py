@@ -28,48 +28,48 @@ from llmrl.viewer.run_data import Record, recorded_tokenizer
 from llmrl.watch.tracking import as_recorded, is_performance
 
 Quantity = Literal["prompts", "rewards", "advantages", "log_probs", "metrics", "weights"]
-"""What is compared, in the order of its computation. Prompts need the model's tokenizer, the last three the model."""
+"""Compared quantity, in the order of computation. Prompts need the model's tokenizer, the last three the model."""
 ROUNDING = 1e-3
-"""Relative difference up to which other kernels, threads or machines explain a number; in nats for log-probs."""
+"""Largest relative difference that other kernels, threads or machines explain; below 1, the difference is absolute."""
 _MEANINGS: dict[Quantity, str] = {
-    "prompts": "the chat template or the tokenizer of the model is of another version than that of the run",
-    "rewards": "the reward function, a library that it uses, or its data has changed, or it is random or has a state",
-    "advantages": "another normalization, a sign, or rollouts left out of the baseline",
-    "log_probs": "the model before the step is another one, or is computed otherwise: weights, template, dtype, kernel",
-    "metrics": "the loss has changed, or its options",
-    "weights": "the optimizer has changed, its state, the learning rate, or the clipping of gradients",
+    "prompts": "the model's chat template or tokenizer has another version than in the run",
+    "rewards": "the reward function, its data or a library has changed, or the function is random or has state",
+    "advantages": "another normalization or sign, or rollouts left out of the baseline",
+    "log_probs": "another model before the step, or another computation: weights, template, dtype, kernel",
+    "metrics": "the loss or its options have changed",
+    "weights": "the optimizer, its state, the learning rate or the clipping of gradients has changed",
 }
-# Metrics of the engine's weights when the batch was sampled, which a replay does not have.
+# Metrics that need the engine's weights at the time of sampling, which a replay does not have.
 _OF_THE_ENGINE = ("on_policy",)
 
 
 @dataclass(slots=True)
 class Compared:
-    """How a quantity of a step compares with what was recorded."""
+    """Comparison of a computed quantity of a step with the record."""
 
     quantity: Quantity
     num_values: int = 0
     """Number of compared numbers; 0 if there was nothing to compare."""
     max_difference: float = 0.0
-    """Largest absolute difference; infinite if a number is there on one side only."""
+    """Largest absolute difference; infinite if a number exists on one side only."""
     is_beyond_rounding: bool = False
     where: str = ""
-    """Where the first difference is: a rollout, a row and its token, or a name."""
+    """Place of the first difference beyond rounding, else of the first one: rollout, row and token, or name."""
     recorded: float = math.nan
-    """Recorded number at that place."""
+    """Recorded number at `where`."""
     computed: float = math.nan
-    """Computed number at that place."""
+    """Computed number at `where`."""
     note: str = ""
-    """Why there was nothing to compare."""
+    """Reason why there was nothing to compare."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether every number is equal bit by bit."""
+        """Whether all numbers are bitwise equal."""
         return not self.where
 
     @property
     def meaning(self) -> str:
-        """What a difference of this quantity usually means."""
+        """Usual cause of a difference of this quantity."""
         return _MEANINGS[self.quantity]
 
     def add(self, where: str, recorded: float, computed: float) -> None:
@@ -93,12 +93,12 @@ class ReplayedStep:
     step: int
     compared: list[Compared] = field(default_factory=list)
     changed_here: dict[str, tuple[object, object]] = field(default_factory=dict)
-    """What this machine has otherwise, such as `threads` or `train.num_ranks`, with recorded and own values; then
-    numbers may differ by rounding. Empty if no model was needed."""
+    """Facts that differ on this machine, such as `threads` or `train.num_ranks`, with recorded and own values; numbers
+    may then differ by rounding. Empty if no model was needed."""
 
     @property
     def first_difference(self) -> Compared | None:
-        """The first quantity that differs by more than rounding, else the first that is not equal bit by bit."""
+        """The first quantity that differs by more than rounding, else the first that is not bitwise equal."""
         differing = [one for one in self.compared if not one.is_equal]
         return next((one for one in differing if one.is_beyond_rounding), differing[0] if differing else None)
 
@@ -113,20 +113,19 @@ def replay_steps(
 ) -> list[ReplayedStep]:
     """Compute recorded steps again, and compare each with the record.
 
-    Each quantity is computed from recorded inputs, so that the first one that differs is the cause of later ones:
-    prompts from messages, by the tokenizer that the run saved and by the model's; rewards from answers, advantages from
-    recorded rewards, all others from the recorded batches, in one pass over the steps.
+    Each quantity is computed from recorded inputs, so the first quantity that differs is the cause of later
+    differences. Prompts are computed from messages, by the saved tokenizer and by the model's; rewards from answers;
+    advantages from recorded rewards; all others from the recorded batches, in one pass over the steps.
 
     Args:
         steps: consecutive steps.
-        quantities: what to compare; without log-probs, metrics and weights no model is loaded.
+        quantities: quantities to compare; without log-probs, metrics and weights, no model is loaded.
         reward: `FILE.py:FUNCTION` of the reward, for runs in an environment of your own.
-        on_step: called with each step that the model is trained on.
+        on_step: callback that receives each step that the model is trained on.
 
     Raises:
-        ValueError: if there is no step, one was not logged or its batch not kept, or if a quantity is unknown.
-        FileNotFoundError, DamagedFileError: if the folder lacks a step's rollouts or tokens, before anything is
-            computed.
+        ValueError: if `steps` is empty, a step was not logged, a batch was not kept, or a quantity is unknown.
+        FileNotFoundError, DamagedFileError: before any computation, if a step's rollouts or tokens are missing.
     """
     if unknown := sorted(set(quantities) - set(get_args(Quantity))):
         raise ValueError(f"quantities must be among {', '.join(get_args(Quantity))}, got {', '.join(unknown)}.")
@@ -148,7 +147,7 @@ def replay_steps(
     of_model = [name for name in ("log_probs", "metrics", "weights") if name in quantities]
     if of_model:
         num_ranks = run.config().train.num_ranks
-        on_step = on_step if num_ranks == 1 else pass_over  # it cannot follow into other processes
+        on_step = on_step if num_ranks == 1 else pass_over  # a callback does not work in other processes
         arguments = (run.path, list(steps), of_model, on_step)
         for by_model in call_on_ranks(num_ranks, _compare_by_model, *arguments):
             replayed[by_model.step].compared += by_model.compared
@@ -159,14 +158,14 @@ def replay_steps(
 def _compare_by_model(
     path: Path, steps: Sequence[int], quantities: Sequence[Quantity], on_step: OnStep
 ) -> list[ReplayedStep]:
-    """Return the quantities that need the model, and what this machine has otherwise."""
+    """Return the comparisons that need the model, and the facts that differ on this machine."""
     run = RecordedRun(path)
     checkpoints = {step: run.checkpoint_of(step) for step in steps if "weights" in quantities}
-    changed_here = run.changes_here()  # in this process, since a rank has fewer threads than the one that starts it
+    changed_here = run.changes_here()  # on the rank, which has fewer threads than the process that starts it
     replayed: list[ReplayedStep] = []
 
     def compare(computed: ComputedStep, tracked: Mapping[str, Stateful]) -> None:
-        """Compare a step while the model has the weights that it left."""
+        """Compare a step while the model has the weights after the step."""
         found: dict[str, Compared] = {
             "log_probs": _compare_log_probs(run, computed),
             "metrics": _compare_metrics(run, computed),
@@ -196,7 +195,7 @@ def _compare_prompts(run: RecordedRun, steps: Sequence[int]) -> Iterator[Compare
 
 def _compare_prompts_of(run: RecordedRun, step: int, tokenizers: Sequence[Tokenizer]) -> Compared:
     compared = Compared("prompts")
-    known: dict[str, list[list[int]]] = {}  # those of a group are mostly equal
+    known: dict[str, list[list[int]]] = {}  # the prompts of a group are mostly equal
     for record in run.records(step):
         prompt = [dict(one) for one in prompt_of(record["messages"])]
         if (text := json.dumps(prompt)) not in known:
@@ -211,7 +210,7 @@ def _compare_prompts_of(run: RecordedRun, step: int, tokenizers: Sequence[Tokeni
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompt: list[dict[str, object]]) -> list[int]:
-    """Return the token ids of a prompt without tools, which are not recorded."""
+    """Return the token ids of a prompt, without tools, because tools are not recorded."""
     text = written_in_time(lambda: tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
     return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -222,9 +221,9 @@ def _compare_rewards(run: RecordedRun, steps: Sequence[int], reward: str | None)
     try:
         rubric = rubric or rubric_of(run)
     except (OSError, ImportError, ValueError) as error:  # its data or a package is not on this machine
-        note = f"the environment cannot be made here ({error}): give its reward, --reward FILE.py:FUNCTION"
+        note = f"the environment cannot be built here ({error}): name its reward with --reward FILE.py:FUNCTION"
     if rubric is None and not note:
-        note = "the environment is not a task of llmrl: give its reward, --reward FILE.py:FUNCTION"
+        note = "the environment is not a task of llmrl: name its reward with --reward FILE.py:FUNCTION"
     for step in steps:
         if rubric is None:
             yield Compared("rewards", note=note)
@@ -240,12 +239,12 @@ def _compare_rewards_of(records: Sequence[Record], rubric: Rubric, *, is_own: bo
         recorded, computed = record.get("reward_breakdown") or {}, score.breakdown
         if score.is_scored and record.get("is_scored", True):
             if is_own and has_parts and not recorded:
-                continue  # its reward is one of its status, which the function does not decide
+                continue  # its status, not the function, determines the reward
             if not recorded or (is_own and not computed.keys() <= recorded.keys()):
-                # Its reward is one of its status, or the function has another name than that of the run.
+                # The status determines the reward, or the function has another name than in the run.
                 recorded, computed = {"reward": record["reward"]}, {"reward": score.reward}
             for name in computed if is_own else {**recorded, **computed}:
-                # Rewards of an environment's step pass through a float32 tensor, those of a judge do not.
+                # Rewards of an environment's step pass through a float32 tensor; rewards of a judge do not.
                 value, expected = computed.get(name, math.nan), recorded.get(name, math.nan)
                 value = expected if expected == _float32(value) else value
                 compared.add(f"{name} of rollout {record['rollout_id']}", expected, value)
@@ -253,7 +252,7 @@ def _compare_rewards_of(records: Sequence[Record], rubric: Rubric, *, is_own: bo
             where = f"is_scored of rollout {record['rollout_id']} ({score.error or record.get('error', '')})"
             compared.add(where, float(record.get("is_scored", True)), float(score.is_scored))
     if not compared.is_equal and score_again(rubric, records) != first:
-        compared.where += ", which the function gives another value each time"
+        compared.where += ", and the function returns another value each time"
     return compared
 
 
@@ -274,7 +273,7 @@ def _float32(value: float) -> float:
 
 
 def normalization_of(run: RecordedRun) -> Normalization:
-    """Return how a run normalised its advantages."""
+    """Return the normalisation of a run's advantages."""
     return run.config().normalization if run.entries.get("algorithm") == "grpo" else "std"
 
 
@@ -282,7 +281,7 @@ def _compare_log_probs(run: RecordedRun, computed: ComputedStep) -> Compared:
     compared = Compared("log_probs")
     rows = run.rows(computed.step)
     if computed.log_probs is None or not rows:
-        compared.note = "the trainer's log-probs were not stored: the step made several updates, or trained on nothing"
+        compared.note = "the trainer's log-probs were not stored: the step made several updates or none"
         return compared
     for index, values in enumerate(computed.log_probs):
         row = rows[index]
@@ -315,7 +314,7 @@ def _compare_weights(run: RecordedRun, checkpoint: StateDict | None, model: Stat
 
 
 def as_json(one: ReplayedStep) -> dict[str, object]:
-    """Return a result as JSON."""
+    """Return a replayed step as JSON."""
     first = one.first_difference
     return {
         "step": one.step,

@@ -1,4 +1,4 @@
-"""`what_if`: recorded steps beside the same steps with something changed."""
+"""`what_if`: compares recorded steps with the same steps under a change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmrl.viewer.run_data import Record
 from llmrl.watch.tracking import is_performance
 
 Advantages = Mapping[str, float]
-"""Advantage of each trained rollout, by its id."""
+"""Advantages by rollout id."""
 
 
 _NEAR_ZERO = 1e-5
@@ -30,17 +30,17 @@ _NEAR_ZERO = 1e-5
 
 @dataclass(slots=True)
 class ChangedStep:
-    """A recorded step beside the same step with something changed."""
+    """A recorded step and the same step under a change."""
 
     step: int
     metrics: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
-    """Metrics of the updates, as recorded and as changed."""
+    """Metrics of the updates, without and with the change."""
     advantages: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Advantage of each trained rollout, before and after; 0 for one that is left out."""
+    """Advantage of each trained rollout, before and after; 0 for a rollout that is left out."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """New reward of each scored rollout, if there is another reward function."""
+    """New reward of each scored rollout, if another reward function was given."""
     left_out: list[str] = field(default_factory=list)
-    """Ids of the rollouts that have an advantage now, and no row: their group had no signal, so they were not kept."""
+    """Ids of the rollouts with an advantage now and without a row, because their group had no signal in the run."""
 
     @property
     def turned(self) -> list[str]:
@@ -51,15 +51,15 @@ class ChangedStep:
 
 @dataclass(slots=True)
 class WhatIf:
-    """Consecutive steps beside the same steps with something changed, from the same weights."""
+    """Consecutive steps and the same steps under a change, from the same weights."""
 
     steps: list[ChangedStep] = field(default_factory=list)
     gradient_cosine: float | None = None
-    """Cosine between the gradients of the first update; None if one of them was skipped or the models differ."""
+    """Cosine between the gradients of the first update; None if an update was skipped or the models differ."""
     update_cosine: float | None = None
-    """Cosine between the changes of the weights over all steps; None if one is zero or the models differ."""
+    """Cosine between the changes of the weights over all steps; None if a change is zero or the models differ."""
     update_ratio: float | None = None
-    """Length of the changed update over that of the recorded one; None like `update_cosine`."""
+    """Norm of the update with the change, divided by the norm without; None like `update_cosine`."""
 
     def as_json(self) -> dict[str, object]:
         """Return the result as JSON."""
@@ -82,21 +82,21 @@ def what_if(
     drop_rollouts: Sequence[str] = (),
     on_step: OnStep = pass_over,
 ) -> WhatIf:
-    """Compute a recorded step as it was and with something changed, from the same weights.
+    """Compute a recorded step without and with a change, from the same weights.
 
-    With several steps, each side goes on with its own weights, on the answers that the run sampled.
+    With several steps, each side continues with its own weights, on the answers that the run sampled.
 
     Args:
         last_step: last of several consecutive steps; one step by default.
-        changes: entries of the configuration, such as `loss=dapo` or `train.clip_epsilon=0.3`. With `model.path` the
+        changes: entries of the configuration, such as `loss=dapo` or `train.clip_epsilon=0.3`. With `model.path`, the
             changed side begins with that model and a new optimizer.
-        reward: `FILE.py:FUNCTION`, scores the recorded answers in place of the recorded rewards.
-        drop_rollouts: ids of rollouts to leave out of batch and baseline.
-        on_step: called with the number of each step that is computed.
+        reward: `FILE.py:FUNCTION` that scores the recorded answers; replaces the recorded rewards.
+        drop_rollouts: ids of rollouts to leave out of the batch and the baseline.
+        on_step: callback that receives the number of each step before it is computed.
 
     Raises:
-        ValueError: if a step was not logged or its batch not kept, if an entry or a rollout is unknown, if the adapters
-            are changed, or if nothing is.
+        ValueError: if a step was not logged or its batch was not kept, if an entry or a rollout is unknown, if the
+            adapters are changed, or if there is no change.
     """
     if not changes and reward is None and not drop_rollouts:
         raise ValueError("nothing is changed: give changes, reward or drop_rollouts.")
@@ -108,8 +108,8 @@ def what_if(
     cfg = run.config(changes)
     if cfg.model.path == run.config().model.path and cfg.model.lora != run.config().model.lora:
         raise ValueError(
-            "changes cannot be of model.lora: the weights before the step are of other adapters, or of none. Give "
-            "model.path=FOLDER, too, of a model to begin with."
+            "changes must not set model.lora: the weights before the step belong to other adapters, or to none. Also "
+            "set model.path=FOLDER, a model to begin with."
         )
     known = {record["rollout_id"] for one in steps for record in run.records(one)}
     if unknown := sorted(set(drop_rollouts) - known):
@@ -121,7 +121,7 @@ def what_if(
             left = [record for record in run.records(one) if record["rollout_id"] not in drop_rollouts]
             advantages[one] = advantages_of(left, cfg.normalization, rewards.get(one))
     num_ranks = cfg.train.num_ranks
-    on_step = on_step if num_ranks == 1 else pass_over  # it cannot follow into other processes
+    on_step = on_step if num_ranks == 1 else pass_over  # a callback does not work in other processes
     result = call_on_ranks(num_ranks, _compute, run.path, steps, list(changes), advantages, on_step)
     for changed in result.steps:
         changed.rewards = rewards.get(changed.step, {})
@@ -142,7 +142,7 @@ def _compute(
     advantages: Mapping[int, Advantages],
     on_step: OnStep,
 ) -> WhatIf:
-    """Compute both sides; the advantages replace those of the batches, where they are given."""
+    """Compute both sides; `advantages`, if given for a step, replace those of the batch."""
     run = RecordedRun(path)
     result = WhatIf([ChangedStep(step) for step in steps])
 
@@ -168,7 +168,7 @@ def _compute(
         run, run.config(), steps, start=start, keep_before=True, keep_gradients=True, on_step=on_step
     ).play()
     real_update = _update(real, real.before)
-    real.after = {}  # frees a model
+    real.after = {}  # free the model
     changed = ReplayLoop(
         run,
         cfg,
@@ -189,7 +189,7 @@ def _compute(
 
 
 def _update(computed: Computed, before: StateDict | None) -> list[torch.Tensor]:
-    """Return the change of each trained parameter since a state before."""
+    """Return the change of each trained parameter since the state `before`."""
     assert before is not None
     model = cast(torch.nn.Module, computed.after["model"])
     trained = [name for name, one in model.named_parameters() if one.requires_grad]
@@ -213,5 +213,5 @@ def _sum(numbers: Iterable[torch.Tensor]) -> float:
 
 
 def _sign(advantage: float) -> int:
-    # A reward at its group's mean has an advantage that is zero but for rounding, which the order of the group decides.
+    # The advantage of a reward at the mean of its group is zero up to rounding, which depends on the order.
     return (advantage > _NEAR_ZERO) - (advantage < -_NEAR_ZERO)

@@ -69,7 +69,7 @@ def check_instructions(instruction_id_list: Sequence[str], kwargs: Sequence[Mapp
     """Raise ValueError if an instruction is unknown or does not accept its arguments."""
     if len(instruction_id_list) != len(kwargs):
         raise ValueError(
-            f"kwargs must have one entry an instruction, got {len(kwargs)} for {len(instruction_id_list)}."
+            f"kwargs must have one entry per instruction, got {len(kwargs)} for {len(instruction_id_list)}."
         )
     for name, arguments in zip(instruction_id_list, kwargs, strict=True):
         try:

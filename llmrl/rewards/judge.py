@@ -139,8 +139,8 @@ class Judge:
         low, high = self.scale
         if not low <= float(number) <= high or (whole and float(whole) != high):
             raise ValueError(
-                f"the last number of the judge's reply is not between {low:g} and {high:g}: {reply[-200:]!r}; say "
-                "in the prompt how to end it, or pass read=."
+                f"the last number of the judge's reply is not between {low:g} and {high:g}: {reply[-200:]!r}; ask "
+                "in the prompt for a score at the end, or pass read=."
             )
         return (float(number) - low) / (high - low)
 
@@ -202,7 +202,7 @@ class _Questions:
             self._usage.cost += (num_input * self._prices[0] + num_output * self._prices[1]) / 1e6
         text = answer.choices[0].message.content if answer.choices else None
         if not text:
-            raise ValueError("the judge's reply has no text; a higher limit of its tokens may fix that.")
+            raise ValueError("the judge's reply has no text; a higher limit of tokens in options= may help.")
         self._replies[digest] = str(text)
         if self._path is not None:
             with self._path.open("a") as file:
@@ -232,8 +232,8 @@ def _fields_of(prompt: str) -> list[str]:
     fields = list(dict.fromkeys(field for _, field, _, _ in string.Formatter().parse(prompt) if field is not None))
     if not fields or not all(map(str.isidentifier, fields)):
         raise ValueError(
-            f"prompt must read something by its name, such as {{completion}}, and nothing of it; it reads {fields}. "
-            "Write {{ and }} for braces."
+            f"prompt must contain names of inputs in braces, such as {{completion}}, without attributes or indices; it "
+            f"contains {fields}. Write {{{{ and }}}} for other braces."
         )
     return fields
 

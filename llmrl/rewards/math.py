@@ -105,7 +105,7 @@ class MathVerifier:
             atexit.register(self._stop)
             if self._line(_START_SECONDS) != "ready\n":
                 self._stop()
-                raise RuntimeError(f"math-verify's process did not start; {sys.executable} -I {_WORKER} says why.")
+                raise RuntimeError(f"math-verify's process did not start; {sys.executable} -I {_WORKER} shows why.")
         return self._process
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""`RewardFn`, and its input: a finished conversation."""
+"""`RewardFn`, and `RewardInput`: a finished conversation."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RewardFn:
     ) -> None:
         if not callable(function):
             raise TypeError(
-                f"a reward function must be callable, got {function!r:.80}; several are Rubric(f, g), without a list."
+                f"a reward function must be callable, got {function!r:.80}; several are Rubric(f, g), not a list."
             )
         name = name or getattr(function, "__name__", None)
         if not name or name == "<lambda>":
@@ -93,7 +93,7 @@ class RewardFn:
         parameters = inspect.signature(function).parameters.values()
         nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if nameless:
-            raise TypeError(f"reward function {name!r} takes {nameless} by position, and inputs are passed by name.")
+            raise TypeError(f"reward function {name!r} takes {nameless} by position, but inputs are passed by name.")
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._required = [p.name for p in parameters if p.name in self._names and p.default is p.empty]

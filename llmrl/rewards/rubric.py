@@ -30,7 +30,7 @@ class Score:
     error: str = ""
     """Reason why scoring failed, if it did."""
     reason: str = ""
-    """What ended the rollout early, if its environment says so (`StopReason`)."""
+    """`StopReason` of a rollout that its environment ended early; otherwise empty."""
 
     def __post_init__(self) -> None:
         finite_number(self.reward, "reward")
@@ -170,7 +170,7 @@ class JointRubric(Rubric):
         if doubled:
             raise ValueError(
                 f"the environment's rubrics have several reward functions of the names {doubled}; give each its own, "
-                "by RewardFn(function, name=...), so that the breakdown tells them apart."
+                "by RewardFn(function, name=...), so that the breakdown distinguishes them."
             )
         limits = [rubric.timeout_seconds for rubric in self.rubrics]
         self.timeout_seconds = None if None in limits else sum(limit for limit in limits if limit is not None)

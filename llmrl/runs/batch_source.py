@@ -43,11 +43,11 @@ class BatchMaker(Protocol):
         """Return the position in the data."""
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue from a position in the data."""
+        """Restore the position in the data."""
 
 
 class SavedBatch(TypedDict):
-    """What a step collected, as saved before the step trains on it."""
+    """The data that a step collected, saved before the step trains on it."""
 
     batch: TensorDictBase
     """Training rows."""
@@ -58,20 +58,20 @@ class SavedBatch(TypedDict):
     dropped_rows: list[TensorDictBase]
     """Token columns (`TOKEN_KEYS`) of the rollouts that are not in the batch."""
     collector: StateDict
-    """State of the collector after the batch, including the groups in flight, which are played again."""
+    """State of the collector after the batch. It includes the groups in flight, which are played again."""
     random: StateDict
     """States of the random number generators after the batch."""
 
 
 class BatchSource:
-    """Batches of a collector, each with the state after it.
+    """Batches of a collector, each with the state of the collector after the batch.
 
     Args:
         in_background: draw batches in a thread; `take` then returns an empty batch if none is ready.
-        needs_batch: returns whether the step must wait for a batch; used only with `in_background`.
-        last: last batch that was taken, for a resumed run.
-        on_dropped: called with metrics and rollouts that no row of a batch comes from, before more are played.
-            Not used with `in_background`.
+        needs_batch: callable that returns whether the step must wait for a batch; used only with `in_background`.
+        last: last batch that was taken before a resumption.
+        on_dropped: callable that receives the metrics and rollouts if no row of a batch can be trained on, before
+            another batch is collected in its place. Not used with `in_background`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class BatchSource:
             }
 
     def take(self) -> SavedBatch | None:
-        """Return what the next step trains on, or None at the end of the data."""
+        """Return the batch of the next step, or None at the end of the data."""
         started = time.perf_counter()
         if self._ahead is None:
             collected = next(self._batches, None)
@@ -149,7 +149,7 @@ def left_out(played: Sequence[Rollout], batch: TensorDictBase) -> list[Rollout]:
 
 
 def token_rows(rollouts: Sequence[Rollout]) -> list[TensorDictBase]:
-    """Return the token columns of rollouts that are not trained on."""
+    """Return the token columns (`TOKEN_KEYS`) of the rows of rollouts."""
     rows = [row for rollout in rollouts for row in rollout.rows or rollout_rows(rollout)]
     return [row.select(*TOKEN_KEYS) for row in rows]
 

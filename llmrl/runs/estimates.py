@@ -32,7 +32,7 @@ def interval_of_mean(problem_means: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % confidence interval of a mean score in [0, 1].
 
     Standard errors are clustered by problem (Miller 2024, "Adding Error Bars to Evals", section 2.2). The interval is
-    Wilson's (1927) at the effective sample size, so it has a width for means of 0 and 1.
+    Wilson's (1927) at the effective sample size, so its width is not zero for means of 0 and 1.
 
     Args:
         problem_means: mean score of each problem's answers.
@@ -49,13 +49,13 @@ def interval_of_mean(problem_means: Sequence[float]) -> tuple[float, float]:
         raise ValueError("problem_means is empty; a mean needs at least one problem.")
     if min(problem_means) < 0 or max(problem_means) > 1:
         raise ValueError(
-            f"problem_means go from {min(problem_means)} to {max(problem_means)}; "
-            "this interval is for scores in [0, 1]."
+            f"problem_means range from {min(problem_means)} to {max(problem_means)}; "
+            "this interval requires scores in [0, 1]."
         )
     mean = sum(problem_means) / num_problems
     squares = sum((value - mean) ** 2 for value in problem_means)
     size = float(num_problems)
-    if squares and min(problem_means) < max(problem_means):  # equal ones may leave a rest of rounding
+    if squares and min(problem_means) < max(problem_means):  # equal means may leave a rounding error
         error_squared = squares / (num_problems - 1) / num_problems
         size = max(size, mean * (1 - mean) / error_squared)
     return wilson_interval(mean, size)

@@ -50,7 +50,7 @@ class EvaluationReport:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout], *, policy_version: int = 0, seconds: float = 0.0) -> EvaluationReport:
-        """Return the report of rollouts; all answers to a problem are one group.
+        """Return the report of rollouts; the answers to one problem share a `group_id`.
 
         Raises ValueError if there are no rollouts.
 
@@ -90,7 +90,7 @@ class EvaluationReport:
 
     @property
     def groups_all_equal(self) -> float | None:
-        """Share of problems with equal rewards for all answers, which give no signal; None for one answer each."""
+        """Share of problems where all answers have the same reward; None if each problem has one answer."""
         return rollout_metrics(self.rollouts).get("groups_all_equal")
 
     def to_metrics(self) -> dict[str, float]:
@@ -119,15 +119,16 @@ class EvaluationReport:
 
 
 class Evaluator:
-    """Plays all problems of named environments, on the engine that also collects. A context manager.
+    """Plays all problems of named environments on the engine of the policy. A context manager.
 
-    Collection continues meanwhile. If the weights are updated during an evaluation, it warns, because the results then
-    belong to a mixture of weights.
+    Collection on the same engine continues during an evaluation. If the weights are updated during an evaluation, a
+    warning says that the results mix several versions.
 
     Args:
-        envs: a `DatasetChatEnv`, usually transformed, by name; its `repeats` is the number of answers per problem.
+        envs: environments by name. Each is a `DatasetChatEnv`, usually transformed; its `repeats` is the number of
+            answers per problem.
         num_problems: evaluate the first `num_problems` of each environment; all by default.
-        max_concurrent_rollouts: conversations in flight per environment; all by default.
+        max_concurrent_rollouts: number of rollouts in flight per environment; all by default.
 
     Raises ValueError if an environment has no dataset, or `num_problems` is below 1.
 
@@ -154,7 +155,7 @@ class Evaluator:
         for name, env in envs.items():
             dataset_env = dataset_env_of(env)
             if dataset_env is None:
-                raise ValueError(f"the environment {name!r} has no dataset, and so no problems.")
+                raise ValueError(f"the environment {name!r} has no dataset; an evaluation needs a DatasetChatEnv.")
             prompts = dataset_env.prompts
             if num_problems is not None and num_problems < len(prompts.items):
                 prompts.items = [prompts.items[index] for index in range(num_problems)]
@@ -171,7 +172,7 @@ class Evaluator:
         }
 
     def evaluate(self) -> dict[str, EvaluationReport]:
-        """Play all environments in parallel and return reports by name. Raises EndOfData if one has no epochs left."""
+        """Play all environments at once and return reports by name. Raises EndOfData if one has no epoch left."""
         with ThreadPoolExecutor(max(1, len(self._collectors)), thread_name_prefix="llmrl-evaluation") as pool:
             return dict(zip(self._collectors, pool.map(self._play, self._collectors), strict=True))
 
@@ -189,11 +190,11 @@ class Evaluator:
 
     @property
     def num_played(self) -> int:
-        """Number of answers so far in the current evaluation."""
+        """Number of finished answers in the current evaluation."""
         return sum(collector.num_played for collector in self._collectors.values())
 
     def shutdown(self) -> None:
-        """End the threads. Environments and engine stay open."""
+        """End the threads. The environments and the engine stay open."""
         for collector in self._collectors.values():
             collector.shutdown()
 
@@ -211,7 +212,7 @@ def metrics_of_evaluation(reports: Mapping[str, EvaluationReport]) -> dict[str, 
 
 
 def check_metric(metric: str | None, envs: Mapping[str, EnvBase], *, measured: Sequence[str] = ()) -> None:
-    """Raise EntryError if the evaluations do not have the metric; `measured` are the names of further metrics."""
+    """Raise EntryError if no evaluation reports the metric; `measured` names further metrics, without `eval/`."""
     known = [f"eval/{name}" for name in measured]
     for name, env in envs.items():
         metrics = EvaluationReport.of(_example_rollouts(env)).to_metrics()
@@ -223,11 +224,11 @@ def check_metric(metric: str | None, envs: Mapping[str, EnvBase], *, measured: S
     near = nearest(metric, known)
     hint = f"Did you mean {near!r}? " if near else ""
     there = f"the metrics are {', '.join(known)}." if known else "nothing is evaluated (eval.num_problems=0)."
-    raise EntryError("eval.metric", f"must be a metric of the evaluation, got {metric!r}. {hint}Here {there}")
+    raise EntryError("eval.metric", f"must be a metric of the evaluation, got {metric!r}. {hint}In this run, {there}")
 
 
 def _reward_names(env: EnvBase) -> list[str] | None:
-    """Return the names of an environment's reward functions, or None if a user's rubric may report others."""
+    """Return the names of an environment's reward functions, or None if a subclass of `Rubric` may report others."""
     rubrics = [part.rubric for part in environment_parts(env) if isinstance(part, RubricReward)]
     if any((type(one).score, type(one).score_group) != (Rubric.score, Rubric.score_group) for one in rubrics):
         return None
@@ -235,7 +236,7 @@ def _reward_names(env: EnvBase) -> list[str] | None:
 
 
 def _example_rollouts(env: EnvBase) -> list[Rollout]:
-    """Return rollouts as an evaluation in `env` plays them: one problem answered wrongly, another one rightly."""
+    """Return example rollouts of an evaluation in `env`: one problem with wrong answers, and one with right answers."""
     dataset_env = dataset_env_of(env)
     num_samples = 1 if dataset_env is None else dataset_env.prompts.num_samples
     return [
@@ -259,12 +260,12 @@ def _example_rollouts(env: EnvBase) -> list[Rollout]:
 class BestEvaluation:
     """The best evaluation so far by one metric, and whether training should stop.
 
-    A step that is seen twice, as after a resumption, counts once. Values are rounded as in `metrics.csv`, so a resumed
-    run makes the same decisions.
+    A step that is seen twice, such as after a resumption, counts once. Values are rounded as in `metrics.csv`, so a
+    resumed run makes the same decisions.
 
     Args:
-        metric: such as `eval/addition/pass@1`; higher is better, except for names that end in `loss`.
-        patience: stop after so many evaluations in a row without a better one; None means never.
+        metric: name, such as `eval/addition/pass@1`; higher is better, except for names that end in `loss`.
+        patience: number of evaluations in a row without improvement after which training stops; None means never.
 
     Example:
         >>> best = BestEvaluation("eval/sums/pass@1", patience=2)
@@ -283,13 +284,13 @@ class BestEvaluation:
         check_least(1, patience=self.patience)
 
     def see(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Add an evaluation, and return whether it is the best so far; a missing metric or NaN is the worst.
+        """Add an evaluation, and return whether it is the best so far; a missing metric or NaN is the worst value.
 
-        Evaluations before the first one that has the metric are not counted, with a warning.
+        Evaluations before the first one that has the metric cause a warning and do not count.
         """
         if self.metric not in metrics and not self.values:
             warnings.warn(
-                f"no evaluation until step {step} has {self.metric!r}, so none of them is the best; this one has "
+                f"no evaluation until step {step} has {self.metric!r}, so none counts as the best; this one has "
                 f"{', '.join(sorted(metrics))}.",
                 stacklevel=2,
             )
@@ -304,7 +305,7 @@ class BestEvaluation:
 
     @property
     def step(self) -> int | None:
-        """Step of the best evaluation, the first among equals; None before any evaluation."""
+        """Step of the best evaluation, the first of several equal ones; None before any evaluation."""
         return min(self.values, key=lambda step: (-self.values[step], step), default=None)
 
     @property
@@ -314,7 +315,7 @@ class BestEvaluation:
         return self.patience is not None and num_since >= self.patience
 
     def recall(self, recorded: Mapping[int, Mapping[str, float]]) -> None:
-        """Add all evaluations among recorded metrics, which are given by step."""
+        """Add the evaluations in `recorded`, which maps steps to their metrics."""
         for step in sorted(recorded):
             is_evaluated = any(name.startswith("eval/") for name in recorded[step])
             if is_evaluated and (self.values or self.metric in recorded[step]):

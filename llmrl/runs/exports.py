@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 class Exports:
     """Exports of a run's model: `exports/step-000050`, `model-best`, `model`, and a repository on the hub.
 
-    An export contains the weights of one step, in the dtype of serving and with adapters merged, the tokenizer and a
-    model card. The weights are copied to host memory, and a thread writes them while training continues; the next
-    export waits for the thread, so there is at most one copy. A push is skipped while another one is running. A failed
-    push is reported and does not end the run.
+    An export contains the weights of one step (in the compute dtype, with adapters merged), the tokenizer and a model
+    card. The weights are copied to host memory, and a thread writes them while training continues. The next export
+    waits for the thread, so there is at most one copy. A push is skipped while another push is running. A failed push
+    is reported and does not end the run.
 
-    If the model is sharded, all ranks call the same methods, and training waits: the ranks gather one parameter after
-    the other, and rank 0 writes it.
+    If the model is sharded, all ranks call the same methods, and training waits: the ranks gather the parameters one
+    at a time, and rank 0 writes them.
     """
 
     def __init__(self, cfg: ScriptConfig, say: Callable[[str], object]) -> None:
@@ -76,7 +76,7 @@ class Exports:
         self._writes.wait()
 
     def _read(self, model: PreTrainedModel) -> ExportedModel | None:
-        """Return what rank 0 is to write; the other ranks gather it with rank 0, and get None."""
+        """Return the model for rank 0 to write; the other ranks take part in gathering it, and get None."""
         self._writes.wait()
         broadcast_from_rank0(None)  # the other ranks wait here while rank 0 writes something else
         exported = ExportedModel(model)
@@ -118,8 +118,8 @@ class Exports:
         self._pushed = self._being_pushed = None
         if pushed is not None and (error := pushed.exception()) is not None:
             self._say(
-                f"{path} was not pushed to {self._cfg.export.push_to_hub} ({type(error).__name__}: {error}). By hand: "
-                f"llmrl push {self._path} {self._cfg.export.push_to_hub}"
+                f"{path} was not pushed to {self._cfg.export.push_to_hub} ({type(error).__name__}: {error}). To "
+                f"push it by hand: llmrl push {self._path} {self._cfg.export.push_to_hub}"
             )
 
 
@@ -138,7 +138,7 @@ def open_repository(name: str, *, is_public: bool = False) -> None:
         HfApi().create_repo(name, private=not is_public, exist_ok=True)
     except ValueError:
         raise
-    except Exception as error:  # the class depends on the hub's HTTP library
+    except Exception as error:  # its class depends on the HTTP library of huggingface_hub
         raise OSError(
             f"the hub does not let you push to the repository {name!r} ({type(error).__name__}: {error}). Log in "
             "with `hf auth login`, or name a repository that you may write to."
@@ -148,13 +148,13 @@ def open_repository(name: str, *, is_public: bool = False) -> None:
 def push_folder(folder: Path, repository: str, *, is_public: bool = False) -> str:
     """Push a model's folder to a repository on the hub (`open_repository`), and return its URL.
 
-    Raises FileNotFoundError if the folder has no model, UnsafeFileError if it has a link, and OSError if the hub cannot
-    be reached or refuses.
+    Raises FileNotFoundError if the folder has no model, UnsafeFileError if it contains a link, ValueError if the name
+    of the repository is invalid, and OSError if the hub cannot be reached or refuses.
     """
     from huggingface_hub import HfApi
 
     if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} holds no model to push: there is no config.json in it.")
+        raise FileNotFoundError(f"{folder} holds no model to push: config.json is missing.")
     check_entries(folder, ["*"])  # the target of a link would be pushed
     open_repository(repository, is_public=is_public)
     try:
@@ -172,7 +172,7 @@ def exports_of(run: Path) -> list[Path]:
 def write_model(model: ExportedModel, path: Path, tokenizer: Path, card: str, max_shard_size: str, source: str) -> None:
     """Write a model, a tokenizer's files and a card to a folder, atomically.
 
-    What the model has no part of, the encoders of images, is copied from the checkpoint `source` as it is.
+    Image encoders, which the trained model does not contain, are copied unchanged from the checkpoint `source`.
     """
 
     def write(folder: Path) -> None:

@@ -18,9 +18,10 @@ class FolderInUseError(RuntimeError):
 
 
 class FolderLock:
-    """Holds the file `lock` of a folder, until the process ends in any way; warns if the file system has no locks.
+    """An exclusive lock on the file `lock` of a folder, held until `release` or the end of the process.
 
-    Raises FolderInUseError if the lock is held; the message names the process and its host.
+    Warns if the file system does not support locks. Raises FolderInUseError if another holder has the lock; the message
+    names its process and host.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +35,8 @@ class FolderLock:
             self.release()
             raise FolderInUseError(
                 f"{folder} is in use by {holder or 'another process'}: two runs in one folder would write everything "
-                "twice. Wait for it, end it (in this process: close its Run or RunFolder), or name another folder."
+                "twice. Wait for that process, end it (in this process: close the Run or RunFolder), or name another "
+                "folder."
             ) from None
         except OSError as error:
             warnings.warn(f"{folder} cannot be locked ({error}): make sure that no other run uses it.", stacklevel=3)
@@ -45,7 +47,7 @@ class FolderLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Release the lock. May be called twice."""
+        """Release the lock. Further calls do nothing."""
         self._release()
 
 
@@ -56,7 +58,7 @@ def is_in_use(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except (OSError, UnsafeFileError):  # no lock, or a file system without locks
+    except (OSError, UnsafeFileError):  # no lock file, or a file system without locks
         pass
     return False
 

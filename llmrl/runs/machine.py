@@ -1,4 +1,4 @@
-"""What decides how a trainer's numbers are rounded: processor, threads, versions."""
+"""The facts that determine how a trainer's numbers are rounded: processor, number of threads, library versions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from llmrl.watch.findings import read_by_step
 
 
 def machine_of(device: str) -> dict[str, JSON]:
-    """Return processor, threads and libraries that compute on a device, such as `cpu` or `cuda:0`.
+    """Return the processor, number of threads and library versions that compute on a device, such as `cuda:0`.
 
-    Two machines for which this is equal compute the same numbers, bit by bit.
+    Two machines with equal facts compute bitwise the same numbers.
     """
     facts: dict[str, JSON] = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     if device.startswith("cuda"):
@@ -34,7 +34,7 @@ def machine_of(device: str) -> dict[str, JSON]:
 
 
 def other_facts(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> dict[str, tuple[object, object]]:
-    """Return what two machines have both and not equally, with both values.
+    """Return the facts that two machines both report and that differ, with both values.
 
     Example:
         >>> other_facts({"threads": 1, "torch": "2.13.0"}, {"threads": 2, "torch": "2.13.0"})
@@ -45,19 +45,19 @@ def other_facts(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> dict[s
 
 
 class MachineLog:
-    """The file `machines.jsonl` of a run: the machine of a step and of those after it, until the next line."""
+    """The file `machines.jsonl` of a run. A line names the machine of a step and of all steps until the next line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, step: int, machine: Mapping[str, JSON]) -> None:
-        """Append the machine that computes a step, unless the one before it is equal."""
+        """Append the machine that computes a step, unless it equals the machine on record for that step."""
         if self.at(step) != machine:
             with open_file(self.path, "a") as file:
                 file.write(json.dumps({"step": step, **machine}) + "\n")
 
     def at(self, step: int) -> dict[str, JSON]:
-        """Return the machine of a step; empty if it is unknown."""
+        """Return the machine of a step; empty if the machine is unknown."""
         steps = read_by_step(self.path)
         last = max((one for one in steps if one <= step), default=None)
         return {} if last is None else {name: value for name, value in steps[last].items() if name != "step"}

@@ -1,4 +1,4 @@
-"""A trained model's files in the format of its checkpoint: its weights, one at a time, and encoders as they were."""
+"""Writes a trained model in the format of its checkpoint: weights one at a time, and encoders unchanged."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepr
 
 
 class ExportedModel:
-    """The weights of a model as files of its checkpoint have them, in the dtype of serving and with adapters merged.
+    """The weights of a model under the names of its checkpoint, in the compute dtype and with adapters merged.
 
-    They are read when they are written, unless they were copied before. A sharded model's parameters are gathered one
-    after the other (collective: rank 0 writes while every other rank calls `gather`).
+    `write` reads the weights from the model, unless `copy_to_host` was called before. The parameters of a sharded model
+    are gathered one at a time (collective: rank 0 calls `write` while every other rank calls `gather`).
 
     Args:
-        model: a model of transformers, or of peft over one; what encodes images is left out.
+        model: a transformers model, or a peft model around one; its image encoders are left out.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -46,7 +46,7 @@ class ExportedModel:
         saved = self.base.state_dict().keys() - parameters.keys()
         self._buffers = {checkpoint_name(name): one for name, one in self.base.named_buffers() if name in saved}
         self._parts = [self._parameters]
-        if self._buffers:  # in their own dtype; first, since it may be wider, and a file begins with the widest
+        if self._buffers:  # in their own dtype; first, because a file begins with its widest dtype
             self._parts.insert(0, ModelWeights(model))
             self._parts[0].override = self._buffers
         self._copied: list[tuple[str, torch.Tensor]] | None = None
@@ -61,16 +61,16 @@ class ExportedModel:
         self._copied = [(name, tensor.to("cpu", copy=True)) for name, tensor in chain.from_iterable(self._parts)]
 
     def gather(self) -> None:
-        """Take part in the gathering of the weights that another rank writes."""
+        """Take part in gathering the weights that rank 0 writes."""
         self._parameters.gather_the_rest()
 
     def write(self, folder: Path, max_shard_size: str) -> None:
-        """Write the weights and the configuration, as `save_pretrained` of transformers does.
+        """Write the weights and the configuration in the layout of transformers' `save_pretrained`.
 
         Args:
             folder: an existing folder.
-            max_shard_size: the most that a file has, such as "5GB"; larger models are written to several. A larger
-                parameter has a file of its own.
+            max_shard_size: maximum size of a file, such as "5GB"; larger models are split into several files. A larger
+                parameter gets a file of its own.
         """
         limit = int(max_shard_size[:-2]) * 1000 ** (1 + "KMGT".index(max_shard_size[-2]))
         files: list[list[WeightMeta]] = [[]]
@@ -98,7 +98,7 @@ class ExportedModel:
 
     def _write_configuration(self, folder: Path) -> None:
         config = copy.deepcopy(self.base.config)
-        if hasattr(config, "quantization_config"):  # what is written is not quantized
+        if hasattr(config, "quantization_config"):  # the written weights are not quantized
             del config.quantization_config
         config.dtype = self._dtype
         config.architectures = [type(self.base).__name__]
@@ -108,9 +108,9 @@ class ExportedModel:
 
 
 def copy_encoders(source: str, folder: Path, model: PreTrainedModel) -> None:
-    """Add the encoders of the checkpoint `source` to `folder`, which holds its language model, bit by bit.
+    """Copy the encoders of the checkpoint `source`, unchanged, to `folder`, which holds the language model.
 
-    Does nothing for a model without encoders. Raises OSError if the checkpoint is not on this machine any more.
+    Does nothing for a model without encoders. Raises OSError if the checkpoint is no longer on this machine.
     """
     if not has_encoders(model):
         return
@@ -135,7 +135,7 @@ def _folder_of(source: str) -> Path:
 
 
 def _encoders_of(checkpoint: Path, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint that its whole class has and the language model does not."""
+    """Return the weights of a checkpoint that belong to the full model class but not to its language model."""
     from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -151,7 +151,7 @@ def _encoders_of(checkpoint: Path, model: PreTrainedModel) -> dict[str, torch.Te
     weights = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
+            for name in file.keys():  # noqa: SIM118  # the file is not a mapping
                 own, _ = rename_source_key(name, renamings, converters, whole.base_model_prefix, known)
                 if own in left_out:
                     weights[name] = file.get_tensor(name)
@@ -163,7 +163,7 @@ def _add_to_index(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
 
     if (folder / _INDEX).is_file():
         index = json.loads((folder / _INDEX).read_text())
-    else:  # transformers would read a file of the usual name alone
+    else:  # transformers would read only a file with the usual name, so rename it
         (folder / _SINGLE).rename(folder / _LANGUAGE)
         with safe_open(folder / _LANGUAGE, "pt") as file:
             index = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), _LANGUAGE)}

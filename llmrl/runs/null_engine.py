@@ -1,4 +1,4 @@
-"""`NullEngine`: stands in for an engine that is not needed."""
+"""`NullEngine`: a placeholder where no engine is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class NullEngine:
-    """An engine with a tokenizer that refuses requests, for ranks above 0 and runs that generate nothing."""
+    """An engine that provides a tokenizer and refuses requests, for ranks above 0 and runs without generation."""
 
     max_model_len: int = sys.maxsize
     vocab_size: int | None = None
@@ -26,11 +26,11 @@ class NullEngine:
         """Return the model's tokenizer."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._model, trust_remote_code=False)  # else it asks on the terminal
+        return AutoTokenizer.from_pretrained(self._model, trust_remote_code=False)  # by default, it may ask on the tty
 
     async def generate(self, *arguments: Any, **options: Any) -> Completion:
         """Raise EngineError."""
-        raise EngineError("this rank has no engine: only the first rank of a trainer has one.")
+        raise EngineError("this process has no engine: it is a rank above 0, or a run that generates nothing.")
 
     async def abort(self, request_id: str) -> None:
         """Do nothing."""

@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class ReadAhead(Generic[Item]):
-    """Draws items in the background, at most one ahead in the queue.
+    """Draws items in the background; at most one waits in the queue.
 
     Example:
         >>> ahead = ReadAhead(iter("ab"))
@@ -32,7 +32,10 @@ class ReadAhead(Generic[Item]):
         self._thread.start()
 
     def take(self, *, wait: bool) -> Item | None:
-        """Return the next item, or None at the end, or if it is not ready and `wait` is false."""
+        """Return the next item, or None at the end, or if no item is ready and `wait` is false.
+
+        Raises the exception of the iterator, if it failed.
+        """
         if self.is_at_end:
             return None
         try:
@@ -46,7 +49,7 @@ class ReadAhead(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Stop drawing and discard the pending item, without waiting for it."""
+        """Stop drawing, and discard the pending item without waiting for it."""
         self._is_closed.set()
 
     def _draw(self) -> None:

@@ -1,4 +1,4 @@
-"""`RunRecorder`: what rank 0 records and shows of a run."""
+"""`RunRecorder`: records and shows a run, on rank 0."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class RunRecorder:
         """Content of `summary.json`."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last logged step."""
-        self.view = LiveView(0, console=Console(quiet=True))  # until the loop begins
+        self.view = LiveView(0, console=Console(quiet=True))  # replaced when the loop begins
         self._logged = {int(row["step"]): row for row in self.folder.read_metrics()}
         self.folder.drop_rollouts(self._logged)
         self._health = HealthJudge(self.folder.health, self._logged, max_staleness=cfg.collect.max_staleness)
         self._best = None if cfg.eval.metric is None else BestEvaluation(cfg.eval.metric, patience=cfg.eval.patience)
-        self._best_step: int | None = None  # the step of the last best model that this process saved
-        self._dropped_ids: set[str] = set()  # rollouts that were logged before the batch of their step
+        self._best_step: int | None = None  # step of the best model that this process saved last
+        self._dropped_ids: set[str] = set()  # rollouts logged before the batch of the current step
         self._meter = StepMeter({})  # of the current step
 
     def recall(self, checkpoint: int) -> None:
-        """Restore what was known from the recorded metrics, without those of steps that will be collected anew."""
+        """Restore the recorded metrics and the best evaluation, without the steps that will be collected again."""
         num_logged = max((step for step in self._logged if is_logged(self._logged, step, "train")), default=0)
         last = self.folder.last_replayed(checkpoint, num_logged, self._cfg.run.checkpoint_every)
         for step in [step for step in self._logged if step > last]:
@@ -58,7 +58,7 @@ class RunRecorder:
             self._best.recall(self._logged)
 
     def why_over(self, step: int, num_steps: int, target_reward: float | None) -> tuple[str, str | None]:
-        """Return why training ends after a step, empty if it does not, and the entry that ends it early."""
+        """Return the reason to end after a step (empty if there is none), and the entry that ends training early."""
         reward = self._logged.get(step, {}).get("reward_mean", -math.inf)
         if target_reward is not None and reward >= target_reward:
             why = f"the mean reward reached train.target_reward={target_reward:g} at step {step}"
@@ -75,7 +75,7 @@ class RunRecorder:
     def begin_step(self, step: int, tracked: Mapping[str, Any], engine: Engine | None, *, is_replay: bool) -> None:
         """Start to measure a step."""
         if not is_replay:
-            self._logged.pop(step, None)  # its batch was set aside
+            self._logged.pop(step, None)  # the step may have been logged with a batch that was set aside
         self.metrics = {}
         self._meter = StepMeter(tracked, engine)
 
@@ -85,7 +85,7 @@ class RunRecorder:
 
     @contextlib.contextmanager
     def timer(self, name: str) -> Iterator[None]:
-        """Measure a part of a step, and show its name."""
+        """Measure a part of a step, and show the name of the part."""
         self.view.doing(name)
         with self._meter.part(name):
             yield
@@ -93,11 +93,11 @@ class RunRecorder:
     def log_dropped(self, step: int, metrics: Mapping[str, float], played: Sequence[Rollout]) -> bool:
         """Record, judge and show rollouts that are not trained on; they are not logged again with the step's batch.
 
-        Returns whether the task is learned: many prompts in a row had right answers only.
+        Returns whether the task is learned, because all answers to many prompts in a row were right.
         """
         records = rollout_records(played)
         is_first = not self._dropped_ids and all(row.get("is_skipped", 1.0) for row in self._logged.values())
-        rows = token_rows(played)  # of all calls in this step, because the tokens of a step are one file
+        rows = token_rows(played)  # from all calls in this step, because the tokens of a step are one file
         self._log_new_rollouts(step, records)
         if rows:
             self.folder.tokens.write(step, rows)
@@ -113,7 +113,7 @@ class RunRecorder:
         return is_learned and num_prompts >= SIGNAL_PATIENCE and metrics.get("groups_all_right", 1.0) == 1
 
     def log_step(self, step: int, collected: SavedBatch, learned: Learned, metrics: Mapping[str, float]) -> None:
-        """Record, judge and show a step. A step that was logged before a kill is not recorded again."""
+        """Record, judge and show a step. A step that was recorded before a kill is not recorded again."""
         logged = only_finite({**collected["metrics"], **metrics_of(learned), **metrics})
         self.metrics = logged | self._meter.metrics(logged)
         rollouts = collected["rollouts"]
@@ -142,7 +142,7 @@ class RunRecorder:
     # Evaluation
 
     def evaluate(self, step: int, evaluator: Evaluator, measured: Mapping[str, float]) -> tuple[dict[str, float], bool]:
-        """Return an evaluation's metrics, new or recorded, and whether the model is the best and must be saved."""
+        """Return an evaluation's metrics, new or recorded, and whether the model is a new best and must be saved."""
         own = (*(f"eval/{name}/" for name in evaluator.num_rollouts), *(f"eval/{name}" for name in measured))
         metrics = {name: value for name, value in self._logged.get(step, {}).items() if name.startswith(own)}
         is_new = not metrics
@@ -161,8 +161,8 @@ class RunRecorder:
             self.folder.write_summary(self.summary)
             self._log_metrics(step, metrics)
             self.view.show_health(step, self._health.judge(step, metrics))
-        # After recording, so that a replay saves the best model if a kill prevented it. A resumed run may have a new
-        # `eval.metric`, which the recorded evaluations lack.
+        # This is also done for recorded evaluations, because a kill may have prevented saving the best model. A resumed
+        # run may have a new `eval.metric`, which the recorded evaluations lack.
         if self._best is None or not (is_new or self._best.metric in metrics):
             return metrics, False
         is_best = self._best.see(step, metrics) and step > 0 and step != self._best_step

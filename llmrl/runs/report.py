@@ -98,7 +98,7 @@ def _number(result: Any) -> str:
 
 
 ContinuedBy: TypeAlias = Callable[[str, Mapping[str, object]], str]
-"""Returns how to continue a run, from its path and the entries to change."""
+"""Returns the command or code that continues a run, from its path and the entries to change."""
 
 
 def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
@@ -117,9 +117,9 @@ def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
 
 
 def print_next_steps(console: Console, folder: RunFolder, resume_command: str, env: EnvConfig | None = None) -> None:
-    """Print where the run is, and the commands that look at it, measure it, ask it, and continue it.
+    """Print where the run is, and the commands to view it, evaluate its model, chat with the model, and continue.
 
-    The model can be measured in `env` if `llmrl eval` can build that; an environment of `train` is its caller's.
+    The command to evaluate is printed only if `llmrl eval` can build `env` by name.
     """
     path = shlex.quote(str(folder.path))
     measure = ""

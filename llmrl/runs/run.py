@@ -45,7 +45,7 @@ Entered = TypeVar("Entered")
 
 
 class _TaskLearnedError(Exception):
-    """Every answer is right, so that the next batch would never come."""
+    """Every answer is right, so no further batch would have anything to learn from."""
 
 
 class Run:
@@ -76,13 +76,15 @@ class Run:
 
     Args:
         cfg: configuration, saved as `config.yaml`.
-        continued_by: returns how to continue the run, from its path and the entries to change; a command by default.
+        continued_by: callable that returns how to continue the run, from its path and the entries to change; a shell
+            command by default.
 
     Raises:
-        FileExistsError, FileNotFoundError: if the folder holds a run, or no run to resume.
+        FileExistsError: if the folder holds a run and `cfg.resume` is false.
+        FileNotFoundError: if `cfg.resume` is true and the folder holds no run.
         FolderInUseError: if another process uses the folder.
         ValueError: if the run to resume has another configuration (`resumed_config`), or a damaged file.
-        OSError: if the hub does not provide the repository `export.push_to_hub`.
+        OSError: if the hub cannot be reached, or does not allow pushes to `export.push_to_hub`.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Run:
             warnings.simplefilter("ignore")
             logging.getLogger("llmrl").setLevel(logging.ERROR)
         self.why_stopped = ""
-        """Why the loop ended; empty before."""
+        """Reason why the loop ended; empty until then."""
         self._continued_by = continued_by
         self._warn = functools.partial(self.console.print, style="bold red", highlight=False, markup=False)
         self._recorder = self._open_recorder() if is_rank0 else None
@@ -113,7 +115,7 @@ class Run:
         self._num_steps = 0
         self._step = 0  # the last step that began
         self._is_in_step = self._is_replay = False
-        self._collected: SavedBatch | None = None  # the current step's, on rank 0
+        self._collected: SavedBatch | None = None  # batch of the current step, on rank 0
         self._is_ahead = self._is_interrupted = False
         self._update: Future[int] | None = None  # the pending weight update
         seed_all(cfg.seed)
@@ -123,20 +125,20 @@ class Run:
         cfg = self.cfg
         if cfg.run.spans:
             trace_spans()
-        if cfg.export.push_to_hub is not None:  # early, because the hub may refuse it
+        if cfg.export.push_to_hub is not None:  # before training, because the hub may refuse
             open_repository(cfg.export.push_to_hub)
         for name, (old, new) in (resumed_config(cfg)[1] if cfg.resume else {}).items():
             self.console.print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
         return RunRecorder(cfg, self.console)
 
-    # What the loop is made of
+    # The parts of the loop
 
     def enter(self, part: contextlib.AbstractContextManager[Entered]) -> Entered:
         """Enter a context manager, and exit it at the end of the run, in reverse order."""
         return self._exit.enter_context(part)
 
     def lend(self, engine: Engine) -> Engine:
-        """Register an engine of the caller, which stays open; `track` gives it the model's weights."""
+        """Register an engine of the caller, which the run does not close; `track` sends the model's weights to it."""
         self._lent = engine
         return engine
 
@@ -147,11 +149,12 @@ class Run:
 
         Args:
             collector: an `LLMCollector` or `Demonstrations`; its position in the data is saved with every batch.
-            engine: engine that receives the weights; its version numbers continue.
+            engine: engine that receives the weights; a resumed run continues its version numbers.
             tokenizer: saved with the run and with its model.
             objects: `model`, and everything else in the loop with a `state_dict`: optimizer, schedule, buffer.
 
-        Raises ValueError if the checkpoint lacks one of them, and OSError if the disk has no room for the checkpoints.
+        Raises ValueError if the checkpoint lacks one of the objects, and OSError if the disk has no room for the
+        checkpoints.
         """
         self._collector = collector
         self._engine = engine
@@ -170,20 +173,21 @@ class Run:
             restore(collector, checkpoint)
         model = self._tracked["model"]
         if checkpoint is not None or engine is self._lent or has_quantized_base(model):
-            engine.policy_version = self._step - 1  # the version numbers continue
+            engine.policy_version = self._step - 1  # the update below adds one
             collector.update_policy_weights_(model)
         if self._recorder is not None:  # a failed resumption keeps the old configuration
             save_config(self.cfg, self._recorder.folder.path)
             self._recorder.folder.machines.write(self._step + 1, machine_of(self.cfg.train.device))
 
     def _load_checkpoint(self) -> StateDict | None:
-        """Return the last checkpoint, which each rank reads from the folder, or None."""
+        """Return the last checkpoint, or None; each rank reads it from the folder."""
         folder = self._recorder.folder if self._recorder is not None else RunFolder(self.cfg.run.path, read_only=True)
         is_saved = broadcast_from_rank0(folder.checkpoint_path.exists())
         checkpoint = folder.load_checkpoint() if is_saved else None
         if is_saved and checkpoint is None:
             raise FileNotFoundError(
-                f"{folder.checkpoint_path} is not on this host: all ranks must see the run's folder."
+                f"{folder.checkpoint_path} is not on this host. All ranks must see the same run folder: "
+                "set run.path to a shared file system."
             )
         if self._recorder is not None:
             self._recorder.recall(0 if checkpoint is None else checkpoint["step"])
@@ -206,7 +210,7 @@ class Run:
         Args:
             target_reward: end after a step with at least this mean reward.
             in_background: draw batches in the background; if none is ready, a step has an empty batch.
-            needs_batch: returns whether a step must wait for a batch; used only with `in_background`.
+            needs_batch: callable that returns whether a step must wait for a batch; used only with `in_background`.
 
         Raises RuntimeError if `track` was not called.
         """
@@ -226,7 +230,7 @@ class Run:
     def _draw(
         self, collector: BatchMaker, target_reward: float | None, in_background: bool, needs_batch: Callable[[], bool]
     ) -> Generator[SavedBatch, None, None]:
-        """Yield what each step trains on, saved batches first; nothing on ranks above 0."""
+        """Yield the batch of each step, saved batches first; yield nothing on ranks above 0."""
         if self._recorder is None:
             return
         recorder = self._recorder
@@ -237,14 +241,14 @@ class Run:
         with LiveView(self._num_steps, first_step=first_step, console=self.console) as recorder.view:
             self._is_replay = True
             for saved in folder.saved_batches(self._step + 1, self._warn):
-                recorder.view.doing("train again on what was saved")
+                recorder.view.doing("train again on saved batches")
                 collected = cast(SavedBatch, saved)
                 restore(collector, collected)
                 yield collected
             self._is_replay = False
             if (aside := folder.load_set_aside(self._step + 1)) is not None:
                 collected = cast(SavedBatch, aside)
-                restore(collector, collected)  # continue with the data after it
+                restore(collector, collected)  # continue with the data after the batch that was set aside
             if self.cfg.resume:
                 self.console.print(f"resumed after step {self._step}, {self._step - first_step} of them replayed")
             source = BatchSource(
@@ -295,7 +299,7 @@ class Run:
 
     def _begin(self, collected: SavedBatch | None) -> tuple[int, TensorDictBase] | None:
         """Return the next step and its batch from rank 0, or None at the end of the loop."""
-        self._writes.wait()  # a checkpoint must not see half an update
+        self._writes.wait()  # the next update must not change weights that are still being written
         given = None if collected is None else (self._step + 1, collected["batch"], random_states())
         self._is_in_step = given is not None
         given = broadcast_from_rank0(given)
@@ -337,8 +341,8 @@ class Run:
     def follow(self, update: Future[int]) -> int:
         """Register a weight update begun by `collector.start_update`, and return the coming version.
 
-        If batches are collected ahead, the engines load while the next step trains; otherwise this waits. Evaluations,
-        the next update and `finish` always wait. Errors of the update are raised by the next call that waits for it.
+        If batches are collected ahead, the engines load the weights while the next step trains; otherwise this waits.
+        Evaluations, the next update and `finish` always wait. The next call that waits raises errors of the update.
         """
         self._wait_for_engines()
         self._update = update
@@ -353,7 +357,8 @@ class Run:
     def log(self, step: int, learned: Learned, *, version: int, **metrics: float) -> dict[str, float]:
         """Record a step, and return its metrics (empty on ranks above 0); a replayed step is not logged again.
 
-        `learned` is the report of `train_step`, several of them, or metrics; `version` counts the updated weights.
+        `learned` is the report of `train_step`, several reports, or metrics; `version` is the version of the weights
+        after the update.
         Raises ValueError if `step` is not the current step.
         """
         if not self._is_in_step or step != self._step:
@@ -373,9 +378,9 @@ class Run:
     def evaluate(self, step: int, evaluator: Evaluator, **measured: float) -> dict[str, float]:
         """Evaluate after a step (0: before training), and return the metrics and `measured` as `eval/NAME`.
 
-        The random states of the training are not changed. A recorded evaluation is not repeated. With `eval.metric` the
-        best model is saved in `model-best`; with `eval.patience` the loop ends after so many evaluations without
-        improvement.
+        The random states of the training are not changed. A recorded evaluation is not repeated. With `eval.metric`,
+        the best model is saved in `model-best`; with `eval.patience`, the loop ends after that number of evaluations
+        without improvement.
         """
         if not evaluator.num_rollouts and not measured:
             return {}
@@ -390,7 +395,7 @@ class Run:
         return metrics
 
     def _results(self) -> tuple[Mapping[str, float], RunResults]:
-        """Return what a model card shows: the last step's metrics, and the evaluations."""
+        """Return the contents of a model card: the last step's metrics, and the evaluations."""
         return ({}, {}) if self._recorder is None else (self._recorder.metrics, self._recorder.summary)
 
     # The end
@@ -448,5 +453,5 @@ class Run:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self._is_in_step or self._is_interrupted:
             raise KeyboardInterrupt
-        self._is_interrupted = True  # half an update would leave a mixture of old and new weights
+        self._is_interrupted = True  # ending now could leave a mixture of old and new weights
         self.console.print("interrupted: this step is finished first; press Ctrl-C again to stop now")

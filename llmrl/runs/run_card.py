@@ -26,7 +26,7 @@ def run_card(
     from omegaconf import OmegaConf
 
     base = _EMBEDDED if cfg.model.path == "embedded" else cfg.model.path
-    # The hub refuses a base model that is no name on the hub.
+    # The hub rejects a card if its base model is not the name of a repository.
     is_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base)) and not Path(base).exists()
     head = ModelCardData(
         library_name="transformers",

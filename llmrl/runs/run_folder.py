@@ -65,9 +65,9 @@ _NAMES = (
     ".*.old",
     ".*.tmp",
 )
-"""Entries that a run, its trackers and its viewer may have."""
+"""Entries that a run, its trackers and its viewer may create."""
 _LINKS = ("wandb/latest-run", "wandb/debug.log", "wandb/debug-internal.log", "wandb/*run-*/logs/debug-core.log")
-"""Links that wandb makes. It replaces them and does not follow them."""
+"""Links that wandb creates. wandb replaces these links and does not follow them."""
 
 
 def memory_kills() -> tuple[str, int]:
@@ -80,7 +80,7 @@ def memory_kills() -> tuple[str, int]:
 
 
 def holds_run(path: Path) -> bool:
-    """Return whether a folder contains a run that has begun; a run with an engine that failed to start has not."""
+    """Return whether a folder contains a run that has recorded something; a run that failed to start has not."""
     recorded = ("rollouts.jsonl", "metrics.csv", "batches/*")
     return any(any(path.glob(name)) for name in recorded)
 
@@ -88,22 +88,22 @@ def holds_run(path: Path) -> bool:
 class RunFolder:
     """A folder with `metrics.csv`, `rollouts.jsonl`, `health.jsonl`, `tokens/`, `batches/`, `model/`, ….
 
-    Each step's batch is saved before the optimizer uses it, and checkpoints less often. A resumed run loads the last
-    checkpoint and replays the saved batches, so a kill loses at most the step that was being collected.
+    Each step's batch is saved before the optimizer uses it; checkpoints are saved less often. A resumed run loads the
+    last checkpoint and replays the saved batches, so a kill loses at most the batch that was being collected.
 
     One process at a time writes into the folder. A new folder is accessible to its owner only (0700); an existing one
     keeps its mode. Incomplete files are removed when the folder is opened.
 
     Args:
         path: the folder, created if missing.
-        resume: continue the run in it; otherwise the folder must not hold a run.
-        read_only: only read, possibly while a run writes.
-        trackers: where metrics are sent, besides `metrics.csv`: `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`.
+        resume: continue the run in the folder; otherwise the folder must not hold a run.
+        read_only: open without a lock, to read while a run may write.
+        trackers: receivers of the metrics besides `metrics.csv`: `"tensorboard"`, `"wandb"`, `"trackio"`, `"mlflow"`.
 
     Raises:
         FileExistsError: if the folder holds a run and `resume` is false.
         FileNotFoundError: if `resume` or `read_only` is true and the folder holds no run.
-        FolderInUseError: if another process writes into it.
+        FolderInUseError: if another process writes into the folder.
         ValueError: if a tracker is unknown.
         MissingExtraError: if a tracker's package is not installed.
         UnsafeFileError: if an entry is a link, a pipe, a socket or a device.
@@ -136,8 +136,8 @@ class RunFolder:
         self._lock: FolderLock | None = None
         check_entries(self.path, _NAMES, links=_LINKS)
         if not holds_run(self.path) and (resume or read_only):
-            advice = "name its folder with run.path, or start one without resume=true"
-            found = "no run: name the folder of one" if read_only else f"no run to resume; {advice}"
+            advice = "name its folder with run.path, or start a new run without resume=true"
+            found = "no run: name the folder of a run" if read_only else f"no run to resume; {advice}"
             raise FileNotFoundError(f"{self.path} holds {found}.")
         if read_only:
             return
@@ -174,7 +174,7 @@ class RunFolder:
                 tracker.log_traces(traces, step)
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """Return the metrics of all steps; of a step that was logged twice, the last."""
+        """Return the metrics by step; a metric that was logged twice for a step has the last value."""
         return self._table.read()
 
     # Rollouts
@@ -188,14 +188,14 @@ class RunFolder:
                 file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
     def log_evaluation(self, step: int, split: str, rollouts: Sequence[Rollout]) -> None:
-        """Append the rollout records of an evaluation, and save the tokens."""
+        """Append the rollout records of an evaluation, and save its tokens."""
         self.log_rollouts(step, split, rollout_records(rollouts))
         rows = [row for rollout in rollouts for row in rollout.rows or rollout_rows(rollout)]
         if rows:
             self.tokens.write(step, rows, split=split)
 
     def drop_rollouts(self, logged: Mapping[int, Mapping[str, float]]) -> None:
-        """Drop the last records, those of steps without logged metrics, because they will be written again."""
+        """Drop the records at the end that belong to steps without logged metrics; these will be written again."""
 
         def is_kept(line: bytes) -> bool:
             try:
@@ -213,16 +213,16 @@ class RunFolder:
     # Recovery
 
     def save_batch(self, step: int, collected: Mapping[str, object]) -> None:
-        """Save what a step collected (rows, state, records) before the step trains on it.
+        """Save the data that a step collected (rows, state, records), before the step trains on it.
 
         Raises TypeError if `save_state` does not support a value.
         """
         write_atomically(self._batch_path(step), lambda path: save_state(path, dict(collected)))
 
     def load_batch(self, step: int) -> StateDict | None:
-        """Return what `save_batch` saved for a step, or None. Raises DamagedFileError if the file is damaged."""
+        """Return the saved batch of a step, or None. Raises DamagedFileError if the file is damaged."""
         path = self._batch_path(step)
-        advice = f"Remove it and those of later steps, and resume: step {step} is then collected anew."
+        advice = f"Remove it and the batches of later steps, and resume: step {step} is then collected anew."
         return load_state(path, advice=advice) if path.exists() else None
 
     def saved_steps(self) -> list[int]:
@@ -232,7 +232,7 @@ class RunFolder:
     def saved_batches(self, first: int, say: Callable[[str], object]) -> Iterator[StateDict]:
         """Yield the saved batches from a step on, and mark the step that is being replayed.
 
-        If the kernel killed the last replay of a step for lack of memory, it counts as a failure of its batch
+        If the kernel killed the previous replay because memory ran out, this counts as a failure of the batch
         (`fail_replay`), which `say` reports.
         """
         mark = self.batches_path / "replaying.json"
@@ -255,12 +255,15 @@ class RunFolder:
                 mark.unlink()
 
     def last_replayed(self, checkpoint: int, num_logged: int, checkpoint_every: int) -> int:
-        """Return the last step that a resumed run replays: a saved batch exists for each step up to it.
+        """Return the last step that a resumed run replays: each step from the checkpoint to it has a saved batch.
 
-        Batches after one that was set aside are removed, because a replay no longer leads to their weights.
+        Batches after a batch that was set aside are removed, because a replay no longer reaches the weights that they
+        were collected with.
 
         Args:
             checkpoint: step of the checkpoint; 0 if there is none.
+            num_logged: last step with training metrics.
+            checkpoint_every: number of steps between checkpoints.
 
         Raises ValueError if the checkpoint is missing, or older than the saved batches require.
         """
@@ -275,13 +278,13 @@ class RunFolder:
         elif not checkpoint and (later or (last == 0 and num_logged > checkpoint_every)):
             raise ValueError(
                 f"{self.checkpoint_path} is missing: the run has made {max(num_logged, *later, 1)} steps and would "
-                "begin again with the model as it was. To go on, put a copy of it in its place; to begin again, name "
-                "another folder with run.path."
+                "begin again with the initial model. To continue, put a copy of it in its place; to begin again, "
+                "name another folder with run.path."
             )
         elif later:
             raise ValueError(
                 f"{self.checkpoint_path} is from step {checkpoint}, and the saved batch of step {last + 1} is "
-                f"missing, but that of step {later[0]} exists. Put the last checkpoint in its place, or, to repeat "
+                f"missing, but the batch of step {later[0]} exists. Restore the last checkpoint, or, to repeat "
                 f"the steps from {last + 1} on, remove the later batches from {self.batches_path}."
             )
         return last
@@ -306,8 +309,8 @@ class RunFolder:
             file.write(what)
         if is_first:
             return (
-                f"the saved batch of step {step} failed again. If it fails once more, it is set aside: correct the "
-                f"cause, or resume as it is. The error is in {note}."
+                f"the saved batch of step {step} failed when it was trained on again. After another failure, it is set "
+                f"aside: correct the cause, or resume without a change. The error is in {note}."
             )
         self.set_aside_path.mkdir(exist_ok=True)
         number = max(self._set_aside(step), default=0) + 1
@@ -323,7 +326,7 @@ class RunFolder:
     def load_set_aside(self, step: int) -> StateDict | None:
         """Return the last batch of a step that was set aside, or None."""
         paths = self._set_aside(step)
-        advice = f"Remove it, and resume: step {step} is then collected from the prompts that it had."
+        advice = f"Remove it, and resume: step {step} is then collected from the same prompts."
         return load_state(paths[max(paths)], advice=advice) if paths else None
 
     def _set_aside(self, step: int) -> dict[int, Path]:
@@ -337,7 +340,7 @@ class RunFolder:
         The batches of earlier steps are removed, unless `keep_batches`. Raises TypeError if `save_state` does not
         support a value.
         """
-        for path in (self.metrics_path, self.rollouts_path):  # steps before it are not replayed
+        for path in (self.metrics_path, self.rollouts_path):  # steps before the checkpoint are not replayed
             if path.exists():
                 flush_to_disk(path)
         write_atomically(self.checkpoint_path, lambda path: save_state(path, dict(state)))
@@ -353,11 +356,11 @@ class RunFolder:
         return self._load_checkpoint(is_checked=True) if self.checkpoint_path.exists() else None
 
     def checkpoint_step(self) -> int:
-        """Return the step of the last checkpoint without reading its weights; 0 without one."""
+        """Return the step of the last checkpoint without reading its weights; 0 without a checkpoint."""
         return self._load_checkpoint(is_checked=False)["step"] if self.checkpoint_path.exists() else 0
 
     def _load_checkpoint(self, *, is_checked: bool) -> StateDict:
-        advice = "Put a copy of it in its place, or begin another run, from a model that you have, in another folder."
+        advice = "Put a copy of it in its place, or begin another run from an exported model in another folder."
         return load_state(self.checkpoint_path, advice=advice, is_checked=is_checked)
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
@@ -396,7 +399,7 @@ def random_states() -> StateDict:
 
 
 def restore_random_states(states: StateDict) -> None:
-    """Restore the result of `random_states`."""
+    """Restore the states that `random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -405,7 +408,7 @@ def restore_random_states(states: StateDict) -> None:
 
 
 class BackgroundWrites:
-    """Runs one write at a time in a thread. Call `wait`, which raises its error, before changing what is written."""
+    """Runs one write at a time in a thread. Call `wait`, which raises its error, before changing the data to write."""
 
     def __init__(self) -> None:
         from concurrent.futures import Future, ThreadPoolExecutor

@@ -41,9 +41,9 @@ _TEACHER_TIMEOUT_S = 120.0
 
 
 def make_env(cfg: ScriptConfig) -> EnvBase:
-    """Return the task environment for training, with `collect.group_size` answers per problem.
+    """Return the environment of the task for training, with `collect.group_size` answers per problem.
 
-    Raises as `make_task_env` does, and ValueError if the algorithm needs a reward and the environment gives none.
+    Raises the errors of `make_task_env`, and ValueError if the algorithm needs a reward that the environment lacks.
     """
     group = {"repeats": cfg.collect.group_size, "seed": cfg.seed}
     env = make_task_env(cfg.env.name, cfg.env.train_split, data=cfg.env.data, **group, **cfg.env.options)
@@ -53,9 +53,10 @@ def make_env(cfg: ScriptConfig) -> EnvBase:
 
 
 def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
-    """Return the evaluation environments by name: the task's held-out problems, unless there are none, and `eval.envs`.
+    """Return the evaluation environments by name: the task's held-out problems and `eval.envs`.
 
-    Raises as `make_task_env` does, and ValueError for an unknown `eval.metric`.
+    The result is empty if `eval.num_problems` is 0. Raises the errors of `make_task_env`, and ValueError for an unknown
+    `eval.metric`.
     """
     envs: dict[str, EvalEnvConfig] = {}
     if cfg.eval.num_problems != 0:
@@ -71,10 +72,10 @@ def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
 
 
 def check_reward(env: EnvBase, name: str) -> None:
-    """Refuse an environment without a reward. Raises ValueError if no part of the environment gives a reward."""
+    """Raise ValueError if no part of the environment gives a reward; `name` is for the message."""
     if not writes_reward(env):
         raise ValueError(
-            f"{name} gives no reward, so there is nothing to learn or to measure: add one, "
+            f"{name} gives no reward, so there is nothing to learn or to measure: add a reward, such as "
             "env.append_transform(RubricReward(...))."
         )
 
@@ -183,7 +184,7 @@ def make_collector(
     }
     if cfg.collect.num_collectors is None or this_rank() > 0:
         return LLMCollector(env, policy=policy, **arguments)
-    assert isinstance(policy.engine, EngineReplicas), "start_engine makes no other on Ray"
+    assert isinstance(policy.engine, EngineReplicas), "start_engine returns replicas on Ray"
     registry = EngineRegistry.start()
     registry.publish(policy.engine)
     return RayLLMCollector(

@@ -1,7 +1,7 @@
 """The states of a training loop's objects in a checkpoint, whole or sharded.
 
-Each rank writes its shards in the background, as a safetensors file that `torch.distributed.checkpoint` reads, on any
-number of ranks. Their checksums, and the states that are not sharded, are in the checkpoint's own file.
+Each rank writes its shards in the background to a safetensors file, which `torch.distributed.checkpoint` reads on any
+number of ranks. The checksums of these files and the states that are not sharded are in the checkpoint's own file.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Stateful(Protocol):
     """An object that a checkpoint can contain."""
 
     def state_dict(self) -> StateDict:
-        """Return the state, which may contain what `llmrl.data.state_file` can write, and sharded tensors."""
+        """Return the state: values that `llmrl.data.state_file` supports, and sharded tensors."""
 
     def load_state_dict(self, state_dict: StateDict) -> object:
         """Restore a state."""
 
 
 def with_scaler(tracked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loop's objects with the scaler of its model's loss, if it computes in float16."""
+    """Return the objects of a loop, with the loss scaler added if the model computes in float16."""
     model = tracked.get("model")
     scaler = trained_model(model).scaler if isinstance(model, torch.nn.Module) else None
     return dict(tracked) if scaler is None else {**tracked, "scaler": scaler}
@@ -55,7 +55,7 @@ def with_scaler(tracked: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """This rank's parts of the sharded tensors of a checkpoint, which it writes to a file of its own.
+    """This rank's parts of the sharded tensors of a checkpoint; each rank writes a file of its own.
 
     Nothing is copied: the tensors must not change until they are written.
     """
@@ -66,7 +66,7 @@ class Shards:
     tensors: Mapping[Place, DTensor]
 
     def write(self) -> None:
-        """Write this rank's file, one tensor at a time; its name has its CRC-32."""
+        """Write this rank's file, one tensor at a time; the file's name contains its CRC-32."""
         own: dict[str, torch.Tensor] = {}
         offsets: dict[str, object] = {}
         for place, name in reversed(self.names):
@@ -82,16 +82,16 @@ class Shards:
         partial.replace(self.folder / f"{rank:05d}-{crc:08x}.safetensors")
 
     def record(self) -> StateDict:
-        """Return what the checkpoint's file says of the shards, when all ranks have written theirs."""
+        """Wait until all ranks have written their shards, and return the entry `shards` of the checkpoint's file."""
         while len(files := sorted(path.name for path in self.folder.glob("*.safetensors"))) < dist.get_world_size():
             time.sleep(0.01)
         return {"folder": self.folder.name, "names": self.names, "checksums": {name: _crc_in(name) for name in files}}
 
 
 def _state_of(one: Stateful) -> StateDict:
-    """Return the state of an object; of a model with a quantized base, that of its adapters alone.
+    """Return the state of an object; for a model with a quantized base, only the state of its adapters.
 
-    The base is made from the model's files again: bitsandbytes writes its weights in a form that it does not load.
+    The base is loaded from the model's files again, because bitsandbytes does not load the state that it saves.
     """
     state = one.state_dict()
     if not isinstance(one, torch.nn.Module) or not has_quantized_base(one):
@@ -108,10 +108,10 @@ def save_split(state: StateDict, shards: Shards | None, save: Callable[[StateDic
 
 
 def split_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> tuple[StateDict, Shards | None]:
-    """Return the states of a loop's objects for the checkpoint's file, and what is sharded, for files of its own.
+    """Return the states of a loop's objects for the checkpoint's file, and the shards for files of their own.
 
     Args:
-        tracked: objects by name. All ranks call this if one has sharded tensors.
+        tracked: objects by name. All ranks call this function if an object has sharded tensors.
         path: folder of the run, which all ranks can access.
     """
     states: StateDict = {name: _state_of(one) for name, one in tracked.items()}
@@ -120,16 +120,16 @@ def split_tracked(tracked: Mapping[str, Stateful], path: Path, step: int) -> tup
         return {"tracked": states}, None
     folder = path / f"shards-{step:06d}"
     if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # from a run that was killed
         folder.mkdir(parents=True)
     return {"tracked": _without(states, tensors)}, Shards(folder, _names(tensors), tensors)
 
 
 def check_free_space(tracked: Mapping[str, Stateful], checkpoint: Path, *, num_checkpoints: int) -> None:
-    """Raise OSError if the disk has no room for the coming checkpoints: a new one is written beside the old one.
+    """Raise OSError if the disk has no room for the coming checkpoints; each is written beside the previous one.
 
     Args:
-        tracked: objects by name. Weights and the moments of optimizers are counted, nothing else.
+        tracked: objects by name. Only weights and the moments of optimizers are counted.
         checkpoint: file of the checkpoint, which may not exist yet.
         num_checkpoints: number of checkpoints that the run will write.
     """
@@ -139,7 +139,7 @@ def check_free_space(tracked: Mapping[str, Stateful], checkpoint: Path, *, num_c
     free = shutil.disk_usage(checkpoint.parent).free
     if needed > free:
         raise OSError(
-            f"The run's checkpoints need {needed / 2**30:.1f} GiB more in {checkpoint.parent}, and its disk has "
+            f"The run's checkpoints need {needed / 2**30:.1f} GiB more in {checkpoint.parent}, but its disk has only "
             f"{free / 2**30:.1f} GiB free. Free some space, or put the run on another disk with run.path."
         )
 
@@ -152,7 +152,7 @@ def _least_bytes(one: Stateful) -> int:
         return sum(parameter.nbytes for parameter in parameters)
     if not isinstance(one, torch.optim.Optimizer):
         return 0
-    # Only what `make_optimizer` returns says which moments it keeps; of another optimizer nothing is counted.
+    # Only optimizers from `make_optimizer` say which moments they keep; other optimizers count as 0.
     return sum(
         MOMENT_BYTES[group["moments"]] * parameter.numel()
         for group in one.param_groups
@@ -175,15 +175,15 @@ def restore_tracked(tracked: Mapping[str, Stateful], checkpoint: StateDict, path
 
 
 def states_of(checkpoint: StateDict, path: Path, tracked: Mapping[str, Stateful]) -> dict[str, StateDict]:
-    """Return the states of these objects in the checkpoint at `path`, sharded as the objects are.
+    """Return the states of these objects in the checkpoint at `path`, sharded like the objects.
 
-    Raises as `restore_tracked` does. All ranks call this if a state or an object is sharded.
+    Raises the errors of `restore_tracked`. All ranks call this function if a state or an object is sharded.
     """
     missing = [name for name in tracked if name not in checkpoint["tracked"]]
     if missing:
         raise ValueError(
-            f"{path} has no state for {', '.join(missing)}, only for {', '.join(checkpoint['tracked'])}: the run was "
-            "started by another loop."
+            f"{path} has no state for {', '.join(missing)}, only for {', '.join(checkpoint['tracked'])}: another "
+            "loop wrote it. Track the same objects, or name another folder with run.path."
         )
     states: dict[str, StateDict] = {name: checkpoint["tracked"][name] for name in tracked}
     layouts = dict(_layouts(tracked))
@@ -199,7 +199,7 @@ def states_of(checkpoint: StateDict, path: Path, tracked: Mapping[str, Stateful]
 
 
 def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapping[Place, DTensor]) -> None:
-    """Read shards into `states`, sharded as in this loop, or whole if it is not sharded."""
+    """Read the shards into `states`: sharded like the objects of this loop, or whole if these are not sharded."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     folder = path.parent / shards["folder"]
@@ -207,8 +207,8 @@ def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapp
     if found != shards["checksums"]:
         names = sorted(name for name in found | shards["checksums"] if found.get(name) != shards["checksums"].get(name))
         raise DamagedFileError(
-            f"{folder} is damaged: {', '.join(names)} was changed or is missing. Restore it from "
-            "a copy, or begin another run, from a model that you have, in another folder."
+            f"{folder} is damaged: {', '.join(names)} changed or missing. Restore it from a "
+            "copy, or begin another run from an exported model in another folder."
         )
     reader = HuggingFaceStorageReader(str(folder))
     known: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
@@ -224,7 +224,7 @@ def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapp
 
 
 def _layouts(tracked: Mapping[str, Stateful]) -> Iterator[tuple[Place, DTensor]]:
-    """Yield how tensors are sharded here; for an optimizer, the place of each parameter's state."""
+    """Yield the place of each sharded state with a tensor of the same layout; for an optimizer, the parameter."""
     for name, one in tracked.items():
         if isinstance(one, torch.optim.Optimizer):
             parameters = [parameter for group in one.param_groups for parameter in group["params"]]
@@ -241,7 +241,7 @@ def _names(shards: Mapping[Place, DTensor]) -> list[tuple[Place, str]]:
         (place, first.setdefault(tensor.to_local().data_ptr(), "/".join(map(str, place))))
         for place, tensor in shards.items()
     ]
-    # Only the first rank's are reliable: others may have an empty part of a small tensor, which has no address.
+    # Only the names of rank 0 are reliable: other ranks may have an empty part of a small tensor, without an address.
     dist.broadcast_object_list(names, src=0)
     return names
 
@@ -257,7 +257,7 @@ def _checksums(folder: Path) -> dict[str, int]:
 
 
 def _is_first_replica(tensor: DTensor) -> bool:
-    """Whether no rank before this one has the same part of a tensor."""
+    """Return whether no lower rank has the same part of a tensor."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "the mesh contains all ranks"
     return all(not at or placement.is_shard() for at, placement in zip(coordinate, tensor.placements, strict=True))

@@ -21,7 +21,7 @@ _LOCAL_RANKS = (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
 
 
 class GpuReservation:
-    """An idle actor that keeps a GPU free of other actors."""
+    """An idle Ray actor that keeps other actors off a GPU."""
 
     def gpu(self) -> str:
         """Return the GPU that Ray assigned."""
@@ -31,9 +31,10 @@ class GpuReservation:
 
 
 class TrainerDevice:
-    """The device of the trainer's model; each rank has its own GPU. Create it before the engines.
+    """The device of the trainer's model; each rank has its own GPU. Create this object before the engines.
 
-    With Ray, it reserves its GPUs. Raises RuntimeError if `train.device` is a GPU and the host has fewer than ranks.
+    With Ray, the object reserves the trainer's GPUs. Raises RuntimeError if `train.device` is a GPU and the host has
+    fewer GPUs than ranks.
     """
 
     def __init__(self, cfg: ScriptConfig) -> None:
@@ -47,10 +48,11 @@ class TrainerDevice:
         place, num_here = (int(os.environ.get(name, other)) for name, other in _LOCAL_RANKS)
         if torch.cuda.device_count() < num_here:
             raise RuntimeError(
-                f"train.device is {self.name!r} and this process sees {torch.cuda.device_count()} GPUs for "
-                f"{num_here} ranks; choose hardware=cpu, or fewer train.num_ranks."
+                f"train.device is {self.name!r}, but this process sees {torch.cuda.device_count()} GPUs for "
+                f"{num_here} ranks; choose hardware=cpu, or lower train.num_ranks."
             )
         if cfg.engine.use_ray:
+            # The first rank of each host reserves the GPUs of all ranks on that host.
             own = self._reserve(cfg, num_here) if place == 0 else []
             reserved: list[list[int]] = [own] * cfg.train.num_ranks
             if cfg.train.num_ranks > 1:
@@ -72,7 +74,7 @@ class TrainerDevice:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The ranks that the model is sharded over; None if there is one."""
+        """The ranks over which the model is sharded; None with a single rank."""
         if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return None
         return init_device_mesh(torch.device(self.name).type, (torch.distributed.get_world_size(),))

@@ -1,4 +1,4 @@
-"""`Sandbox`: the interface to a place for a conversation's commands and files."""
+"""`Sandbox`: the interface of an isolated environment for a conversation's commands and files."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ class SandboxResult:
     """Result of a command."""
 
     exit_code: int
-    """Exit code; negative for a signal."""
+    """Exit code; the negated signal number if a signal ended the command."""
     stdout: str
     stderr: str
     timed_out: bool = False
 
 
 class Sandbox(Protocol):
-    """A place with files and processes: a confined process, a container, a remote machine.
+    """An environment with files and processes: a confined process, a container or a remote machine.
 
-    Each conversation has its own. `start` and `close` are called once, on the same event loop, the other methods in
-    between. `llmrl.testing.check_sandbox` tests an implementation.
+    Each conversation has its own sandbox. `start` is called once, before the other methods; `close` is called last, on
+    the same event loop. `llmrl.testing.check_sandbox` tests an implementation.
     """
 
     async def start(self) -> None:
-        """Create the place, with an empty working folder."""
+        """Create the environment with an empty working folder."""
         ...
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
-        """Run a command in the working folder; failures of the command are in the result.
+        """Run a command in the working folder; the result reports a failure of the command.
 
         Args:
             argv: program and arguments; no shell is involved.

@@ -1,4 +1,4 @@
-"""`ContainerSandbox` and `SSHSandbox`: sandboxes in a container or on another machine, by the commands for them."""
+"""`ContainerSandbox` and `SSHSandbox`: sandboxes in a container or on another machine, through command-line tools."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmrl.sandbox.base import SandboxResult
 
 _MAX_OUTPUT = 1 << 20
 _GRACE_SECONDS = 10.0
-# The command takes the place of a shell that has left its process id, which is that of its group, in a file.
+# A shell writes its process id, which is also the id of its process group, to a file; then the command replaces it.
 _RUN = 'echo $$ >"$0" && exec "$@"'
 _KILL = 'kill -KILL -- "-$(cat "$0")"'
 _PUT = 'mkdir -p "$(dirname "$1")" && cat >"$1"'
@@ -35,11 +35,11 @@ class _CommandSandbox:
         self._numbers = itertools.count()
 
     def _inside(self, argv: Sequence[str]) -> list[str]:
-        """Return the command that runs `argv` inside, as the leader of a process group."""
+        """Return the local command that runs `argv` in the sandbox, as the leader of a process group."""
         raise NotImplementedError
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
-        """Run a command; it is killed inside with its process group after `timeout` seconds."""
+        """Run a command, which is killed in the sandbox with its process group after `timeout` seconds."""
         mark = f"/tmp/{self._name}-{next(self._numbers)}"
         kill = self._inside(["sh", "-c", _KILL, mark])
         command = self._inside(["sh", "-c", _RUN, mark, *argv])
@@ -64,14 +64,15 @@ class _CommandSandbox:
 
 
 class ContainerSandbox(_CommandSandbox):
-    """A sandbox in a container of its own, by the command of Docker or Podman.
+    """A sandbox in its own container, which the command of Docker or Podman starts.
 
     Args:
-        image: the image, which has `sh`, `cat`, `mkdir`, `dirname` and `kill`; or a folder with a Dockerfile to build
-            it from. Docker keeps what it built.
+        image: name of the image, which must contain `sh`, `cat`, `mkdir`, `dirname` and `kill`; or the `Path` of a
+            folder with a Dockerfile to build the image from. Docker caches the build.
         program: `docker` or `podman`.
-        folder: working folder, which is created; None is that of the image.
-        options: further options of `docker run`, such as `["--memory", "2g"]`. Without any, there is no network.
+        folder: working folder, which is created; None uses the working folder of the image.
+        options: options of `docker run`, such as `["--memory", "2g"]`. They replace the default, which disables the
+            network.
 
     Raises:
         FileNotFoundError: if the program is not installed.
@@ -90,7 +91,7 @@ class ContainerSandbox(_CommandSandbox):
     ) -> None:
         super().__init__()
         if shutil.which(program) is None:
-            raise FileNotFoundError(f"the program {program!r} is not installed, which runs containers.")
+            raise FileNotFoundError(f"the program {program!r}, which runs the containers, is not installed.")
         self._image = image
         self._program = program
         self._options = [*(["--workdir", folder] if folder is not None else []), *options]
@@ -99,7 +100,7 @@ class ContainerSandbox(_CommandSandbox):
         return [self._program, "exec", "--interactive", self._name, *argv]
 
     async def start(self) -> None:
-        """Start the container, and build its image first if that is a folder; raises OSError if either fails."""
+        """Start the container, after building its image if a folder was given. Raises OSError if either fails."""
         image = str(self._image)
         if isinstance(self._image, Path):
             image = (await self._told(["build", "--quiet", image], 1800)).split()[-1]
@@ -119,15 +120,16 @@ class ContainerSandbox(_CommandSandbox):
 
 
 class SSHSandbox(_CommandSandbox):
-    """A sandbox in a folder of its own on another machine, by the command `ssh`, with the rights of the remote user.
+    """A sandbox in its own folder on another machine, through the command `ssh`, with the rights of the remote user.
 
     Args:
-        host: where to, as for `ssh`: `user@host`, or a name of `~/.ssh/config`. Nothing is asked, so that a key and the
-            host's identity must be known.
+        host: destination, as for `ssh`: `user@host`, or a name from `~/.ssh/config`. `ssh` runs without prompts, so it
+            needs a key, and must know the host's identity.
         options: further options of `ssh`, such as `["-p", "2222"]`.
 
     Raises:
         FileNotFoundError: if `ssh` is not installed.
+        ValueError: if `host` begins with `-`.
 
     Example:
         >>> sandboxes = Sandboxes(lambda: SSHSandbox("worker@sandbox-7"))                   # doctest: +SKIP
@@ -143,11 +145,11 @@ class SSHSandbox(_CommandSandbox):
         self._folder = f"/tmp/{self._name}"
 
     def _inside(self, argv: Sequence[str]) -> list[str]:
-        # The remote shell, the leader of its group, reads one line.
+        # The remote shell leads a process group and reads one line; `exec` puts the command in the shell's place.
         return [*self._ssh, f"cd {self._folder} && exec {shlex.join(argv)}"]
 
     async def start(self) -> None:
-        """Create the folder; raises OSError if the machine does not answer."""
+        """Create the folder. Raises OSError if the machine does not answer."""
         code, _, err, timed_out = await _run([*self._ssh, f"mkdir -m 700 {self._folder}"], b"", 6 * _GRACE_SECONDS)
         if code or timed_out:
             raise OSError(errno.EIO, f"{self._ssh[-1]} does not answer: {err.decode(errors='replace').strip()}")
@@ -165,9 +167,10 @@ async def _run(
     max_output: int | None = _MAX_OUTPUT,
     kill: Sequence[str] = (),
 ) -> tuple[int, bytes, bytes, bool]:
-    """Run a command here; return exit code, output, errors, and whether it was killed for taking too long.
+    """Run a local command; return its exit code, output, errors, and whether it was killed for exceeding `timeout`.
 
-    `kill` is a command that ends what it has started elsewhere, and runs first then.
+    `kill` is a command that ends the processes in the sandbox. At the timeout, it runs before the local process is
+    killed.
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
@@ -189,7 +192,7 @@ async def _run(
         if not work.done():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            # Until its output ends; what it has started elsewhere may still have that.
+            # Wait for the end of the output, with a limit, because another process may keep the pipes open.
             if not (await asyncio.wait([work], timeout=_GRACE_SECONDS))[0]:
                 work.cancel()
                 process._transport.close()  # type: ignore[attr-defined]  # closes the pipes; `Process` has no call for it
@@ -199,6 +202,6 @@ async def _run(
 
 
 async def _read(stream: asyncio.StreamReader, kept: bytearray, most: int | None) -> None:
-    """Keep the first `most` bytes, and read the rest, so that the command does not wait."""
+    """Keep the first `most` bytes; read the rest, too, so that the command does not block on a full pipe."""
     while part := await stream.read(1 << 16):
         kept += part if most is None else part[: max(0, most - len(kept))]

@@ -85,7 +85,7 @@ class ConfinedSandbox:
         result = await self._service.run(_CALL.format(call), session=self._session)
         if result.is_success:
             return result.stdout.rstrip("\n")
-        why = f"{_last_line(result.stderr):.300}" or "it ended"
+        why = f"{_last_line(result.stderr):.300}" or "the interpreter ended"
         number = errno.ENOENT if why.startswith("FileNotFoundError") else errno.EIO
         raise OSError(number, f"{os.strerror(number)} in the sandbox: {why}")
 
@@ -108,4 +108,4 @@ def _as_result(line: str) -> SandboxResult:
     match told:
         case [int(exit_code), str(stdout), str(stderr), bool(timed_out)]:
             return SandboxResult(exit_code, stdout, stderr, timed_out)
-    return SandboxResult(127, "", "The answer cannot be read: what the command started wrote into it.\n")
+    return SandboxResult(127, "", "The answer cannot be read: a process that the command started wrote into it.\n")

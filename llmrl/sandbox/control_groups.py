@@ -1,4 +1,4 @@
-"""Memory limits of interpreters by control groups (kernel: `admin-guide/cgroup-v2.rst`). Standard library only."""
+"""Memory limits of interpreters through control groups (kernel: `admin-guide/cgroup-v2.rst`). Standard library only."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 
 _CONTROLLER = "memory"
 _PROGRAM = "llmrl-program"
-"""Group for this program's processes: in version 2, a group with subgroups has no processes."""
+"""Group for this program's processes: in version 2, a group with subgroups may not contain processes itself."""
 _PREFIX = "llmrl-python-"
 _numbers = itertools.count()
 
 
 class MemoryGroups:
-    """A control group per interpreter, below the group of this program, which must be delegated to it.
+    """One control group for each interpreter, below the group of this program, which must be delegated to it.
 
-    A group of version 2 is delegated if its manager has enabled subgroups or marked it (`systemd-run --scope -p
-    Delegate=yes`), one of version 1 if this user may write to it.
+    A group of version 1 is delegated if this user may write to it. In version 2, its manager must also have enabled
+    subgroups or marked it as delegated (`systemd-run --scope -p Delegate=yes`).
 
-    Raises OSError if no group is delegated.
+    Raises OSError if no group is delegated, or if processes cannot join its subgroups.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -41,7 +41,7 @@ class MemoryGroups:
         try:
             if version == 2:
                 (self._folder / "cgroup.subtree_control").write_text(f"+{_CONTROLLER}")
-            # Rules for joining groups differ between kernels, so try.
+            # The rules for joining groups differ between kernels, so try it.
             subprocess.run(
                 ["/bin/sh", "-c", 'echo 0 >"$0"', str(self.add(lambda: False))], check=True, stderr=subprocess.DEVNULL
             )
@@ -50,7 +50,7 @@ class MemoryGroups:
             raise OSError(errno.EACCES, f"processes cannot join a group below {own}: {error}") from None
 
     def add(self, is_used: Callable[[], bool]) -> Path:
-        """Create a group, and return the file to which a process writes 0 to join it; removes unused groups."""
+        """Create a group, and return the file to which a process writes 0 to join it. Remove unused groups."""
         for left in [group for group, is_still_used in self._is_used.items() if not is_still_used()]:
             with contextlib.suppress(OSError):  # a process is still in it
                 left.rmdir()
@@ -64,7 +64,7 @@ class MemoryGroups:
         return group / "cgroup.procs"
 
     def close(self) -> None:
-        """Remove the groups, and wait for their ending processes."""
+        """Remove the groups, waiting up to 5 s for their processes to end."""
         for _ in range(500):
             _remove(self._folder)
             if not self._folder.exists():
@@ -90,11 +90,11 @@ def delegated_group() -> tuple[Path, int]:
         own = _mounted(path, version)
         if own is not None and os.access(own, os.W_OK) and (version == 1 or (own := _divided(own)) is not None):
             return own, version
-    raise OSError(errno.ENOENT, "no control group with a bound on memory is delegated to this program")
+    raise OSError(errno.ENOENT, "no control group with the memory controller is delegated to this program")
 
 
 def _mounted(path: str, version: int) -> Path | None:
-    """Return the path of a group in the file system."""
+    """Return the path of a group in the file system, or None if the group is not mounted."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         first, _, second = line.partition(" - ")
         (kind, _, options), (root, folder) = second.split()[:3], first.split()[3:5]
@@ -105,7 +105,7 @@ def _mounted(path: str, version: int) -> Path | None:
 
 
 def _divided(group: Path) -> Path | None:
-    """Return a group of version 2 that may have limited subgroups, or None; moves its processes if delegated."""
+    """Return a version 2 group that may have limited subgroups, or None; move its processes out of it if necessary."""
     if group.name == _PROGRAM:
         group = group.parent
     if _CONTROLLER in (group / "cgroup.subtree_control").read_text().split():

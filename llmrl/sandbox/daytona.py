@@ -1,4 +1,4 @@
-"""`DaytonaSandbox`: a sandbox of Daytona, by its SDK."""
+"""`DaytonaSandbox`: a sandbox of Daytona, through its SDK."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class DaytonaSandbox(RemoteSandbox["AsyncSandbox"]):
     The SDK reads the key from `DAYTONA_API_KEY`, and the address from `DAYTONA_API_URL`.
 
     Args:
-        image: image of Docker; by default Daytona's own snapshot.
+        image: Docker image; by default Daytona's own snapshot.
         folder: working folder, which is created.
-        network: whether it has a network.
+        network: whether the sandbox has a network.
 
     Raises:
         MissingExtraError: if the extra `daytona` is not installed.
@@ -43,7 +43,7 @@ class DaytonaSandbox(RemoteSandbox["AsyncSandbox"]):
         from daytona import AsyncDaytona, CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams
 
         self._client = AsyncDaytona()
-        # 0 minutes after it stops: what a run that was killed leaves behind does not stay.
+        # Delete the sandbox 0 minutes after it stops, so that a killed run leaves no sandbox behind.
         if self._image is None:
             snapshot = CreateSandboxFromSnapshotParams(network_block_all=not self._has_network, auto_delete_interval=0)
             return await self._client.create(snapshot, timeout=_START_SECONDS)
@@ -68,8 +68,8 @@ class DaytonaSandbox(RemoteSandbox["AsyncSandbox"]):
             await sandbox.delete()
 
     async def close(self) -> None:
-        """Remove the sandbox, and close the client, also if no sandbox could be created."""
-        client, self._client = self._client, None  # no other call closes it under this one
+        """Remove the sandbox and close the client, even if no sandbox could be created."""
+        client, self._client = self._client, None  # a concurrent call must not close it again
         try:
             await super().close()
         finally:

@@ -1,4 +1,4 @@
-"""`E2BSandbox`: a sandbox of E2B, by its SDK."""
+"""`E2BSandbox`: a sandbox of E2B, through its SDK."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class E2BSandbox(RemoteSandbox["AsyncSandbox"]):
     Args:
         template: name of the template; by default E2B's own, which is Debian.
         folder: working folder, which is created.
-        network: whether it has a network.
+        network: whether the sandbox has a network.
         lifetime_seconds: time after which E2B ends the sandbox in any case.
 
     Raises:

@@ -13,10 +13,10 @@ MAX_FRAME_BYTES = 16 << 20
 
 
 class Answer(TypedDict):
-    """A supervisor's answer to the service: the result of a piece of code, or, initially, whether it has started."""
+    """A supervisor's answer to the service: the result of a piece of code, or, initially, a report on its start."""
 
     why: NotRequired[str]
-    """Why it has not started."""
+    """Reason why the interpreter has not started."""
 
     returncode: int
     is_exit: bool
@@ -44,7 +44,7 @@ def receive(channel: socket.socket) -> Any:
         return None
     (size,) = HEADER.unpack(header)
     if size > MAX_FRAME_BYTES:
-        raise BrokenFrame(f"a message of {size} bytes")
+        raise BrokenFrame(f"a message has {size} bytes, more than {MAX_FRAME_BYTES}")
     body = _receive_exactly(channel, size)
     if body is None and size:
         raise BrokenFrame("the stream ended")
@@ -70,7 +70,7 @@ class FrameBuffer:
         while len(self._held) >= HEADER.size:
             (size,) = HEADER.unpack_from(self._held)
             if size > self._max_bytes:
-                raise BrokenFrame(f"a message of {size} bytes")
+                raise BrokenFrame(f"a message has {size} bytes, more than {self._max_bytes}")
             if len(self._held) < HEADER.size + size:
                 return
             body = bytes(self._held[HEADER.size : HEADER.size + size])

@@ -21,9 +21,9 @@ _PIECE_BYTES = 1 << 16
 
 
 def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> None:
-    """Run a command, and print a line of JSON: exit code, output, errors, whether it timed out.
+    """Run a command, and print a line of JSON: exit code, output, errors, and whether it timed out.
 
-    Does not wait for processes that the command leaves running.
+    The function does not wait for processes that the command leaves running.
 
     Args:
         timeout: seconds after which the command is killed.
@@ -31,7 +31,7 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
     """
     import subprocess
 
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the command may not read its input
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the command may end without reading its input
     pipe = subprocess.PIPE
     process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -65,7 +65,7 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     for number, output in outputs.items():
-        for _ in range(16):  # the capacity of a pipe
+        for _ in range(16):  # at most 1 MiB, because a process that is left may still write
             if not _take(number, output):
                 break
     texts = [output.text()[0] for output in outputs.values()]
@@ -73,7 +73,7 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
 
 
 def _send(writing: int, unsent: memoryview) -> memoryview:
-    """Write to a pipe, and return the rest, empty if the reader has gone."""
+    """Write to a pipe, and return the unsent rest, which is empty if the reader has closed the pipe."""
     try:
         return unsent[os.write(writing, unsent[:_PIECE_BYTES]) :]
     except BlockingIOError:
@@ -83,7 +83,7 @@ def _send(writing: int, unsent: memoryview) -> memoryview:
 
 
 def _take(source: int, output: KeptOutput) -> bytes | None:
-    """Read what a pipe contains: empty at its end, None if it has nothing now."""
+    """Read from a pipe; return empty bytes at its end, and None if the pipe is empty at the moment."""
     try:
         data = os.read(source, _PIECE_BYTES)
     except BlockingIOError:
@@ -107,11 +107,11 @@ def get(path: str, start: int, size: int) -> None:
 
 
 def _open_own(path: str, flags: int) -> int:
-    """Open a regular file below the sandbox's folder; others could block."""
+    """Open a regular file below the sandbox's folder; other kinds of files, such as pipes, could block."""
     folder = os.path.realpath(os.environ["HOME"])
     place = os.path.realpath(path)
     if not place.startswith(f"{folder}/") and place != folder:
-        raise PermissionError(errno.EACCES, "It leads out of the sandbox's folder", path)
+        raise PermissionError(errno.EACCES, "The path leads out of the sandbox's folder", path)
     if flags & os.O_CREAT:
         os.makedirs(os.path.dirname(place), exist_ok=True)  # noqa: PTH103, PTH120
     try:
@@ -124,5 +124,5 @@ def _open_own(path: str, flags: int) -> int:
         return opened
     os.close(opened)
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "It is a folder", path)
-    raise OSError(errno.EINVAL, "It is not a regular file", path)
+        raise IsADirectoryError(errno.EISDIR, "The path is a folder", path)
+    raise OSError(errno.EINVAL, "The path is not a regular file", path)

@@ -51,8 +51,8 @@ def _open_outputs(outputs: list[int]) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    # Counted from the start of the process, so that each piece of code has the full limit. Wall time is limited by the
-    # supervisor.
+    # The kernel counts from the start of the process: add the time used so far, so that each piece of code has the
+    # full limit. The supervisor limits wall time.
     usage = resource.getrusage(resource.RUSAGE_SELF)
     with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -91,7 +91,7 @@ def _exit_code(code: object) -> int:
 
 def _print_error(error: BaseException) -> None:
     try:
-        # The first frame is this function's.
+        # Leave out the first frame, which is that of `_run`.
         frame = error.__traceback__.tb_next if error.__traceback__ is not None else None
         text = "".join(traceback.format_exception(type(error), error, frame))
     except BaseException:

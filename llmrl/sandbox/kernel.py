@@ -1,4 +1,4 @@
-"""Confinement by the kernel that the standard library does not support. Standard library only."""
+"""Kernel calls for confinement that Python does not wrap, made with ctypes. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEW_PIDS = 0x20000000
 NEW_NETWORK = 0x40000000
 
 BOX = "/box"
-"""The interpreter's folder in its own file system; `/tmp` links to it, unless Python is there."""
+"""The interpreter's folder in its own file system; `/tmp` links to it, unless Python is installed in `/tmp`."""
 
 RESERVED = (BOX, "/dev", "/proc", "/tmp")
 """Top-level folders that every file system of an interpreter has."""
@@ -74,7 +74,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 def mount_private_tmp(target: str, num_bytes: int, owner: int) -> None:
     """Mount an empty in-memory file system with limited size and number of files, owned by one user."""
-    # An empty file uses no block but a kilobyte of kernel memory.
+    # The number of files needs a limit, too: an empty file uses no block, but a kilobyte of kernel memory.
     options = f"size={num_bytes},nr_inodes={max(1024, num_bytes >> 12)},mode=700,uid={owner},gid={owner}"
     mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
@@ -94,7 +94,7 @@ def set_parent_death_signal(number: int) -> None:
 
 def be_killed_first() -> None:
     """Let the kernel kill this process and its descendants first when memory runs out."""
-    # Limits apply per process, not to the sum. A process that can write to `/proc` can undo this.
+    # The limit on memory applies to each process, not to the sum. A process that can write to `/proc` can undo this.
     with contextlib.suppress(OSError):  # without /proc
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -174,7 +174,7 @@ def change_root(new_root: str, readable: Iterable[str], links: Iterable[str] = (
         Path(new_root, "tmp").symlink_to(BOX)
     for link in links:
         Path(new_root + link).symlink_to(BOX + link)
-    mount("/proc", f"{new_root}/proc", None, _MS_BIND | _MS_REC)  # required for mounting another
+    mount("/proc", f"{new_root}/proc", None, _MS_BIND | _MS_REC)  # the kernel mounts a new /proc only if one is visible
     os.chdir(new_root)
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _MNT_DETACH), "umount")

@@ -34,7 +34,7 @@ _SETTINGS = (
 _CODE = (
     "import sys; sys.path.insert(0, {root!r}); from llmrl.sandbox.zygote import Settings, main; sys.path.pop(0); main()"
 )
-# Like `kernel.be_killed_first` and `zygote._start`, for a program that cannot do this itself.
+# Joins the control group and is killed first, as in `zygote._start` and `kernel.be_killed_first`, for bwrap.
 _PREPARE = 'echo 0 >"$0" || exit 1; echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -97,13 +97,18 @@ def outermost(paths: Iterable[str]) -> list[str]:
 
 
 class Launcher:
-    """Starts interpreters at one level. Raises IsolationError if this machine does not allow it."""
+    """Starts interpreters at one level of isolation.
+
+    Raises:
+        IsolationError: if this machine does not allow the level.
+        ValueError: if a link is a folder of the system or of Python.
+    """
 
     def __init__(self, level: Isolation, limits: PythonLimits, links: Sequence[str] = ()) -> None:
         self.level = level
         self.limits = limits
         self.folder = tempfile.mkdtemp(prefix="llmrl-python-")
-        # Interpreters of other users need access to their folders in it.
+        # Interpreters that run as other users need access to their folders in this one.
         os.chmod(self.folder, 0o711)  # noqa: PTH101
         prefixes = outermost({sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()})
         self._settings: Settings = {
@@ -125,7 +130,7 @@ class Launcher:
         self._finalizer = weakref.finalize(self, remove_folder, self.folder)
         self._bubblewrap = shutil.which("bwrap")
         if links and level == "process":
-            raise IsolationError(f"its commands share the machine's file system, which has no links {[*links]}.")
+            raise IsolationError(f"commands share the machine's file system, so the links {[*links]} cannot be made.")
         if level == "bubblewrap" and self._bubblewrap is None:
             raise IsolationError("the program bwrap (package bubblewrap) is not installed.")
         if level == "process" and self._settings["is_python_hidden"] and not os.getuid() and not self.has_landlock:
@@ -139,7 +144,7 @@ class Launcher:
             try:
                 self._start_zygote()
             except IsolationError:
-                self.close()  # otherwise its group would remain
+                self.close()  # removes the control group
                 raise
 
     @property
@@ -162,7 +167,7 @@ class Launcher:
 
     @property
     def gaps(self) -> list[str]:
-        """What this level does not confine on this machine: any of `files`, `signals`."""
+        """Resources that this level does not confine on this machine: any of `files`, `signals`."""
         if self.level != "process":
             return []
         version = kernel.landlock_version()
@@ -193,7 +198,7 @@ class Launcher:
                 return
             except OSError:
                 self._start_zygote()  # the zygote was killed
-        raise IsolationError("interpreters cannot be started.")
+        raise IsolationError("interpreters cannot be started: the process that forks them ended twice.")
 
     def _start_zygote(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

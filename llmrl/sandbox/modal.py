@@ -1,4 +1,4 @@
-"""`ModalSandbox`: a sandbox of Modal, by its SDK."""
+"""`ModalSandbox`: a sandbox of Modal, through its SDK."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ModalSandbox(RemoteSandbox["Sandbox"]):
     The SDK reads the token from `MODAL_TOKEN_ID` and `MODAL_TOKEN_SECRET`, or from `~/.modal.toml`.
 
     Args:
-        image: image of a registry; by default Modal's own Debian with Python.
+        image: image in a registry; by default Modal's own Debian with Python.
         app: name of the app that the sandboxes belong to, which is created if it is missing.
         folder: working folder, which is created.
-        network: whether it has a network.
+        network: whether the sandbox has a network.
         lifetime_seconds: time after which Modal ends the sandbox in any case.
 
     Raises:
@@ -84,6 +84,6 @@ class ModalSandbox(RemoteSandbox["Sandbox"]):
 
 
 async def _check(process: ContainerProcess[bytes], path: str) -> None:
-    """Wait for a command about a file; OSError if it failed."""
+    """Wait for a command that transfers a file. Raises OSError if the command fails."""
     if await process.wait.aio():
         raise OSError(errno.EIO, (await process.stderr.read.aio()).decode(errors="replace"), path)

@@ -1,4 +1,4 @@
-"""Runs a program, and ends all that it started when it ends or when the caller says so. Standard library only."""
+"""Runs a program, and kills its descendants when the program ends or the caller asks for it. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MAX_REAPED = 1000
 
 
 def reaping(words: list[str], *, end: int, term_seconds: float) -> list[str]:
-    """Return the command line of a Python that runs `words` and exits as that program does.
+    """Return the command line of a Python process that runs the program `words` and exits with its status.
 
-    Descendants that leave the program's session are ended with it (on Linux).
+    On Linux, descendants that leave the program's session are ended, too.
 
     Args:
-        end: descriptor of the reading end of a pipe; everything is ended once it can be read.
+        end: descriptor of the read end of a pipe; the program and its descendants are ended once it is readable.
         term_seconds: time between SIGTERM and SIGKILL.
     """
     root = str(Path(__file__).parents[2])
@@ -33,7 +33,7 @@ def reaping(words: list[str], *, end: int, term_seconds: float) -> list[str]:
 
 
 def main() -> None:
-    """Run the program that the arguments of `reaping` name. Does not return."""
+    """Run the program of a command line from `reaping`. The function does not return."""
     end, term_seconds, words = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     os.set_inheritable(end, False)
     with contextlib.suppress(OSError, AttributeError):  # Linux only
@@ -72,7 +72,7 @@ def _start(words: list[str]) -> int:
 
 
 def _reap(program: int) -> int | None:
-    """Wait for ended children, and return the program's status if it is one of them."""
+    """Reap the children that have ended, and return the program's status if it is one of them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         for _ in range(_MAX_REAPED):
@@ -85,7 +85,7 @@ def _reap(program: int) -> int | None:
 
 
 def _end_all(program: int, term_seconds: float) -> int | None:
-    """End all descendants, first with SIGTERM, then with SIGKILL; return the program's status if it ended now."""
+    """End all descendants, first with SIGTERM, then with SIGKILL; return the program's status if it ends here."""
     status = None
     asked: set[int] = set()
     for number, seconds in ((signal.SIGTERM, term_seconds), (signal.SIGKILL, _KILL_SECONDS)):

@@ -1,4 +1,4 @@
-"""`RemoteSandbox`: base of sandboxes of services, which run a line of shell and move files."""
+"""`RemoteSandbox`: base class for sandboxes of services that run shell commands and transfer files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from llmrl.sandbox.base import SandboxResult
 _MAX_OUTPUT = 1 << 20
 _GRACE_SECONDS = 60.0
 _ERRNO_OF_EXIT = {2: errno.ENOENT, 21: errno.EISDIR}
-# The outputs go to files, so that what a command leaves running does not keep the service waiting. They are sent as one
-# text, since services mix both outputs, or read them as UTF-8.
+# The outputs go to files, so that a process that the command leaves running does not keep the service waiting. They are
+# returned as one text in Base64, because services mix both outputs or decode them as UTF-8.
 _RUN = (
     'cd "$1" && at="$2" && limit="$3" && input="$4" && shift 4 || exit 1\n'
     'timeout -s KILL "$limit" "$@" <"$input" >"$at.out" 2>"$at.err"\n'
@@ -31,14 +31,14 @@ _CHECK = 'cd "$1" || exit 1; if [ -d "$2" ]; then echo 21; elif [ -e "$2" ]; the
 
 
 Handle = TypeVar("Handle")
-"""What an SDK gives for a sandbox."""
+"""An SDK's object for a sandbox."""
 
 
 class RemoteSandbox(Generic[Handle]):
-    """A sandbox of a service. A provider says how a line of shell is run and how files are moved.
+    """A sandbox of a service; subclasses implement how a line of shell is run and how files are transferred.
 
-    Commands run in `folder`, with GNU's `timeout` and `base64`, which images of Debian and Ubuntu have. A command that
-    takes too long is killed with its process group.
+    Commands run in `folder`. The image needs GNU's `timeout` and `base64`, which images of Debian and Ubuntu have. A
+    command that takes too long is killed with its process group.
     """
 
     def __init__(self, folder: str) -> None:
@@ -57,19 +57,19 @@ class RemoteSandbox(Generic[Handle]):
         raise NotImplementedError
 
     async def _execute(self, line: str, timeout: float) -> str:
-        """Run a line of shell and return what it prints; it ends by itself in `timeout` seconds."""
+        """Run a line of shell, which takes less than `timeout` seconds, and return its output."""
         raise NotImplementedError
 
     async def _upload(self, path: str, data: bytes) -> None:
-        """Write a file in a folder that is there, by its absolute path."""
+        """Write a file, given by its absolute path, in a folder that exists."""
         raise NotImplementedError
 
     async def _download(self, path: str) -> bytes:
-        """Return a file that is there, by its absolute path."""
+        """Return the content of an existing file, given by its absolute path."""
         raise NotImplementedError
 
     async def _delete(self, sandbox: Handle) -> None:
-        """Remove the sandbox; the service may have ended it."""
+        """Remove the sandbox, which the service may have ended already."""
         raise NotImplementedError
 
     async def start(self) -> None:
@@ -78,7 +78,7 @@ class RemoteSandbox(Generic[Handle]):
         await self._execute(f"mkdir -p {shlex.quote(self._folder)}", _GRACE_SECONDS)
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
-        """Run a command; it is killed with its process group after `timeout` seconds."""
+        """Run a command, which is killed with its process group after `timeout` seconds."""
         at = f"{self._place}-{next(self._numbers)}"
         source = "/dev/null"
         if stdin:
@@ -92,7 +92,7 @@ class RemoteSandbox(Generic[Handle]):
             number = int(code)
             stdout, stderr = (base64.b64decode(part, validate=True).decode(errors="replace") for part in (out, err))
         except ValueError:
-            raise OSError(errno.EIO, f"the sandbox answers {told[:500]!r}, and no result of a command") from None
+            raise OSError(errno.EIO, f"the sandbox returned {told[:500]!r} instead of a command's result") from None
         is_killed = number == 128 + signal.SIGKILL
         timed_out = is_killed and time.monotonic() - began >= timeout
         return SandboxResult(-signal.SIGKILL if is_killed else number, stdout, stderr, timed_out)

@@ -49,8 +49,8 @@ class _Interpreter:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self.why_not = "the process that watches it ended"
-        """Why it has not started; empty if it has."""
+        self.why_not = "its supervisor ended"
+        """Reason why the interpreter has not started; empty if it has."""
 
     async def is_started(self) -> bool:
         """Wait for the supervisor, and return whether it has started. Called once."""
@@ -102,9 +102,10 @@ class PythonExecutorService:
         pool_size: number of concurrent calls; further calls wait, and their timeout starts later.
         timeout: seconds per call.
         isolation: required level, or `auto` for the first level that this machine allows.
+        limits: limits for the code; by default those of `PythonLimits()`.
         num_ready: number of interpreters started in advance.
-        links: top-level folders, such as `/app`, that link to ones of the same name in the working folder; needs a
-            level with a file system of its own.
+        links: top-level folders, such as `/app`, that link to folders of the same name in the working folder; requires
+            a level with its own file system.
 
     Raises:
         IsolationError: if the required level is unavailable.
@@ -172,8 +173,8 @@ class PythonExecutorService:
                 launcher = Launcher(level, self.limits, self._links)
                 if isolation == "auto" and launcher.gaps:
                     raise IsolationError(
-                        f"it would leave {' and '.join(launcher.gaps)} open, so that code could reach this program's. "
-                        "Install bubblewrap, or allow user namespaces; or accept it with isolation='process'."
+                        f"it does not confine {' and '.join(launcher.gaps)} here, so code could reach this program's. "
+                        "Install bubblewrap, or allow user namespaces; or accept this with isolation='process'."
                     )
                 self._loop.run(self._try(launcher))
                 return launcher
@@ -204,7 +205,7 @@ class PythonExecutorService:
         return self._loop.run(self._run(code, session, timeout)).as_dict()
 
     async def run(self, code: str, *, session: str | None = None, timeout: float | None = None) -> PythonResult:
-        """Run code, from any event loop. Errors of the code are in the result.
+        """Run code, from any event loop. The result reports errors of the code.
 
         Args:
             session: calls of the same session share variables and run in order; None uses a new interpreter.
@@ -261,7 +262,7 @@ class PythonExecutorService:
         elif reason == "timeout":
             notes.append(f"The code ran longer than {timeout:g} s and was stopped.")
         elif reason == "died" and answer["num_left_processes"]:
-            notes.append("Processes that the code left running start one another, so the interpreter was ended, too.")
+            notes.append("Processes that the code left running kept starting more, so the interpreter was ended, too.")
         elif reason == "died":
             notes.append(self._describe_end(returncode))
         elif answer["is_exit"]:
@@ -290,7 +291,7 @@ class PythonExecutorService:
                 self._filling = asyncio.create_task(self._fill())
             if interpreter is not None:
                 return interpreter
-        raise IsolationError("what starts interpreters ended before it had started one.")
+        raise IsolationError(f"the process that starts interpreters ended in each of {_NUM_STARTS} attempts.")
 
     async def _start(self) -> _Interpreter | None:
         interpreter = await self._open(self._launcher)

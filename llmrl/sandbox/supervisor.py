@@ -28,13 +28,13 @@ class Confinement:
     folder: str
     """Home and working directory: initially empty, and removed at the end."""
     readable: tuple[str, ...]
-    """Files and folders that it may read, if the level can enforce it."""
+    """Files and folders that the interpreter may read, if the level can enforce it."""
     user: int | None
-    """Unprivileged user that it becomes; None if it keeps the supervisor's user."""
+    """Unprivileged user that the interpreter becomes; None if it keeps the supervisor's user."""
     has_own_processes: bool
-    """Whether it has its own process namespace."""
+    """Whether the interpreter has its own process namespace."""
     is_landlocked: bool
-    """Whether Landlock confines it instead of namespaces."""
+    """Whether Landlock confines the interpreter instead of namespaces."""
     is_python_hidden: bool
     """Whether only root can read Python's own files."""
     memory_bytes: int
@@ -45,9 +45,9 @@ class Confinement:
     output_bytes: int
 
 
-# Counted per user, including timers.
+# The kernel counts pending signals per user, including timers.
 _MAX_PENDING_SIGNALS = 256
-# Longest time in seconds for ending processes that evade a signal to all of them.
+# Time limit in seconds for ending processes that start others while they are killed.
 _CATCH_SECONDS = 2.0
 # Answers contain only the result; output is sent separately.
 _MAX_ANSWER_BYTES = 1 << 10
@@ -86,7 +86,7 @@ class Supervisor:
         self.service = service
         self.confinement = confinement
         self._number = 0
-        """Number of the current request: random, so that code cannot answer the next one in advance."""
+        """Number of the current request: random, so that code cannot answer the next request in advance."""
         self._start_interpreter()
 
     def _start_interpreter(self) -> None:
@@ -218,7 +218,7 @@ class Supervisor:
         return None, "timeout"
 
     def _drain(self, kept: list[KeptOutput]) -> None:
-        """Read the remaining output, at most the capacity of a pipe."""
+        """Read the output that is left in the pipes, with a limited number of reads."""
         for (read_end, _), output in zip(self._outputs, kept, strict=True):
             for _ in range(16):
                 data = _read(read_end)
@@ -243,9 +243,9 @@ class Supervisor:
     def _end_leftovers(self) -> tuple[int, bool]:
         """Stop the interpreter, and kill the processes that the code left running.
 
-        Returns their number, and whether all were caught.
+        Return their number, and whether all have ended.
         """
-        # A list of processes misses those that start one another; a signal to a group reaches every process of it.
+        # A list misses the processes that start while it is read; a signal to a group reaches every process of it.
         self._signal_group(signal.SIGSTOP)
         num_ended = 0
         known: set[int] = set()
@@ -258,25 +258,28 @@ class Supervisor:
             num_killed = _kill(seen)
             num_ended = max(num_ended, num_killed)
             _reap(seen)
-            if not num_killed and not has_new:  # what has just ended by itself may have started another one
+            if not num_killed and not has_new:  # a process that just ended may have started another
                 return num_ended, True
             known |= seen
             time.sleep(0.001)  # large processes take a while to end
         return num_ended, False
 
     def _signal_group(self, number: int) -> None:
-        """Signal the interpreter's process group, which holds what it started unless that made a group of its own."""
+        """Signal the interpreter's process group: the interpreter and all descendants that have not left the group."""
         with contextlib.suppress(OSError):
             os.killpg(self._process, number)
 
     def _signal_others(self, number: int) -> None:
-        """Signal all processes of the interpreter's namespace or user at once, if it has its own; itself, too."""
+        """Signal all processes of the interpreter's own namespace or user at once, including the interpreter.
+
+        Do nothing if the interpreter has neither.
+        """
         confinement = self.confinement
         if confinement.has_own_processes:
             with contextlib.suppress(OSError):
                 os.kill(-1, number)  # all other processes of the namespace
         elif confinement.user is not None:
-            # All processes of this user, which only this interpreter has: not even a fork bomb escapes.
+            # Only this interpreter has this user. One signal reaches all processes of the user, even of a fork bomb.
             sender = os.fork()
             if not sender:
                 with contextlib.suppress(BaseException):
@@ -299,9 +302,9 @@ class Supervisor:
 
 
 def _kill(processes: set[int]) -> int:
-    """Kill those that have not ended, and return their number."""
+    """Kill the processes that have not ended, and return their number."""
     num_killed = 0
-    # The latest first: of processes that start one another, it is the one that runs.
+    # The latest first: in a chain of processes that each start the next and end, only the latest is running.
     for process in sorted(processes, reverse=True):
         if not is_zombie(process):
             with contextlib.suppress(OSError):
@@ -311,7 +314,7 @@ def _kill(processes: set[int]) -> int:
 
 
 def _reap(processes: set[int]) -> None:
-    """Wait for those that have ended and are children of this process."""
+    """Wait for the processes that have ended and are children of this process."""
     for process in processes:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(process, os.WNOHANG)
@@ -340,7 +343,7 @@ def confine(confinement: Confinement) -> None:
         resource.RLIMIT_SIGPENDING: _MAX_PENDING_SIGNALS,
     }
     if confinement.user is None and not confinement.has_own_processes:
-        # Counted per user, who has other processes.
+        # The kernel counts processes per user, and this user has others.
         limits[resource.RLIMIT_NPROC] += _num_own_threads()
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
@@ -354,7 +357,7 @@ def confine(confinement: Confinement) -> None:
         try:
             kernel.become_user(confinement.user, keep=kernel.READ_EVERYTHING if can_read else None)
         except OSError as error:
-            where = " and Python lies where only root can read it" if can_read else ""
+            where = ", and only root can read Python's files" if can_read else ""
             raise OSError(error.errno, f"root may not become another user here{where}: {error.strerror}") from None
     elif confinement.has_own_processes:
         kernel.drop_capabilities()
@@ -407,7 +410,10 @@ def _read(source: int) -> bytes:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder without writers, of any depth and mode, without following links or recursion."""
+    """Remove a folder that no process writes to, of any depth and mode, without following links.
+
+    The content of each subfolder moves to the top, so that neither recursion nor long paths are needed.
+    """
     prefix = os.urandom(8).hex()
     numbers = itertools.count()
 

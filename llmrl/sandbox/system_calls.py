@@ -46,7 +46,7 @@ _ALLOWED: dict[str, _Numbers] = {
     "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
     "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "pause": (34, None),
     "restart_syscall": (219, 128), "setpgid": (109, 154), "setsid": (112, 157),
-    # Only its current user: programs such as make call these before starting others.
+    # They can set only its current user: programs such as make call them before starting others.
     "setresuid": (117, 147), "setresgid": (119, 149),
     # Information about itself.
     "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getpgid": (121, 155), "getpgrp": (111, None),
@@ -92,7 +92,7 @@ _FLOCK: _Numbers = (73, 32)
 _FIRST_NEW = 424
 """Later calls have the same number on all architectures, and libraries work without them (Linux 5.1 and later)."""
 
-# Arguments. No flags of other owners, signals or leases, and no larger pipes; only record locks, which databases use.
+# Allowed arguments: no owners of signals, no leases and no larger pipes; of locks only record locks, for databases.
 _FCNTL_COMMANDS = (
     fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_GETLK, fcntl.F_SETLK,
     fcntl.F_SETLKW, fcntl.F_DUPFD_CLOEXEC, 1032,  # F_GETPIPE_SZ
@@ -125,7 +125,7 @@ _RETURN = 0x06
 _NUMBER = 0
 _ARCHITECTURE = 4
 _ARGUMENTS = (16, 24, 32)
-"""Of the first three, the half that the kernel uses for an `int`."""
+"""Offsets of the first three arguments: of the half of each that the kernel uses for an `int`."""
 _ALLOW = 0x7FFF0000
 _KILL = 0x80000000
 _REFUSE = 0x00050000
@@ -244,7 +244,7 @@ def filter_program(
 
 
 def filter_system_calls(*, is_user_shared: bool, is_truncation_open: bool) -> None:
-    """Permanently refuse all other system calls to this process and its descendants.
+    """Permanently restrict this process and its descendants to the system calls that `filter_program` allows.
 
     Requires `forbid_new_privileges`. The arguments are those of `filter_program`.
 

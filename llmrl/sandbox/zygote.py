@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypedDict
 
-from llmrl.sandbox import frames, inside, kernel  # noqa: F401  code in a cage finds `inside` loaded
+from llmrl.sandbox import frames, inside, kernel  # noqa: F401  loads `inside` for confined code
 from llmrl.sandbox.supervisor import Confinement, Supervisor
 
 # User ids without an account: one per running interpreter, derived from its process id.
@@ -38,7 +38,7 @@ class Settings(TypedDict, total=False):
 
 
 def main() -> None:
-    """Serve the socket in the settings, a JSON object given as the first argument."""
+    """Serve the socket that the settings name, which are a JSON object in the program's first argument."""
     settings: Settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -78,7 +78,7 @@ def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:
 
 
 def _start(settings: Settings, service: socket.socket, joining: int, *, is_root: bool) -> None:
-    """Join a control group by writing to a descriptor, and become a supervisor, in a fork. Does not return."""
+    """Join a control group by writing to a descriptor, and become a supervisor; called in a fork, does not return."""
     try:
         try:
             os.write(joining, b"0")

@@ -1,1 +1,1 @@
-"""The training scripts of `sota-implementations/` as modules, `python -m llmrl.scripts.NAME`, and `train`."""
+"""The training scripts of `sota-implementations/` as modules (`python -m llmrl.scripts.NAME`), and `train`."""

@@ -32,18 +32,19 @@ from llmrl.trainer.trained_model import half_dtype
 _EXPLAINED = {
     **dict.fromkeys(
         ("group_size", *(name for name, same in SYNONYMS.items() if "repeats" in same)),
-        "the answers to a prompt are the environment's, repeats=8",
+        "the environment sets the number of answers per prompt, repeats=8",
     ),
     **dict.fromkeys(
-        ("reward_funcs", "reward", "rubric"), "the environment has the reward, env.append_transform(RubricReward(...))"
+        ("reward_funcs", "reward", "rubric"),
+        "the environment gives the reward, env.append_transform(RubricReward(...))",
     ),
-    **dict.fromkeys(("train_dataset", "dataset"), "the environment has the data, DatasetChatEnv(rows, ...)"),
+    **dict.fromkeys(("train_dataset", "dataset"), "the environment contains the data, DatasetChatEnv(rows, ...)"),
 }
 """Arguments of TRL and verl that `train` does not have, and their replacements."""
 
 
 class TrainOptions(TypedDict, total=False):
-    """Keywords of `train` that are entries of `GRPOConfig`, as mapped by `ENTRIES`."""
+    """Keywords of `train` that set entries of `GRPOConfig`; `ENTRIES` maps them."""
 
     loss: LossName
     seed: int
@@ -126,29 +127,30 @@ def train(
 ) -> Path:
     """Train a model by GRPO in an environment, on this machine's GPU or CPU, and save it.
 
-    It starts processes: a script must call it under `if __name__ == "__main__":`.
+    This function starts processes, so a script must call it under `if __name__ == "__main__":`.
 
     Args:
-        model: a Hugging Face name or folder, or `embedded` (SmolLM2-135M-Instruct from its package).
+        model: Hugging Face name or folder, or `embedded` (SmolLM2-135M-Instruct from its package).
         env: a `DatasetChatEnv` with a `RubricReward`, or several as a `MixedEnv`; `repeats` is the number of answers
             per prompt that GRPO compares.
-        eval_envs: environments of held-out problems, by name, or a single one, named `eval`; evaluated before and after
-            training.
-        path: folder of the run; a new one in `runs/` by default.
-        engine: used instead of vLLM, such as a `TransformersEngine` of the same model. It receives the model's weights
-            before the first step, and is not shut down.
+        eval_envs: environments of held-out problems by name, or a single environment, which is named `eval`; evaluated
+            before and after training.
+        path: folder of the run; a new folder in `runs/` by default.
+        engine: engine to use instead of vLLM, such as a `TransformersEngine` of the same model. The engine receives the
+            model's weights before the first step, and is not shut down.
         options: entries of the configuration (`TrainOptions`), such as `num_steps=100`, `loss="dapo"`, `resume=True`.
             `docs/how-to/change-the-loop.md` describes them.
 
     Returns:
-        The folder of the run; `model/` in it is the trained model.
+        The folder of the run, which contains the trained model as `model/`.
 
     Raises:
-        TypeError: if an argument is unknown, with the nearest one.
+        TypeError: if an argument is unknown, with the nearest known name.
         ValueError: if an argument is out of range, or the environment or the model is unsuitable.
         MissingExtraError: if the extra `scripts` is not installed.
         NothingLearned: if no step changed the weights.
-        FileExistsError, FileNotFoundError: if `path` holds a run, or no run to resume.
+        FileExistsError: if `path` holds a run and `resume` is false.
+        FileNotFoundError: if `resume` is true and `path` holds no run.
     """
     given: dict[str, Any] = dict(options)
     known = [name for name in keywords_of(train) or () if name != "env"]
@@ -158,9 +160,9 @@ def train(
     evaluated = {"eval": eval_envs} if isinstance(eval_envs, EnvBase) else dict(eval_envs or {})
     group_size = _check_envs(env, evaluated)
     if not evaluated and (given.get("eval_every"), given.get("best_by")) != (None, None):
-        raise ValueError("eval_every and best_by need eval_envs, environments of held-out problems.")
+        raise ValueError("eval_every and best_by need eval_envs, environments of held-out problems; got none.")
     if engine is not None and not isinstance(engine, HasTokenizer):
-        raise TypeError(f"engine must know its tokenizer (get_tokenizer), and {type(engine).__name__} does not.")
+        raise TypeError(f"engine must have the method get_tokenizer, and {type(engine).__name__} does not.")
     given |= {"model": str(model), "path": str(path or time.strftime("runs/train-%Y%m%d-%H%M%S"))}
     if isinstance(given.get("chat_template"), Path):
         given["chat_template"] = str(given["chat_template"])
@@ -183,7 +185,7 @@ def _on_gpu() -> dict[str, object]:
 
 @contextmanager
 def _named_as_arguments() -> Iterator[None]:
-    """Replace configuration entries in errors by the arguments of `train`."""
+    """Replace the names of configuration entries in errors by the arguments of `train`."""
     try:
         yield
     except EntryError as error:
@@ -192,7 +194,7 @@ def _named_as_arguments() -> Iterator[None]:
 
 
 def _explain(name: str, known: Collection[str]) -> str | None:
-    """Return what to do instead of an unknown argument; None if a similar name of `train` is the answer."""
+    """Return the replacement for an unknown argument; None if `train` has an argument with a similar name."""
     if name in _EXPLAINED:
         return _EXPLAINED[name]
     entries = entries_by_name(GRPOConfig)
@@ -228,7 +230,7 @@ def _check_envs(env: EnvBase | MixedEnv, eval_envs: Mapping[str, EnvBase]) -> in
     prompts = _dataset_of(env).prompts
     if prompts.num_samples < 2:
         raise ValueError(
-            f"env has repeats={prompts.num_samples}: GRPO compares the answers to one prompt; build it with repeats=8."
+            f"env has repeats={prompts.num_samples}, and GRPO compares several answers per prompt: set repeats=8, say."
         )
     trained = dict(env.items()) if isinstance(env, MixedEnv) else {prompts.name: env}
     for key, one in {**trained, **eval_envs}.items():
@@ -238,8 +240,8 @@ def _check_envs(env: EnvBase | MixedEnv, eval_envs: Mapping[str, EnvBase]) -> in
         name = _dataset_of(eval_env).prompts.name
         if name in names:
             raise ValueError(
-                f"the environment {key!r} has name={name!r}, as another one has, so that their conversations have the "
-                f"same ids; build it with name={key!r}."
+                f"the environment {key!r} has name={name!r}, like another environment, so their conversations would "
+                f"have the same ids; build it with name={key!r}."
             )
         names.append(name)
     return prompts.num_samples

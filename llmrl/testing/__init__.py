@@ -1,4 +1,4 @@
-"""Helpers for tests and examples: scripted engines, virtual time, models without downloads."""
+"""Helpers for tests and examples: a scripted engine, virtual time, and models without downloads."""
 
 from __future__ import annotations
 

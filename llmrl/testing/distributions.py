@@ -7,13 +7,13 @@ import random
 from collections.abc import Callable
 
 Draw = Callable[..., float]
-"""Returns a random positive number; ignores its arguments, so that it can be `latency_s`."""
+"""Function that returns a random positive number and ignores its arguments, so that it can be a `latency_s`."""
 
 
 def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
     """Return a function that draws from a log-normal distribution; `sigma` is the logarithm's standard deviation."""
     if median <= 0 or sigma < 0:
-        raise ValueError(f"median must be positive and sigma not negative, got {median!r} and {sigma!r}.")
+        raise ValueError(f"median must be positive and sigma must be at least 0, got {median!r} and {sigma!r}.")
     generator = random.Random(seed)
     location = math.log(median)
 
@@ -24,7 +24,7 @@ def log_normal(median: float, sigma: float = 0.5, *, seed: int = 0) -> Draw:
 
 
 def with_stragglers(draw: Draw, value: float, *, one_in: int = 50, seed: int = 0) -> Draw:
-    """Return a function that draws `value` with probability 1 / `one_in`, which is at least 1, or else from `draw`."""
+    """Return a function that draws `value` with probability 1 / `one_in`, and otherwise from `draw`."""
     if one_in < 1:
         raise ValueError(f"one_in must be at least 1, got {one_in!r}.")
     generator = random.Random(seed)
@@ -36,7 +36,7 @@ def with_stragglers(draw: Draw, value: float, *, one_in: int = 50, seed: int = 0
 
 
 def answers_of_length(draw: Draw, *, end_token_id: int | None = None) -> Callable[..., list[int]]:
-    """Return a script for a `ScriptedEngine`: answers of random length that end with `end_token_id`.
+    """Return a script for a `ScriptedEngine`: answers of random length, which end with `end_token_id` if it is given.
 
     Example:
         >>> answers_of_length(log_normal(3.0, 0.0), end_token_id=2)([7, 7])

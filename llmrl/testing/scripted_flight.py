@@ -1,4 +1,4 @@
-"""A request to a `ScriptedEngine`: its timing and the versions of its tokens."""
+"""A request to a `ScriptedEngine`: the timing and the versions of its tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from llmrl.engines.token_stream import TokenStream
 
 
 class Flight:
-    """Waits for a latency on the clock of the event loop, which may have virtual time.
+    """A request in flight, which ends after a latency on the clock of the event loop.
 
-    Its clock starts with `start`, and stops between `hold` and `release`. `wait` and `start` must be called on the
-    loop; the other methods may be called in any thread.
+    The request's own clock starts with `start` and is stopped between `hold` and `release`. `wait` and `start` must be
+    called on the loop; the other methods may be called in any thread.
     """
 
     __slots__ = (
@@ -61,7 +61,7 @@ class Flight:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds on the clock."""
+        """Seconds on the request's clock."""
         if self._start_s is None:
             return 0.0
         now_s = self.loop.time() if self._held_since_s is None else max(self._held_since_s, self._start_s)
@@ -73,7 +73,7 @@ class Flight:
             self._held_since_s = self.loop.time()
 
     def release(self) -> None:
-        """Restart the clock."""
+        """Let the clock continue."""
         if self._held_since_s is not None:
             if self._start_s is not None:
                 self._held_s += self.loop.time() - max(self._held_since_s, self._start_s)
@@ -90,11 +90,11 @@ class Flight:
         self._versions_since.append((self.elapsed_s, version))
 
     def show(self, token_ids: list[int], stream: TokenStream) -> None:
-        """Report the tokens to a stream when they are due, and abort once it is stopped."""
+        """Report the tokens to a stream when they are due, and abort once the stream is stopped."""
         self._shown = (token_ids, stream)
 
     def num_done(self) -> int:
-        """Return the number of tokens so far, at a constant rate."""
+        """Return the number of tokens generated so far, at a constant rate."""
         if self.latency_s <= 0:
             return self.num_tokens
         if math.isinf(self.latency_s):
@@ -112,7 +112,7 @@ class Flight:
         return versions
 
     def _check(self) -> None:
-        # `release` and `start` check again.
+        # A held or unstarted request needs no timer: `release` and `start` call this again.
         if self._end.done() or self._held_since_s is not None or self._start_s is None:
             return
         remaining_s = self.latency_s - self.elapsed_s

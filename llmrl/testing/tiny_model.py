@@ -1,4 +1,4 @@
-"""A random model that vLLM loads in seconds."""
+"""A tiny random model, which vLLM loads in seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmrl.testing.embedded_model import ensure_embedded_model, quiet_libraries
 
 
 def make_tiny_model(path: str | os.PathLike[str]) -> str:
-    """Save a random llama with one layer and the embedded model's tokenizer, always the same, and return its folder."""
+    """Save a one-layer Llama with fixed random weights and the embedded model's tokenizer; return its folder."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

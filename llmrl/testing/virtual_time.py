@@ -1,4 +1,4 @@
-"""An event loop with virtual time, which skips waiting."""
+"""An event loop with virtual time, on which waiting takes no real time."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class _JumpingSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("Everything waits and nothing is due: a deadlock.")
+            raise RuntimeError("All tasks wait and no timer is due: a deadlock.")
         self.now_s += max(timeout, 0.0)
         return super().select(0)
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock, in seconds, that starts at 0 and advances only by sleeping."""
+    """An event loop with a clock, in seconds, that starts at 0 and advances only while all tasks wait."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
         super().__init__(self._clock)
 
     def time(self) -> float:
-        """Return the seconds slept so far."""
+        """Return the virtual time in seconds."""
         return self._clock.now_s
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[..., Result], *args: object
     ) -> asyncio.Future[Result]:
-        """Call a function at once in this thread, because the time of other threads is not virtual."""
+        """Call a function immediately in this thread, because the time of other threads is not virtual."""
         future: asyncio.Future[Result] = self.create_future()
         try:
             future.set_result(func(*args))

@@ -95,4 +95,4 @@ class BrowserTransform(ToolTransform):
         super().close()
 
     def __getstate__(self) -> dict[str, object]:
-        raise TypeError("a BrowserTransform is bound to its browser; make one in each process.")
+        raise TypeError("a BrowserTransform cannot be pickled: it is bound to its browser; make one in each process.")

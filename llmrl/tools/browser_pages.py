@@ -28,7 +28,7 @@ _PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-sta
 # Shares of an action's time for the page, and for checking whether the page responds afterwards.
 _ACTION_SHARE = 0.6
 _RESPONSE_SHARE = 0.35
-# A page that does not close by then ends with the browser.
+# Time limit for closing a page; a page that exceeds it ends with the browser.
 _CLOSE_SECONDS = 10.0
 # Options against bypassing the proxy and against background traffic.
 _FLAGS = (
@@ -41,7 +41,7 @@ _FLAGS = (
 )
 
 
-# A conversation has one page, so links and scripts that would open another one use it.
+# A conversation has one page, so links and scripts that would open another page use this one.
 _ONE_PAGE = """
 window.open = address => { if (address) location.href = address; return null; };
 addEventListener('click', event => {
@@ -66,22 +66,22 @@ def find_chromium() -> str | None:
 
 
 class PageLost(ToolError):
-    """The page of a conversation was closed, and what was in it is gone; the next action opens a new one."""
+    """Raised if the page of a conversation was closed and its content is lost; the next action opens a new page."""
 
 
 class BrowserPages:
-    """A headless browser, and a page with cookies of its own for each conversation that asks for one.
+    """A headless browser that gives each conversation its own page and cookies.
 
     All requests of the browser, including redirects and what pages load, go through a gateway that allows only some
-    domains. It runs on an event loop of its own and may be used from any other. A browser that crashed is started
-    again for the next page.
+    domains. The browser runs on its own event loop and may be used from any other. After a crash it is started again
+    for the next page.
 
     Args:
         allowed_domains: see `BrowserTransform`.
         timeout: seconds per action.
-        max_pages: number of open pages; further conversations wait for one.
+        max_pages: maximum number of open pages; further conversations wait for a page.
         executable_path: path of the browser; the system's by default.
-        folders: folders of files that are the pages of a host, by its name; no server is asked for them.
+        folders: folders of files that are served as the pages of a host, by host name, without a network request.
 
     Raises:
         MissingExtraError: if the `tools` extra is not installed.
@@ -149,14 +149,14 @@ class BrowserPages:
             raise
 
     async def _responds(self, page: Page) -> bool:
-        """Return whether scripts run in the page; an endless one would block the next action."""
+        """Return whether scripts run in the page; an endless script would block the next action."""
         try:
             await asyncio.wait_for(page.evaluate("1"), self.timeout * _RESPONSE_SHARE)
         except Exception:
             return False
         return True
 
-    # The browser and its pages; all of it runs on the loop.
+    # The browser and its pages; these methods run on the browser's loop.
 
     async def _browser(self) -> Browser:
         if self._opening is None:
@@ -267,4 +267,4 @@ class BrowserPages:
         self._opening = self._playwright = self.gateway = None
 
     def __getstate__(self) -> dict[str, object]:
-        raise TypeError("a browser is bound to its process; make one in each process.")
+        raise TypeError("a browser cannot be pickled: it is bound to its process; make one in each process.")

@@ -14,7 +14,8 @@ REFUSED_HEADER = "x-llmrl-refused"
 _MAX_HEAD_BYTES = 64 << 10
 _CONNECT_SECONDS = 20.0
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# Addresses that routers translate, or of a local site: 6to4, Teredo, local NAT64, IPv4-compatible.
+# Networks of addresses that routers translate or that are local to a site: 6to4, Teredo, local NAT64, IPv4-compatible
+# and site-local addresses.
 _TUNNELS = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "64:ff9b:1::/48", "::/96", "fec0::/10")))
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
@@ -37,11 +38,11 @@ def is_allowed(host: str, port: int, allowed_domains: Sequence[str]) -> bool:
 
 
 def check_domains(allowed_domains: Sequence[str]) -> tuple[str, ...]:
-    """Return the domains.
+    """Return the domains after checking them.
 
     Raises:
-        TypeError: if they are a string.
-        ValueError: if there are none, or if one has a scheme, a path or a pattern.
+        TypeError: if `allowed_domains` is a string.
+        ValueError: if there is no domain, or if a domain has a scheme, a path or a pattern.
 
     Example:
         >>> check_domains(["python.org", "127.0.0.1:8000"])
@@ -54,15 +55,15 @@ def check_domains(allowed_domains: Sequence[str]) -> tuple[str, ...]:
     if isinstance(allowed_domains, str):
         raise TypeError(f"allowed_domains must be a list of host names, got {allowed_domains!r}; put it in a list.")
     if not allowed_domains:
-        raise ValueError("allowed_domains must be a list of at least one host name, got an empty one.")
+        raise ValueError("allowed_domains must be a list of at least one host name, got an empty list.")
     for domain in allowed_domains:
         name, _, port = domain.partition(":")
         if _HOST_NAME.fullmatch(name.rstrip(".")) and (not port or _is_port(port)):
             continue
         host = urlsplit(domain if "//" in domain else f"//{domain}").netloc.lstrip("*.") or "example.org"
         raise ValueError(
-            f"allowed_domains has {domain!r}, which matches nothing; write {host!r}, which allows what is below it, "
-            "too: a host name or an IPv4 address, perhaps with a port, without scheme, path or pattern."
+            f"allowed_domains has {domain!r}, which matches nothing; write {host!r}, which allows its subdomains, too. "
+            "A domain is a host name or an IPv4 address, optionally with a port, without scheme, path or pattern."
         )
     return tuple(allowed_domains)
 

@@ -9,7 +9,7 @@ from llmrl.tools.output import ToolResult
 from llmrl.tools.tool import StopSignal, Tool, ToolError, function_tool
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-# No headers that determine the target, the end or the sender of a request.
+# Leaves out the headers that determine the target, the end or the sender of a request.
 _HEADERS = frozenset(
     (
         "accept", "accept-language", "authorization", "cache-control", "content-language", "content-type", "cookie",
@@ -55,10 +55,10 @@ def HttpTool(
         try:
             parsed = yarl.URL(url)  # the parser that the request uses, too
         except ValueError as error:
-            raise ToolError(f"{url!r:.200} is no URL: {error}.") from None
+            raise ToolError(f"{url!r:.200} is not a URL: {error}.") from None
         hosts = {parsed.host, f"{parsed.host}:{parsed.port}"}
         if parsed.scheme not in ("http", "https") or hosts.isdisjoint(allowed_hosts):
-            raise ToolError(f"requests go to {', '.join(allowed_hosts)} by http or https alone, got {url!r:.200}.")
+            raise ToolError(f"requests may go only to {', '.join(allowed_hosts)} by http or https, got {url!r:.200}.")
         if method.upper() not in _METHODS:
             raise ToolError(f"method must be one of {', '.join(_METHODS)}, got {method!r:.40}.")
         if refused := [header for header in headers or () if header.lower() not in _HEADERS]:

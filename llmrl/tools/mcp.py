@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from mcp import types as mcp_types
 
 MAX_NAME_CHARS = 128
-"""The protocol's limit."""
+"""The protocol's limit on the length of a tool's name."""
 MAX_SCHEMA_CHARS = 32_000
-"""Characters of a tool's description and schema, about 10,000 tokens."""
+"""Maximum number of characters of a tool's description and schema, about 10,000 tokens."""
 MAX_PAGES = 100
-"""Pages of a list of resources."""
+"""Maximum number of pages of a list of resources."""
 _FOLDER = "{folder}"
 _URI = {"type": "object", "properties": {"uri": {"type": "string", "description": "its URI"}}, "required": ["uri"]}
 
@@ -49,18 +49,18 @@ class _ListPage(Protocol[Page]):
 class MCPToolTransform(ToolTransform):
     """Offers the model the tools of MCP servers, as `SERVER.TOOL`.
 
-    A message has at most 8 MiB, and a server at most 1,000 tools. A lost connection is reopened, and so is that of a
-    server that answers nothing after a call was given up. The interrupted call is repeated if its tool is marked as
-    read-only or idempotent; otherwise the model reads that the outcome is unknown.
+    A message may have at most 8 MiB, and a server at most 1,000 tools. A connection is reopened if it is lost, or if
+    the server stays silent after a call was cancelled. The interrupted call is repeated if its tool is marked as
+    read-only or idempotent; otherwise the answer tells the model that the outcome is unknown.
 
-    All conversations share a server, unless it has `per_conversation`: then each has its own, which runs in a new
-    folder. `{folder}` in its `args`, `env` and `cwd` stands for that folder. Rewards read the folder, a `Path`, by the
-    server's name; it is removed when the conversation has ended and was scored.
+    All conversations share a server, unless it has `per_conversation`: then each conversation has its own server, which
+    runs in a new folder. `{folder}` in its `args`, `env` and `cwd` stands for that folder. Rewards read the folder, a
+    `Path`, by the server's name; it is removed when the conversation has ended and was scored.
 
     Args:
         servers: servers by name: `command`, `args`, `env` and `cwd` of a program that communicates over its standard
-            streams (its environment has only `env`, paths and names), or `url` and `headers` of an HTTP server; and
-            `resources`, `per_conversation`, `prepare` (`MCPServer`).
+            streams (its environment has only `env` and a few variables such as `PATH` and `HOME`), or `url` and
+            `headers` of an HTTP server; and `resources`, `per_conversation`, `prepare` (`MCPServer`).
         tool_name, timeout, max_parallel_calls, **output: as for `ToolTransform`.
         connect_timeout: seconds for a server to start and list its tools.
 
@@ -114,7 +114,9 @@ class MCPToolTransform(ToolTransform):
         super().close()
 
     def __getstate__(self) -> dict[str, object]:
-        raise TypeError("an MCPToolTransform is bound to its connections; make one in each process.")
+        raise TypeError(
+            "an MCPToolTransform cannot be pickled: it is bound to its connections; make one in each process."
+        )
 
 
 class _Connections:
@@ -130,7 +132,7 @@ class _Connections:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def tools(self) -> list[Tool]:
-        """Return the server's tools. One that is not shared runs for a moment."""
+        """Return the server's tools. A server that is not shared is started only to list them."""
         opened = await self._opened("")
         if not self.is_shared:
             await self._end("")
@@ -148,7 +150,7 @@ class _Connections:
     async def ask(
         self, conversation_id: str, send: Callable[[Client], Awaitable[Answer]], *, is_repeatable: bool
     ) -> Answer:
-        """Return the answer of a conversation's server to what `send` sends. Raises ToolError for the model."""
+        """Return the server's answer to the request that `send` makes. Raises ToolError with a text for the model."""
         opened = await self._opened("" if self.is_shared else conversation_id)
         return await opened.connection.ask(send, is_repeatable=is_repeatable)
 
@@ -158,10 +160,10 @@ class _Connections:
         assert opened.folder is not None
         return opened.folder
 
-    async def _opened(self, conversation_id: str, row: Row = {}) -> _Opened:  # noqa: B006  # it is not changed
+    async def _opened(self, conversation_id: str, row: Row = {}) -> _Opened:  # noqa: B006  # the default is not changed
         if conversation_id not in self._open:
             self._open[conversation_id] = asyncio.create_task(self._start(row))
-        return await asyncio.shield(self._open[conversation_id])  # the end of the conversation closes it
+        return await asyncio.shield(self._open[conversation_id])  # a cancelled call must not cancel the start
 
     async def _start(self, row: Row) -> _Opened:
         if self.is_shared:
@@ -200,13 +202,13 @@ class _Connections:
             await run_in_thread(shutil.rmtree, opened.folder, ignore_errors=True)
 
     async def close(self) -> None:
-        """End all."""
+        """End all servers."""
         await asyncio.gather(*map(self._end, list(self._open)), *self._ending)
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """An open connection, what it listed, and the folder of the conversation's own server."""
+    """An open connection, the listed tools, and the folder if the server belongs to one conversation."""
 
     connection: MCPConnection
     listed: list[mcp_types.Tool]
@@ -214,7 +216,7 @@ class _Opened:
 
 
 def _in_folder(server: MCPServer, folder: Path) -> MCPServer:
-    """Return how to start a server in a folder."""
+    """Return a server's description with the path of a folder in place of `{folder}`."""
     if "command" not in server:
         return server
 
@@ -231,15 +233,16 @@ def _in_folder(server: MCPServer, folder: Path) -> MCPServer:
 def _check_server(name: str, server: MCPServer) -> MCPServer:
     unknown = sorted(set(server) - set(MCPServer.__annotations__))
     if unknown:
-        raise ValueError(f"server {name!r} has {unknown}; known are {list(MCPServer.__annotations__)}.")
+        raise ValueError(f"server {name!r} has unknown entries {unknown}; known are {list(MCPServer.__annotations__)}.")
     if ("command" in server) == ("url" in server):
         raise ValueError(f"server {name!r} needs exactly one of 'command' and 'url', got {sorted(server)}.")
     if "prepare" in server and not server.get("per_conversation"):
-        raise ValueError(f"server {name!r} has 'prepare', which is for a server of 'per_conversation': True.")
+        raise ValueError(f"server {name!r} has 'prepare', which requires 'per_conversation': True.")
     misplaced = sorted({"args", "env", "cwd"} & set(server) if "url" in server else {"headers"} & set(server))
     if misplaced:
         raise ValueError(
-            f"server {name!r} has {misplaced}, which do not go with {'url' if 'url' in server else 'command'!r}."
+            f"server {name!r} has {misplaced}, which cannot be combined with "
+            f"{'url' if 'url' in server else 'command'!r}."
         )
     return server.copy()
 
@@ -272,7 +275,7 @@ def _list_resources(connections: _Connections) -> Tool:
 
 
 async def _resource_lines(client: Client) -> list[str]:
-    """Return a line for each resource and each form of resources, at most of `MAX_PAGES` pages each."""
+    """Return a line for each resource and each resource template, from at most `MAX_PAGES` pages of either list."""
     lines = []
     async for page in _pages(client.list_resources):
         lines += [_line(resource.uri, resource.name, resource.description) for resource in page.resources]
@@ -311,15 +314,15 @@ def _check_description(server: str, description: mcp_types.Tool) -> None:
     if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
         raise ValueError(
             f"MCP server {server!r} names a tool {name[:MAX_NAME_CHARS]!r}, of {len(name)} characters; "
-            f"1 to {MAX_NAME_CHARS} printable ones are expected."
+            f"expected 1 to {MAX_NAME_CHARS} printable characters."
         )
     num_chars = sum(
         map(len, (description.description or "", description.title or "", as_text(description.input_schema)))
     )
     if num_chars > MAX_SCHEMA_CHARS:
         raise ValueError(
-            f"MCP server {server!r} describes its tool {name!r} with {num_chars} characters, with its schema; at "
-            f"most {MAX_SCHEMA_CHARS} go into a prompt. Leave the server out, or put one with shorter ones before it."
+            f"MCP server {server!r} describes its tool {name!r} with {num_chars} characters, including the schema; at "
+            f"most {MAX_SCHEMA_CHARS} are allowed. Leave the server out, or wrap it in one with shorter descriptions."
         )
 
 

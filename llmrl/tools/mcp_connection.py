@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 _CLOSE_SECONDS = 5.0
 _ASK_AGAIN_SECONDS = 5.0
 MAX_TOOLS = 1000
-"""Tools per server."""
+"""Maximum number of tools of a server."""
 
 
 class MCPConnection:
@@ -30,7 +30,7 @@ class MCPConnection:
 
     Args:
         name: name of the server in messages.
-        connect_timeout: seconds for the server to start and list its tools, and to answer after a call was given up.
+        connect_timeout: seconds for the server to start and list its tools, and to answer after a cancelled call.
     """
 
     def __init__(self, name: str, server: MCPServer, connect_timeout: float) -> None:
@@ -102,7 +102,7 @@ class MCPConnection:
         return tools
 
     async def ask(self, send: Callable[[Client], Awaitable[Answer]], *, is_repeatable: bool) -> Answer:
-        """Return the answer to what `send` sends with the client. Raises ToolError with a message for the model."""
+        """Return the answer to the request that `send` makes. Raises ToolError with a message for the model."""
         from mcp import MCPError
 
         for is_last in (False, True):
@@ -154,20 +154,20 @@ class MCPConnection:
         return False
 
     async def _reopen_if_silent(self, number: int) -> None:
-        """Start a server again that answers nothing after a call was given up."""
+        """Connect again if the server stays silent after a cancelled call."""
         try:
             async with asyncio.timeout(self._connect_timeout):
                 if self._client is not None:
                     await self._client.list_tools()
         except TimeoutError:
-            logger.warning("MCP server %r answers no more, and is started again.", self._name)
+            logger.warning("MCP server %r no longer answers; its connection is reopened.", self._name)
             with contextlib.suppress(ConnectionError):  # the next call tries again
                 await self._reopen(number)
-        except Exception:  # it answers with an error, or is gone, which the next call finds
+        except Exception:  # the server answers with an error, or is gone, which the next call detects
             return
 
     async def _reopen(self, number: int) -> None:
-        """Connect again, unless another call has; a call that is given up meanwhile does not stop it."""
+        """Connect again, unless another call has done so; cancelling the call does not cancel the connection."""
         if self._reopening is None or self._reopening.done():
             self._reopening = asyncio.create_task(self._connect_again(number))
         await asyncio.shield(self._reopening)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Limit of a server's message, which takes tens of milliseconds to parse."""
+"""Maximum size of a server's message; to parse one of this size takes tens of milliseconds."""
 _ENCODING = "utf-8-in-bounded-lines"
 _TIMEOUT_S = 30.0
 _READ_TIMEOUT_S = 300.0
@@ -27,12 +27,13 @@ _READ_TIMEOUT_S = 300.0
 _TOO_LONG = f"the server sent a message of more than {MAX_MESSAGE_BYTES >> 20} MiB."
 _ID = re.compile(rb'"id"\s*:\s*("[^"\\\\]*"|[0-9]{1,15})\s*[,}]')
 _NUM_KEPT_ERRORS = 1000
+"""Number of bytes of standard error that are kept."""
 _NUM_ID_BYTES = 256
-"""Where a message's id is searched."""
+"""Number of bytes at the beginning of a message that are searched for its id."""
 
 
 class MCPServer(TypedDict, total=False):
-    """How to reach a server: `command` with its options, or `url` and `headers`; and what it is used for."""
+    """Description of a server: `command` with its options, or `url` and `headers`; and options for its use."""
 
     command: str
     args: list[str]
@@ -41,12 +42,12 @@ class MCPServer(TypedDict, total=False):
     url: str
     headers: dict[str, str]
     resources: bool
-    """Whether the model may list and read its resources, by two more tools."""
+    """Whether the model may list and read the server's resources, through two further tools."""
     per_conversation: bool
     """Whether each conversation has a server of its own."""
     prepare: Callable[[Path, Row], object]
-    """Called with the folder and the dataset row of a conversation, before its own server starts; the row is empty when
-    the tools are listed."""
+    """Function that is called with the folder and the dataset row of a conversation before its own server starts; the
+    row is empty when the tools are listed."""
 
 
 HOW_TO_START = ("command", "args", "env", "cwd")
@@ -58,8 +59,8 @@ async def make_client(
     """Return a client of the official SDK.
 
     Args:
-        when_forgotten: called if an HTTP server has lost the session.
-        errors: takes what a program writes to its standard error.
+        when_forgotten: function that is called if an HTTP server has lost the session.
+        errors: receiver of a program's standard error.
     """
     from mcp import Client, StdioServerParameters
     from mcp.client.stdio import stdio_client
@@ -108,7 +109,7 @@ async def make_client(
 
 
 class KeptErrors(asyncio.Protocol):
-    """The end of what a program writes to its standard error; the rest is read and forgotten."""
+    """The end of a program's standard error; the rest is read and discarded."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -124,17 +125,17 @@ class KeptErrors(asyncio.Protocol):
         self._kept = (self._kept + data[-_NUM_KEPT_ERRORS:])[-_NUM_KEPT_ERRORS:]
 
     def end(self) -> str:
-        """Return the end as a part of a message, or "" if there was nothing."""
+        """Return the end as a part of a message; empty if the program wrote nothing."""
         text = self._kept.decode(errors="replace").strip()
         return f" The end of its errors:\n{text}" if text else ""
 
 
 class BoundedLines(codecs.IncrementalDecoder):
-    """Decodes UTF-8 with one message per line, and cuts long lines; their requests get an error.
+    """Decoder of UTF-8 with one message per line; a line that is too long is cut, and its request gets an error.
 
-    A line that is no JSON object is left out: some programs write their log to the standard output.
+    A line that is not a JSON object is left out: some programs write their log to the standard output.
 
-    It is a codec, because the SDK decodes a program's output before it collects lines of any length.
+    The decoder is a codec, because the SDK decodes a program's output before it collects lines of any length.
     """
 
     def __init__(self, errors: str = "strict") -> None:

@@ -59,7 +59,7 @@ class FileRefPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image in a tool's result. No policy here reads images: the call counts as failed."""
+    """An image in a tool's result. No policy of llmrl reads images, so the call counts as failed."""
 
     data: bytes
     media_type: str = "image/png"
@@ -81,7 +81,7 @@ class ToolResult:
     is_error: bool = False
     """Whether the call counts as failed."""
     meta: Mapping[str, object] = field(default_factory=dict)
-    """For other code that calls the tool; the model does not see it."""
+    """Data for other code that calls the tool; the model does not see it."""
 
     @classmethod
     def from_text(cls, text: str, *, is_error: bool = False) -> ToolResult:
@@ -104,7 +104,7 @@ def _text_of_part(part: ToolResultPart) -> str:
             return f"<file:{path}>"
         case ImagePart(data, media_type):
             raise TypeError(
-                f"the tool returned an image ({media_type}, {len(data)} bytes), and the model reads text only"
+                f"the tool returned an image ({media_type}, {len(data)} bytes), but the model reads only text"
             )
 
 

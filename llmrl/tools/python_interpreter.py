@@ -45,7 +45,8 @@ class PythonInterpreter(ToolTransform):
         isolation: isolation that the new service requires (`PythonExecutorService`).
         **output: `tool_parser`, `max_output_chars` and `truncate_side`, as for `ToolTransform`.
 
-    Raises ValueError if `calls` or `services` is unknown, or both an executor and a service are given.
+    Raises ValueError if `calls` or `services` is unknown, if both an executor and a service are given, or if the shared
+    service is not registered.
 
     Example:
         >>> from tensordict import TensorDict
@@ -82,7 +83,7 @@ class PythonInterpreter(ToolTransform):
         if services not in (None, "ray"):
             raise ValueError(f"services must be 'ray' or None, got {services!r}.")
         if services is not None and executor is not None:
-            raise ValueError("both services and executor are given; code runs in one of them.")
+            raise ValueError("both services and executor are given; give only one, because code runs in one of them.")
         super().__init__(tool_name=tool_name, timeout=timeout, **output)
         self.persistent = persistent
         self.services = services
@@ -161,13 +162,13 @@ class PythonInterpreter(ToolTransform):
             return await self.executor.run(code, session=session, timeout=self.timeout)
         try:
             answer = await self._remote.execute.remote(code, session, self.timeout)
-        except Exception as error:  # whatever Ray raises if the actor is gone
+        except Exception as error:  # Ray raises various errors if the actor is gone
             return PythonResult(False, "", f"The Python service is out of order: {type(error).__name__}", -1, "died")
         return PythonResult(answer["success"], answer["stdout"], answer["stderr"], answer["returncode"])
 
 
 class CodeFailed(ToolError):
-    """The model's code failed."""
+    """Raised if the model's code failed."""
 
     def __init__(self, result: PythonResult) -> None:
         super().__init__(f"the code failed:\n{_failure(result)}")

@@ -15,7 +15,7 @@ class RateLimiter:
     Args:
         max_concurrent: number of concurrent calls.
         rate_per_second: number of calls that start per second.
-        burst: calls that may start at once after a pause; by default one second's worth, at least 1.
+        burst: number of calls that may start at once after a pause; by default the calls of one second, at least 1.
 
     Raises ValueError if a limit is not positive, or the burst is below 1.
     """

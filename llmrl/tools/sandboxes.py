@@ -11,7 +11,7 @@ from llmrl.sandbox.service import PythonResult
 from llmrl.tools.output import ToolResult
 from llmrl.tools.tool import InstanceTools, Tool, ToolError
 
-_MOST_SECONDS = 3600.0  # the transform's own limit is shorter
+_MOST_SECONDS = 3600.0  # an upper bound; the transform's own limit is shorter
 
 
 class ConversationSandbox:
@@ -59,7 +59,7 @@ class Sandboxes:
     """One sandbox per conversation, shared by the tools made from it.
 
     Args:
-        make: returns a new sandbox, such as `lambda: ConfinedSandbox(service)`.
+        make: function that returns a new sandbox, such as `lambda: ConfinedSandbox(service)`.
 
     Example:
         >>> from llmrl.sandbox.confined import ConfinedSandbox
@@ -90,9 +90,11 @@ def FileReadTool(sandboxes: Sandboxes) -> Tool:
 class SandboxExecutor:
     r"""Runs Python in sandboxes, as the `executor` of a `PythonInterpreter`.
 
-    Calls of one session share a sandbox and its files, but no variables; without a session each call has a new one.
+    Calls of one session share a sandbox and its files, but no variables; without a session each call has a new sandbox.
 
     Args:
+        make: function that returns a new sandbox.
+        python: name of the Python program in the sandbox.
         timeout: seconds per call.
 
     Example:
@@ -113,7 +115,7 @@ class SandboxExecutor:
         self._sandboxes: dict[str, asyncio.Task[Sandbox]] = {}
 
     async def run(self, code: str, *, session: str | None = None, timeout: float | None = None) -> PythonResult:
-        """Run code, from any event loop. Errors of the code are in the result."""
+        """Run code, from any event loop. The result reports errors of the code."""
         return await self._loop.wait(self._run(code, session, self.timeout if timeout is None else timeout))
 
     async def _run(self, code: str, session: str | None, timeout: float) -> PythonResult:

@@ -50,7 +50,7 @@ class SearchIndex:
         self._index.index(self._words(self.documents), show_progress=False)
 
     def _words(self, texts: list[str]) -> Tokenized:
-        # Questions consist largely of stop words.
+        # Without stop words, because questions consist largely of them.
         return self._bm25s.tokenize(texts, stopwords="en", show_progress=False)
 
     def search(self, query: str) -> list[tuple[int, str]]:

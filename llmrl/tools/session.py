@@ -30,9 +30,9 @@ OUTCOMES = ("answered", "failed", "timeouts", "invalid", "unknown", "malformed")
 
 
 class ToolSession:
-    """A conversation as its tools know it: an id, and callbacks for its end. Copies of the TensorDict share it.
+    """A conversation's id, the state of its tools, and callbacks for its end. Copies of the TensorDict share it.
 
-    The callbacks run once: on `release`, which collectors call, or when nothing refers to the conversation any more.
+    The callbacks run once: on `release`, which collectors call, or when the session is garbage-collected.
 
     Example:
         >>> told = []
@@ -66,7 +66,7 @@ class ToolSession:
         self._releases.append(release)
 
     def release(self) -> None:
-        """Run the callbacks, and wait up to 30 s for what they close; does not wait in an event loop."""
+        """Run the callbacks, and wait up to 30 s for the futures that they return, except in an event loop."""
         closing = self._finalizer() or ()
         try:
             asyncio.get_running_loop()

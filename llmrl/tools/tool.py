@@ -107,9 +107,9 @@ class InstanceTools:
 
     Args:
         cls: the class; `reset`, `close` and `get_reward` are not tools.
-        make: returns an instance; `cls()` by default.
+        make: function that returns an instance; `cls` by default.
 
-    Raises TypeError if the class has no public method, or an unsuitable one.
+    Raises TypeError if the class has no public method, or if a method lacks a docstring or type hints.
 
     Example:
         >>> class Notes:
@@ -168,17 +168,17 @@ class InstanceTools:
         return instance, await call(reset, given)
 
     def release(self, conversation_id: str) -> Future[None] | None:
-        """Close a conversation's instance on the loop of its other methods. May be called twice."""
+        """Close a conversation's instance; an async `close` runs on its loop. May be called twice."""
         instance = self._instances.pop(conversation_id, None)
         loop = self._loops.pop(conversation_id, None)
         closing = instance.close() if hasattr(instance, "close") else None
         if not inspect.iscoroutine(closing) or loop is None:
             return None
-        return asyncio.run_coroutine_threadsafe(_told(closing), loop)  # on the loop of its other methods
+        return asyncio.run_coroutine_threadsafe(_told(closing), loop)
 
 
 def collect_tools(tools: Iterable[object]) -> list[Tool]:
-    """Return tools from tools, functions and classes. Raises TypeError for other items, ValueError for equal names."""
+    """Return the `Tool`s of tools, functions and classes. Raises TypeError for others, ValueError for equal names."""
     collected: list[Tool] = []
     for tool in tools:
         if isinstance(tool, Tool):
@@ -206,7 +206,7 @@ class Signature:
         parts = (documentation.short_description, documentation.long_description)
         self.description = "\n\n".join(part for part in parts if part)
         if not self.description:
-            raise TypeError(f"tool {name!r} has no docstring, which is what the model reads about it.")
+            raise TypeError(f"tool {name!r} has no docstring, which the model reads as its description.")
         described = {parameter.arg_name: parameter.description for parameter in documentation.params}
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, tuple[object, FieldInfo]] = {}

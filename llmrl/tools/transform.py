@@ -56,8 +56,9 @@ class ToolTransform(KnownArguments, Transform):
     elsewhere. The schemas are written to `"tools"` at the root, where policies read them.
 
     Args:
+        tools: functions, classes and `Tool`s.
         tool_name: role of the answers.
-        tool_parser: parser of messages without parsed calls; a name in `TOOL_CALL_PARSERS`.
+        tool_parser: name, in `TOOL_CALL_PARSERS`, of the parser for messages without parsed calls.
         timeout: seconds per call.
         max_parallel_calls: concurrent calls per message.
         max_output_chars: length at which an answer is cut, with a mark.
@@ -96,7 +97,7 @@ class ToolTransform(KnownArguments, Transform):
     ) -> None:
         super().__init__()
         if not isinstance(tools, Iterable) or isinstance(tools, str):
-            raise TypeError(f"tools must be a list of tools, got {tools!r:.80}: ToolTransform([tool]).")
+            raise TypeError(f"tools must be a list of tools, got {tools!r:.80}; write ToolTransform([tool]).")
         check_positive(timeout=timeout, max_parallel_calls=max_parallel_calls, max_output_chars=max_output_chars)
         check_choice(get_args(TruncateSide), truncate_side=truncate_side)
         self.tool_role = tool_name
@@ -107,7 +108,7 @@ class ToolTransform(KnownArguments, Transform):
         self.truncate_side = truncate_side
         self.rate_limits = dict(rate_limits or {})
         self.counts: Counter[str] = Counter()
-        """Number of `calls` and `failures`, and of `unknown`, `invalid`, `malformed` and `timeouts` among these."""
+        """Number of `calls` and `failures`; of `unknown`, `invalid`, `malformed` and `timeouts` among the failures."""
         self._loops = ReplaceableLoop("llmrl-tools")
         self._sessions: weakref.WeakSet[ToolSession] = weakref.WeakSet()
         self._home: BackgroundLoop | None = None  # for tools bound to one loop, such as connections
@@ -169,7 +170,7 @@ class ToolTransform(KnownArguments, Transform):
             session.on_release(release)
 
     async def before_step(self, element: TensorDictBase) -> None:
-        """Answer one conversation's last message before the batched step, because it may take long."""
+        """Answer one conversation's last message before the batched step, because its tools may take long."""
         session = plain(element.get(SESSION, None))
         if session is not None:
             answers = await self._answer(element, session)
@@ -203,7 +204,10 @@ class ToolTransform(KnownArguments, Transform):
         return restacked(next_elements, next_tensordict.batch_size)
 
     def _with_answers(self, prompt: History, answers: list[Message], turn: int, session: ToolSession) -> History:
-        """Return the prompt with answers after the calls, in their order, because few templates identify the call."""
+        """Return the prompt with answers in the order of their calls, because few templates name an answer's call.
+
+        The answers of other transforms to the same message, which are in the prompt already, are sorted, too.
+        """
         [chat] = flatten(prompt.chats)
         end = turn
         while end < len(chat) and (chat[end]["role"] == self.tool_role or session.place_of(chat[end]) is not None):
@@ -242,7 +246,7 @@ class ToolTransform(KnownArguments, Transform):
         return await self.answer(messages[-1], malformed, session, turn=len(messages))
 
     async def _open(self, element: TensorDictBase, session: ToolSession) -> None:
-        """Create the state of a conversation's tools; errors are the author's and are raised."""
+        """Create the state of a conversation's tools. Errors are raised, because the model did not cause them."""
         row = dataset_columns(element)
         for tool in self.tools.values():
             if tool.open is not None and tool.state_name not in session.states:

@@ -1,4 +1,4 @@
-"""What each namespace of TorchRL's LLM layer has here: its submodules, and names that it has not."""
+"""The namespaces of TorchRL's LLM layer: their submodules, and the names that llmrl does not have."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import importlib
 import sys
 from collections.abc import Callable
 
-# TorchRL's names that llmrl has not: what has their place, if anything, and a remark. The documentation prints them.
+# TorchRL's names that llmrl does not have: the replacement, if any, and a remark. The documentation prints them.
 ELSEWHERE: tuple[tuple[str, str | None, str], ...] = (
-    ("ContentBase", None, "parts of other kinds are plain dicts, carried through"),
-    ("AdaptiveKLController", None, "a number; change `coeff` between steps"),
-    ("ConstantKLController", None, "a number: `KLComputation(coeff=…)`"),
+    ("ContentBase", None, "parts of other kinds are plain dicts, which are passed through"),
+    ("AdaptiveKLController", None, "use a number, and change `coeff` between steps"),
+    ("ConstantKLController", None, "use a number, `KLComputation(coeff=…)`"),
     ("PromptData", "llmrl.envs.DatasetChatEnv", "rows are plain mappings"),
-    ("PairwiseDataset", None, "pairwise judges override `Rubric.score_group`"),
+    ("PairwiseDataset", None, "override `Rubric.score_group` for a pairwise judge"),
     ("RewardData", "llmrl.data.Rollout", ""),
     ("PromptTensorDictTokenizer TensorDictTokenizer", "llmrl.transforms.IncrementalTokenizer", ""),
     ("RolloutFromModel", "llmrl.collectors.LLMCollector", ""),
     ("TokenizedDatasetLoader", "llmrl.envs.DatasetChatEnv", ""),
     ("create_infinite_iterator", "llmrl.envs.DatasetChatEnv", "`num_epochs=None`"),
     ("get_dataloader", "llmrl.envs.sources.load_rows", "hub names, files, folders"),
-    ("IFEvalData", "llmrl.data.Rollout", "its columns"),
+    ("IFEvalData", "llmrl.data.Rollout", "the rollout's columns"),
     ("RemoteTransformersWrapper", "llmrl.engines.TransformersEngine", ""),
     ("make_async_vllm_engine", "llmrl.engines.AsyncVLLM", "`.from_pretrained`"),
     ("make_vllm_worker", "llmrl.engines.AsyncVLLM", ""),
@@ -28,7 +28,7 @@ ELSEWHERE: tuple[tuple[str, str | None, str], ...] = (
         "llmrl.weight_sync.StreamChannel",
         "",
     ),
-    ("SGLangWrapper", "llmrl.engines.ServerEngine", "a server that gives token ids and log-probs"),
+    ("SGLangWrapper", "llmrl.engines.ServerEngine", "for a server that returns token ids and log-probs"),
     ("AsyncSGLang RLSGLangEngine", "llmrl.engines.ServerEngine", ""),
     ("RayMCAdvantage", "llmrl.objectives.MCAdvantage", "groups are complete before they leave a collector"),
     ("vLLMUpdater vLLMUpdaterV2", "llmrl.weight_sync.VLLMWeightSyncScheme", ""),
@@ -36,13 +36,13 @@ ELSEWHERE: tuple[tuple[str, str | None, str], ...] = (
     ("VLLMWeightReceiver", "llmrl.weight_sync.EngineGroup", ""),
     ("VLLMDoubleBufferWeightReceiver", "llmrl.weight_sync.DoubleBufferReader", ""),
     ("VLLMDoubleBufferTransport", "llmrl.weight_sync.FileChannel", ""),
-    ("SGLangWeightSyncScheme", None, "SGLang is reached as a server; it loads weights itself"),
+    ("SGLangWeightSyncScheme", None, "an SGLang server loads weights itself"),
     ("SGLangWeightSender SGLangCollectiveTransport get_sglang_model_metadata", None, ""),
 )
 # Names of the toolkit `torchrl.envs.llm.agentic`, in the same form.
 AGENTIC: tuple[tuple[str, str | None, str], ...] = (
     ("ToolCompose", "llmrl.tools.ToolTransform", ""),
-    ("DispatchResult ParsedCall ParseResult", None, "`llmrl.tools.outcomes_of` reads what became of the calls"),
+    ("DispatchResult ParsedCall ParseResult", None, "use `llmrl.tools.outcomes_of` for the outcomes of the calls"),
     ("as_tool", "llmrl.tools.function_tool", ""),
     ("PythonTool", "llmrl.tools.PythonInterpreter", '`calls="tool_call"`'),
     ("MCPToolset MCPServerConfig", "llmrl.tools.MCPToolTransform", "servers are dicts"),
@@ -52,22 +52,22 @@ AGENTIC: tuple[tuple[str, str | None, str], ...] = (
         "calls are read in the chat template's format, or by `tool_parser=`",
     ),
     ("ToolContext", "llmrl.tools.ToolSession", ""),
-    ("validate_args json_schema_from_pydantic", None, "a tool's arguments are held to its schema by the transform"),
+    ("validate_args json_schema_from_pydantic", None, "the transform validates the arguments of a tool by its schema"),
     ("Repl ReplResult SubprocessRepl", "llmrl.tools.PythonExecutorService", ""),
-    ("JupyterRepl ReplDisplay ReplError", None, "there are no notebooks' kernels, and results are text"),
+    ("JupyterRepl ReplDisplay ReplError", None, "Jupyter kernels are not supported, and results are text"),
     ("default_sandbox BubblewrapSandbox SeatbeltSandbox", "llmrl.tools.ConfinedSandbox", ""),
     ("DockerSandbox", "llmrl.tools.ContainerSandbox", ""),
-    ("E2BSandbox", "llmrl.tools.E2BSandbox", "its methods are those of `Sandbox`"),
-    ("ModalSandbox", "llmrl.tools.ModalSandbox", "its methods are those of `Sandbox`"),
+    ("E2BSandbox", "llmrl.tools.E2BSandbox", "it has the methods of `Sandbox`"),
+    ("ModalSandbox", "llmrl.tools.ModalSandbox", "it has the methods of `Sandbox`"),
     (
         "UnsafeSubprocessSandbox",
         "llmrl.tools.Sandbox",
-        "a protocol for those of others; `llmrl.testing.check_sandbox` tries one",
+        "a protocol for your own sandbox; `llmrl.testing.check_sandbox` tests it",
     ),
     ("ResourceLimits", "llmrl.tools.PythonLimits", ""),
     ("SandboxError", "llmrl.tools.ToolError", ""),
 )
-# Submodules from which TorchRL's programs import, by namespace. Here they are the namespace itself.
+# Submodules from which TorchRL's programs import, by namespace. Here each of them is the namespace itself.
 _SUBMODULES = {
     "data.llm": "dataset history prompt reward topk utils",
     "envs.llm": "chat envs datasets datasets.countdown datasets.gsm8k datasets.ifeval datasets.math libs libs.mlgym "
@@ -83,9 +83,10 @@ _SUBMODULES = {
 
 
 def namespace(name: str) -> Callable[[str], object]:
-    """Register the submodules of a namespace, and return its `__getattr__`, which says what replaces a missing name.
+    """Register the submodules of a namespace, and return its `__getattr__`.
 
-    `ImportError` is raised for such a name, since `from … import` would drop the text of an `AttributeError`.
+    For a name that llmrl does not have, it raises an `ImportError` with the replacement, because `from … import` would
+    drop the text of an `AttributeError`.
     """
     module = sys.modules[name]
     submodules = _SUBMODULES[name.removeprefix("llmrl.torchrl.")].split()
@@ -106,7 +107,7 @@ def namespace(name: str) -> Callable[[str], object]:
 
 
 def area(name: str) -> Callable[[str], object]:
-    """Return the `__getattr__` of a package such as `llmrl.torchrl.envs`: names of its `llm`, and TorchRL's others."""
+    """Return the `__getattr__` of a package such as `llmrl.torchrl.envs`: llmrl's names of `llm`, then TorchRL's."""
     theirs = name.removeprefix("llmrl.")
 
     def get(attribute: str) -> object:

@@ -1,11 +1,13 @@
-"""Long rows split over ranks: each computes a part of the tokens, and in attention all tokens for a part of the heads.
+"""Splitting of long rows over ranks, as in Ulysses (arXiv:2309.14509).
 
-This is Ulysses (arXiv:2309.14509). Two ranks, a row of four tokens and two heads:
+Each rank computes a part of the tokens, and in attention all tokens for a part of the heads. With two ranks, a row of
+four tokens and two heads:
 
     layers          rank 0: tokens 0 1          rank 1: tokens 2 3
     attention       rank 0: head 0, 0 1 2 3     rank 1: head 1, 0 1 2 3
 
-What comes after the decoder is computed by each rank for all tokens, so each rank counts its share of the loss.
+After the decoder, each rank of a group computes all tokens of the row, so `train_step` divides each loss by the size of
+the group.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 @dataclass(frozen=True, slots=True)
 class ContextRanks:
-    """Ranks that compute the same rows together."""
+    """Group of ranks that compute the same rows together."""
 
     mesh: DeviceMesh
-    """The ranks, in the order of their tokens."""
+    """Ranks of the group, in the order of their tokens."""
 
     @classmethod
     def of(cls, device_type: str, num_ranks: int, num_context_ranks: int) -> ContextRanks:
-        """Divide all ranks into groups of neighbours; all ranks call this, and each gets its own group.
+        """Divide all ranks into groups of neighbours and return this rank's group; every rank must call this.
 
-        Raises ValueError if the groups do not have the same size.
+        Raises ValueError if `num_context_ranks` does not divide the number of ranks.
         """
         if num_context_ranks < 1 or num_ranks % num_context_ranks:
             raise ValueError(f"context_ranks={num_context_ranks} does not divide the {num_ranks} ranks of the model.")
@@ -48,26 +50,26 @@ class ContextRanks:
         return self.mesh.size()
 
     def part_of(self, column: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """Return this rank's tokens of `[num_bins, length, ...]`, as many for each rank; the last are padded."""
+        """Return this rank's part of `[num_bins, length, ...]` along the length, padded at the end to equal parts."""
         padding = (0, 0) * (column.ndim - 2) + (0, -column.shape[1] % self.size)
         return torch.nn.functional.pad(column, padding, value=fill).chunk(self.size, dim=1)[self.rank]
 
     def positions_of(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """Return where this rank's flattened part has those of the flat positions that it contains."""
+        """Return the flat positions that belong to this rank's part, as positions in the flattened part."""
         part = -(-length // self.size)
         bin_index, place = positions // length, positions % length - self.rank * part
         is_own = (place >= 0) & (place < part)
         return (bin_index * part + place)[is_own]
 
     def whole(self, states: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the states of all tokens, `[num_bins, length, size]`, from each rank's; gradients are summed."""
+        """Gather the ranks' states into those of all tokens, `[num_bins, length, size]`; gradients are summed."""
         parts = DTensor.from_local(states, self.mesh, [Shard(1)], run_check=False)
         return parts.full_tensor(grad_placements=[Partial()])[:, :length]
 
     def by_heads(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
         """Turn `[num_bins, num_heads, part, head_size]` into `[num_bins, num_heads / size, length, head_size]`."""
         num_heads = tensor.shape[1]
-        if num_heads % self.size:  # each head of keys is copied for the ranks that have its queries
+        if num_heads % self.size:  # repeat key heads, so that each rank has the keys of its queries
             tensor = tensor.repeat_interleave(self.size // math.gcd(num_heads, self.size), dim=1)
         parts = self._exchanged(tensor.unflatten(1, (self.size, -1)).movedim(1, 0))
         return parts.movedim(0, 2).flatten(2, 3)[:, :, :length]
@@ -79,5 +81,5 @@ class ContextRanks:
         return heads.movedim(0, 2).flatten(2, 3)
 
     def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give entry `i` to rank `i`, and return what the ranks gave this one, by rank."""
+        """Send entry `i` to rank `i`, and return the received entries in the order of the ranks."""
         return all_to_all_single_autograd(tensor.contiguous(), None, None, self.mesh.get_group())

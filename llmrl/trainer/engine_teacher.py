@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TOKENS: NestedKey = ("tokens", "full")
 _MASK: NestedKey = ("masks", "all_assistant_mask")
 _NUM_WORDS = 512
-"""Vocabulary entries per text; small enough for any model's context."""
+"""Number of vocabulary entries per text; small enough for the context of any model."""
 
 
 class EngineTeacher:
@@ -39,10 +39,10 @@ class EngineTeacher:
 
     Args:
         policy: the student, with `generate=False`.
-        engine: `ServerEngine("http://host:8000")` of a `vllm serve`, an `AsyncVLLM`, a `TransformersEngine`, any
-            object with their `score` method, or `EngineReplicas` of them. Its context must hold the longest row and
-            one token more.
-        tokenizer: the student's.
+        engine: `ServerEngine("http://host:8000")` of a `vllm serve`, an `AsyncVLLM`, a `TransformersEngine`, another
+            object with a `score` method, or `EngineReplicas` of these. Its context must hold the longest row plus one
+            token.
+        tokenizer: tokenizer of the student.
 
     Raises:
         TypeError: if the engine does not score given tokens.
@@ -59,14 +59,14 @@ class EngineTeacher:
         for one in engines:
             if not isinstance(one, ScoresTokens):
                 raise TypeError(
-                    f"engine must score given tokens, and {type(one).__name__} has no method score; take an AsyncVLLM, "
+                    f"engine must score given tokens, but {type(one).__name__} has no method score; pass an AsyncVLLM, "
                     "a ServerEngine or a TransformersEngine."
                 )
         if policy.temperature != 1:
             raise ValueError(
-                f"the student samples at temperature {policy.temperature:g}, and an engine scores given tokens at "
-                "temperature 1 only: sample at temperature 1, or load the teacher (load_teacher), which is "
-                "computed at the student's."
+                f"the student samples at temperature {policy.temperature:g}, but an engine scores given tokens only at "
+                "temperature 1: sample at temperature 1, or use load_teacher, which computes the teacher at the "
+                "student's temperature."
             )
         for one in engines:
             if isinstance(one, ServerEngine):
@@ -77,15 +77,16 @@ class EngineTeacher:
         self._student = policy
 
     def scores(self, batch: TensorDictBase, *, top_k: int = 0, assistant_only: bool = True) -> list[TokenScores]:
-        """Return the teacher's scores of each row's tokens; where nothing is scored, log-probs are 0 and ids -1.
+        """Return the teacher's scores of each row's tokens; tokens that are not scored have log-prob 0 and ids -1.
 
-        Raises ValueError if rows are from truncated distributions or too long, and EngineError if any engine fails.
+        Raises ValueError if rows were sampled from truncated distributions or are too long, and EngineError if an
+        engine fails.
         """
         rows = flat_batch(batch)
         token_ids = [ids.cpu() for ids in ragged_column(rows, _TOKENS)]
         if read_sampling_masks(rows, [len(ids) for ids in token_ids]) is not None:
             raise ValueError(
-                "an engine scores whole distributions, and these rows were sampled from truncated ones: sample with "
+                "an engine scores whole distributions, but these rows were sampled from truncated ones: sample with "
                 "top_p=1, top_k=0 and min_p=0, or load the teacher (load_teacher)."
             )
         masks = [torch.ones_like(ids).bool() for ids in token_ids]
@@ -121,13 +122,13 @@ def check_same_tokenizer(ours: Tokenizer, theirs: Tokenizer, *, teacher: str) ->
         token, number = differing[0]
         raise ValueError(
             f"the teacher {teacher!r} has another tokenizer than the student: {len(differing)} entries of their "
-            f"vocabularies differ, first {token!r}, {number}; the student's ids would mean other texts to the "
-            "teacher. Choose a teacher of the student's family."
+            f"vocabularies differ, the first is {token!r} with id {number}. The teacher would read the student's ids "
+            "as other text: choose a teacher of the student's model family."
         )
 
 
 def _check_served_tokenizer(engine: ServerEngine, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a server tokenizes the student's vocabulary differently; it cannot report its own."""
+    """Raise ValueError if a server, which cannot report its vocabulary, tokenizes the student's differently."""
     words = [tokenizer.decode([number]) for number in sorted(tokenizer.get_vocab().values())]
     texts = ["\n".join(words[start : start + _NUM_WORDS]) for start in range(0, len(words), _NUM_WORDS)]
 
@@ -142,7 +143,7 @@ def _check_served_tokenizer(engine: ServerEngine, tokenizer: Tokenizer) -> None:
         place = next(index for index, (our_id, their_id) in pairs if our_id != their_id)
         around = tokenizer.decode(ours[max(0, place - 2) : place + 3])
         raise ValueError(
-            f"the server's model {engine.model!r} has another tokenizer than the student: of the text {around!r} it "
-            f"makes {theirs[place : place + 3]}, and the student's {ours[place : place + 3]}; the student's ids "
-            "would mean other texts to the teacher. Choose a teacher of the student's family."
+            f"the server's model {engine.model!r} has another tokenizer than the student: in the text {around!r}, it "
+            f"makes {theirs[place : place + 3]} where the student's makes {ours[place : place + 3]}. The teacher would "
+            "read the student's ids as other text: choose a teacher of the student's model family."
         )

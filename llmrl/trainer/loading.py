@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _Adapted: TypeAlias = tuple[torch.nn.Module, str, Any]
-"""A layer's parent, its name there, and the layer."""
+"""Parent of an adapted layer, name of the layer in its parent, and the layer."""
 
 REF_LOG_PROBS: NestedKey = ("next", "ref_log_probs", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters (arXiv:2106.09685) of linear layers, trained without dropout in place of the weights."""
+    """Low-rank adapters (arXiv:2106.09685) of linear layers; the layers' weights are frozen. There is no dropout."""
 
     rank: int = 16
     """Rank of the update of each weight; at least 1."""
     alpha: int = 32
     """Scale of the update, which is multiplied by `alpha / rank`; at least 1."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Names of adapted layers, or `all-linear` for all except the output head."""
+    """Names of adapted layers, or `all-linear` for all linear layers except the output head."""
     quantize_base: bool = False
-    """Whether to hold the weights under the adapters in 4 bits (QLoRA, arXiv:2305.14314), by bitsandbytes."""
+    """Whether bitsandbytes stores the weights under the adapters in 4 bits (QLoRA, arXiv:2305.14314)."""
 
     def __post_init__(self) -> None:
         check_least(1, rank=self.rank, alpha=self.alpha)
@@ -61,20 +61,20 @@ def load_model(
     gradient_checkpointing: bool = False,
     lora: LoRAConfig | None = None,
 ) -> PreTrainedModel:
-    """Load a causal language model for training, in float32; of a model with images the language model alone.
+    """Load a causal language model for training, in float32; of a vision-language model, only the language model.
 
     Args:
-        path: folder or hub name.
-        mesh: ranks to shard the model over (`shard_model`); each reads its own part of the files. They must have the
-            same random state.
+        path: folder, or name on the Hugging Face Hub.
+        mesh: ranks over which the model is sharded (`shard_model`); each rank reads its own part of the files. All
+            ranks must have the same random state.
         compute_dtype, context_ranks: see `shard_model`; only with `mesh`.
-        gradient_checkpointing: recompute activations in the backward pass to save memory.
-        lora: adapters, which are then the only trained parameters. An engine computes with a quantized base once it
-            has taken the first update, which belongs before the first rollout.
+        gradient_checkpointing: whether to recompute activations in the backward pass, which saves memory.
+        lora: adapters, which are then the only trained parameters. If their base is quantized, send the weights to the
+            engines before the first rollout, so that they compute with the quantized values.
 
     Raises:
         MissingExtraError: if `lora` is given and peft, or bitsandbytes for a quantized base, is not installed.
-        ValueError: if `lora.target_modules` names no layer of the model, or a quantized base is to be sharded.
+        ValueError: if `lora.target_modules` names no layer of the model, or if a quantized base would be sharded.
 
     Example:
         >>> import tempfile
@@ -91,7 +91,7 @@ def load_model(
         model = load_language_model(path, dtype=torch.float32, device=device, quantize=quantize)
         return _prepare(model, gradient_checkpointing=gradient_checkpointing, lora=lora)
     if quantize:
-        raise ValueError("quantize_base=True is for one rank: weights of 4 bits cannot be sharded.")
+        raise ValueError("quantize_base=True is for one rank (mesh=None): 4-bit weights cannot be sharded.")
     prepared: list[PreTrainedModel] = []
     adapted: list[_Adapted] = []
 
@@ -99,9 +99,9 @@ def load_model(
         model.tie_weights()
         random_state = torch.get_rng_state()
         prepared.append(_prepare(model, gradient_checkpointing=gradient_checkpointing, lora=lora))
-        torch.set_rng_state(random_state)  # the adapters are drawn when there is memory for them
+        torch.set_rng_state(random_state)  # `_draw_adapter` draws the adapters later from this state
         shard_model(prepared[0], mesh, compute_dtype=compute_dtype, context_ranks=context_ranks)
-        # The files name the layers as they are without adapters, which stand aside while the files are read.
+        # The files contain names without adapters, so base layers replace adapted layers while the files are read.
         adapted.extend(_adapted_layers(model))
         for parent, name, layer in adapted:
             setattr(parent, name, layer.get_base_layer())
@@ -110,21 +110,21 @@ def load_model(
     for parent, name, layer in adapted:
         setattr(parent, name, layer)
     layers = [one for _, _, layer in adapted for one in _wrapped_by(layer)]
-    # peft adapts layers before it adapts single parameters, such as those of experts.
+    # The order is peft's, which adapts layers before single parameters (such as those of experts).
     for layer in sorted(layers, key=lambda one: hasattr(one, "parameter_name")):
         _draw_adapter(layer, device)
     return prepared[0]
 
 
 def _prepare(model: PreTrainedModel, *, gradient_checkpointing: bool, lora: LoRAConfig | None) -> PreTrainedModel:
-    """Return the model with checkpointing and adapters, if they are asked for."""
+    """Return the model, with gradient checkpointing and adapters if requested."""
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model if lora is None else add_adapters(model, lora)
 
 
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig) -> PreTrainedModel:
-    """Add adapters, in place, and return peft's model around the model; raises as `load_model` does."""
+    """Add adapters in place and return the peft model around the model; raise the errors of `load_model`."""
     require("peft", extra="lora")
     import peft
 
@@ -136,7 +136,7 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig) -> PreTrainedModel:
 
 
 def _adapted_layers(model: torch.nn.Module) -> Iterator[_Adapted]:
-    """Yield the layers with adapters, and where they are in the model."""
+    """Yield the layers with adapters and their places in the model."""
     for path, layer in model.named_modules():
         parent, _, name = path.rpartition(".")
         if hasattr(layer, "lora_A") and not hasattr(model.get_submodule(parent), "lora_A"):
@@ -144,13 +144,13 @@ def _adapted_layers(model: torch.nn.Module) -> Iterator[_Adapted]:
 
 
 def _wrapped_by(layer: Any) -> list[Any]:
-    """Return an adapted layer, and those that it wraps, in the order in which peft made them."""
+    """Return an adapted layer and the adapted layers that it wraps, in the order in which peft created them."""
     inner = _wrapped_by(layer.base_layer) if hasattr(layer.base_layer, "lora_A") else []
     return [*inner, layer]
 
 
 def _draw_adapter(layer: Any, device: str | torch.device) -> None:
-    """Give a sharded adapter without memory its first values, with peft's numbers in peft's order."""
+    """Allocate and initialise a sharded adapter, drawing the same numbers in the same order as peft."""
     (adapter,) = layer.lora_A
     parts = [layer.lora_A[adapter], layer.lora_B[adapter]]
     downward, upward = (torch.nn.Linear(part.in_features, part.out_features, bias=False) for part in parts)
@@ -181,7 +181,7 @@ def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[T
 
 
 def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: Tokenizer) -> TransformersWrapper:
-    """Load a frozen teacher, sharded like the policy; ValueError if its vocabulary is not that of `tokenizer`."""
+    """Load a frozen teacher, sharded like the policy; raise ValueError if its vocabulary differs from `tokenizer`'s."""
     from transformers import AutoTokenizer
 
     check_same_tokenizer(tokenizer, AutoTokenizer.from_pretrained(path), teacher=str(path))

@@ -12,7 +12,7 @@ from llmrl.trainer.head.log_probs import default_chunk_size
 from llmrl.trainer.optimizer import MOMENT_BYTES, MomentsName
 
 _QUANTIZED = 0.5 + 4 / 64
-"""Bytes of a weight of 4 bits."""
+"""Bytes of a 4-bit weight, with a scale of 4 bytes for 64 weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, folder: str | Path) -> ModelShape:
-        """Read the shape from `config.json` in a folder; ValueError if the model is not dense."""
+        """Read the shape from `config.json` in a folder; raise ValueError if the model is not dense."""
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
         config = config.get("text_config") or config
         needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -41,7 +41,7 @@ class ModelShape:
         experts = [name for name in config if "expert" in name and config[name]]
         if missing or experts:
             raise ValueError(
-                f"{folder}: memory is planned for dense transformers, and its config has "
+                f"{folder}: memory can be planned only for dense transformers, but config.json has "
                 + (f"no {', '.join(missing)}." if missing else f"{', '.join(experts)}.")
             )
         heads = config["num_attention_heads"]
@@ -65,7 +65,7 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Number of parameters of the output head, and of the embedding."""
+        """Number of parameters of the output head, equal to that of the embedding."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -103,10 +103,10 @@ class TrainingShape:
     """Whether to compute in bfloat16 or float16 over float32 weights."""
     lora_rank: int | None = None
     quantize_base: bool = False
-    """Whether the weights of layers have 4 bits, and a scale of 4 bytes for 64."""
+    """Whether the weights of layers are quantized to 4 bits."""
     moments: MomentsName = "float32"
     has_reference: bool = False
-    """Whether the loss has a KL to the initial model, which with adapters needs no second copy."""
+    """Whether the loss has a KL to the initial model; with adapters, this needs no second copy of the weights."""
     is_gpu: bool = True
 
 
@@ -129,8 +129,8 @@ class MemoryPlan:
 def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
     """Estimate the memory of each device of a trainer; a test compares the estimates with measurements.
 
-    Activations per token and layer in float32 are 8 times the hidden size, 5.5 times the query size, 4.5 times the
-    key size and 5 times the feed-forward size; under autocast, residuals and norms stay in float32.
+    In float32, each layer keeps for each token 8 numbers per hidden unit, 5.5 per unit of the queries, 4.5 per unit of
+    the keys and 5 per unit of the feed-forward layer. Under autocast, residuals and norms stay in float32.
 
     Example:
         >>> small = ModelShape(hidden_size=896, intermediate_size=4864, num_layers=24, vocab_size=151936,
@@ -178,13 +178,13 @@ def _activations(model: ModelShape, training: TrainingShape) -> int:
     layer = tokens * 4 * (8 * hidden + 5.5 * queries + 4.5 * keys + 5 * wide)
     if training.is_half:
         layer = tokens * (30 * hidden + 11 * queries + 9 * keys + 10 * wide)
-    ends = 16 * _num_tokens(training) * hidden  # embedding, last norm, input of the head, which each device has whole
+    ends = 16 * _num_tokens(training) * hidden  # embedding, last norm and input of the head, not split over ranks
     if not training.gradient_checkpointing:
         return int(layer * model.num_layers + ends)
     # Each layer's input, and one recomputed layer.
     num_inputs = model.num_layers
     if training.offload_activations:
-        num_inputs = 2  # one is fetched while one is used
+        num_inputs = 2  # one is fetched while another is used
     return int(4 * tokens * hidden * num_inputs + layer + ends)
 
 
@@ -222,7 +222,7 @@ def _weight_size(training: TrainingShape) -> int:
 
 
 def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> list[str]:
-    """Return alternative changes of options, the smallest of each kind, that fit into `num_bytes`."""
+    """Return alternative changes of options, each the smallest of its kind, so that training fits into `num_bytes`."""
     found = []
     for kind in _changes(training):
         for entries, changed in kind:
@@ -233,7 +233,7 @@ def what_fits(model: ModelShape, training: TrainingShape, num_bytes: int) -> lis
 
 
 def _changes(training: TrainingShape) -> Iterator[Iterator[tuple[str, TrainingShape]]]:
-    """Yield changes by kind, each kind from the smallest change on."""
+    """Yield the changes of each kind, from the smallest to the largest."""
     least = max(512, training.longest_row)  # a budget below the longest row has no effect
     budgets = [training.token_budget >> halved for halved in range(1, 8) if training.token_budget >> halved >= least]
     yield ((f"train.token_budget={budget}", replace(training, token_budget=budget)) for budget in budgets)

@@ -31,7 +31,7 @@ def minibatches(
     Args:
         batch: training rows with advantages; changed in place.
         loss_module: loss of the updates; its `actor_network` is the policy.
-        num_minibatches: updates per epoch; limited to the number of rollouts.
+        num_minibatches: number of updates per epoch; limited to the number of rollouts.
 
     Raises ValueError if a number is below 1.
 

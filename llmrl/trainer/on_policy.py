@@ -14,7 +14,7 @@ from llmrl.data.ragged import flat_batch, has_entry, ragged_column
 from llmrl.trainer.trained_model import TrainedModel
 
 _BOUNDS = {torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Mean difference in nats explained by rounding; random models with sharp distributions reach half of it."""
+"""Largest mean difference, in nats, that rounding explains; random models with sharp distributions reach half of it."""
 _FLOAT32_BOUND = 0.001
 _INT8_BOUND = 0.5
 """Upper limit of the bound for an int8 engine; beyond it most importance weights are clipped."""
@@ -24,13 +24,13 @@ _STALE = (
     "are in use (reset_running_requests=False)"
 )
 _COSTLY_INT8 = (
-    "the engine computes in int8, and rounding costs these weights more than the first ones: start it without "
-    "quantization"
+    "the engine computes in int8, and the rounding error is larger with these weights than with the first ones: start "
+    "the engine without quantization"
 )
 _OTHER_DISTRIBUTION = [
-    "the temperature: that of TransformersWrapper(generate_kwargs=...) must be the sampler's",
+    "the temperature of TransformersWrapper(generate_kwargs=...) differs from the sampler's",
     "top_k, top_p or min_p without the rows' sampling mask (replay=False), or a repetition penalty: the sampler's "
-    "log-probs are those of another distribution",
+    "log-probs belong to another distribution",
     "the engine was started from another checkpoint than the trainer, or with other options of the model",
 ]
 
@@ -48,7 +48,7 @@ def on_policy_difference(
     """Return `|log pi_trainer - log pi_sampler|` of the trained tokens that `version` sampled, `[num_tokens]`.
 
     Args:
-        log_probs: the policy's, `[num_tokens]` per row; NaN for tokens that are not trained.
+        log_probs: log-probs of the policy, `[num_tokens]` per row; NaN for tokens that are not trained.
         version: version of the weights that gave `log_probs`; None selects all trained tokens.
     """
     rows = flat_batch(batch)
@@ -67,8 +67,8 @@ def check_difference(
     """Return the mean on-policy difference and its bound as metrics, and warn if rounding does not explain it.
 
     The result is empty if no tokens are known to be on-policy: the weights were never sent to an engine, or have
-    changed since. The warning is repeated if the difference doubles or exceeds its bound anew. For int8 engines the
-    bound is twice the difference of the first batch, at most 0.5 nats.
+    changed since. The warning is repeated if the difference doubles, or exceeds its bound again after a batch
+    within the bound. For int8 engines the bound is twice the difference of the first batch, at most 0.5 nats.
 
     Raises ValueError for a difference above the bound if the engine was started with arguments that llmrl's tests do
     not cover, and its log-probs have not agreed before.
@@ -99,7 +99,7 @@ def check_difference(
         raise ValueError(
             f"the engine was started with {names}, which llmrl's tests do not cover, and log-probs of the first batch "
             f"differ from the trainer's by {mean:.3g} nats on average; rounding explains {bound:g}. Start the engine "
-            "without it."
+            "without these arguments."
         )
     if mean < 2 * record.warned_difference:
         return measured

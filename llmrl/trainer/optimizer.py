@@ -16,7 +16,7 @@ from llmrl._utils.types import StateDict
 MomentsName = Literal["float32", "8bit"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 MOMENT_BYTES: dict[MomentsName, int] = {"float32": 8, "8bit": 2}
-"""Bytes of the two moments of a parameter, without the scales of 8 bits."""
+"""Bytes of the two moments of a parameter, without the scales of `8bit`."""
 
 
 def make_optimizer(
@@ -35,18 +35,19 @@ def make_optimizer(
     but not the learning rate, weight decay or schedule, so a resumed run follows its configuration.
 
     Args:
-        model: only parameters that require gradients are optimised.
+        model: model with the parameters to optimise, those that require gradients.
         learning_rate: peak learning rate.
-        weight_decay: weight decay of matrices; vectors (norms, biases) have none.
+        weight_decay: weight decay of matrices; vectors (norms, biases) are not decayed.
         schedule: after the warm-up, `constant`, or `linear` or `cosine` decay to 0 at `num_steps`.
-        warmup_steps: batches over which the learning rate rises from `learning_rate / (warmup_steps + 1)`.
-        num_steps: batches of the whole training, including the warm-up; required for a decay.
-        moments: `8bit` needs 2 bytes for each parameter in place of 8 (arXiv:2110.02861, by bitsandbytes): a code for
-            each value and a scale for 256. Tensors of fewer than 4,096 values keep float32.
+        warmup_steps: number of batches over which the learning rate rises from `learning_rate / (warmup_steps + 1)`.
+        num_steps: number of batches of the whole training, including the warm-up; required for a decay.
+        moments: `float32`, or `8bit`, with which bitsandbytes stores 2 bytes per parameter instead of 8
+            (arXiv:2110.02861): a code for each value and a scale for 256. Tensors of fewer than 4,096 values keep
+            float32.
 
-    Raises ValueError if a name is unknown, a number is invalid, the model has no trained parameter, or moments of 8
-    bits are asked of sharded weights; MissingExtraError if bitsandbytes is not installed. An optimizer raises
-    ValueError when it loads moments of the other form.
+    Raises ValueError if a name is unknown, a number is invalid, the model has no trained parameter, or `8bit` is
+    given for sharded weights, and MissingExtraError if bitsandbytes is needed and not installed. The optimizer raises
+    ValueError when it loads a state dict with the other kind of moments.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -70,10 +71,12 @@ def make_optimizer(
     if schedule != "constant" and num_steps is None:
         raise ValueError(f"schedule={schedule!r} decays to 0 at the end of training: give num_steps.")
     if num_steps is not None and schedule != "constant" and warmup_steps >= num_steps:
-        raise ValueError(f"warmup_steps={warmup_steps} leaves no step of num_steps={num_steps} to train in.")
+        raise ValueError(
+            f"warmup_steps={warmup_steps} leaves no step of num_steps={num_steps} for the decay: use a smaller number."
+        )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise ValueError(f"no parameter of {type(model).__name__} needs a gradient; there is nothing to train.")
+        raise ValueError(f"no parameter of {type(model).__name__} requires a gradient; there is nothing to train.")
     matrices = [p for p in trained if p.ndim > 1]
     vectors = [p for p in trained if p.ndim <= 1]
     groups: list[dict[str, object]] = [
@@ -84,7 +87,7 @@ def make_optimizer(
     optimizer: torch.optim.Optimizer
     if moments == "8bit":
         if any(isinstance(parameter, DTensor) for parameter in trained):
-            raise ValueError("moments='8bit' needs whole weights, and these are sharded: use moments='float32'.")
+            raise ValueError("moments='8bit' needs unsharded weights, but the model is sharded: use moments='float32'.")
         optimizer = _eight_bit_adamw(groups, learning_rate)
     else:
         # On GPU, the fused kernel makes no copies of the weights.
@@ -96,7 +99,7 @@ def make_optimizer(
 def _eight_bit_adamw(groups: list[dict[str, object]], learning_rate: float) -> torch.optim.Optimizer:
     class HookedAdamW(require("bitsandbytes", extra="optim").optim.AdamW8bit):  # type: ignore[misc]
         def load_state_dict(self, state_dict: StateDict, move_to_device: bool = True) -> None:
-            """Call the hooks too, which bitsandbytes leaves out."""
+            """Load the state and call the registered hooks, which bitsandbytes does not call."""
             for check in self._optimizer_load_state_dict_pre_hooks.values():
                 check(self, state_dict)
             super().load_state_dict(state_dict, move_to_device)
@@ -111,15 +114,18 @@ def _check_moments(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> N
     saved = state_dict["param_groups"][0].get("moments", "float32")
     own = optimizer.param_groups[0]["moments"]
     if saved != own:
-        raise ValueError(f"the state has moments={saved!r}, and the optimizer moments={own!r}: use those of the state.")
+        raise ValueError(
+            f"the state has moments={saved!r}, and the optimizer moments={own!r}: create the optimizer "
+            f"with moments={saved!r}."
+        )
 
 
 class WarmupSchedule(LRScheduler):
     """Learning-rate schedule that depends only on the number of steps; see `make_optimizer`.
 
-    Step `s`, from 0, multiplies the learning rate by
+    Step `s`, counted from 0, multiplies the learning rate by
 
-    - `(s + 1) / (warmup_steps + 1)` while `s < warmup_steps`: no step has a learning rate of 0;
+    - `(s + 1) / (warmup_steps + 1)` while `s < warmup_steps`, so that no step has a learning rate of 0;
     - then, with `t = (s - warmup_steps) / (num_steps - warmup_steps)`: 1, `1 - t`, or `(1 + cos(pi t)) / 2` (SGDR,
       arXiv:1608.03983, equation 5, without restarts).
 
@@ -150,7 +156,7 @@ class WarmupSchedule(LRScheduler):
         return [rate * self.factor(self.last_epoch) for rate in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance to the next step; ValueError if `epoch` is given, or the decay has ended."""
+        """Advance to the next step; raise ValueError if `epoch` is given or the decay has ended."""
         if epoch is not None:
             raise ValueError(f"the schedule counts steps itself: call step() without epoch={epoch!r}.")
         if self.schedule != "constant" and self.num_steps is not None and self.last_epoch >= self.num_steps:

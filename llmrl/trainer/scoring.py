@@ -47,14 +47,16 @@ def write_log_probs(
 
     If the model is sharded, every rank must pass the same batch; the ranks share the work and each has all results.
 
-    - `("old_log_probs", "full")`: the trainer's own, before the first of several updates on a batch;
-    - `("next", "ref_log_probs", "full")`: a reference's, which with LoRA is the trained model with `disable_adapter`;
-    - `("next", "teacher_log_probs", "full")`: a teacher's.
+    Usual keys are
+
+    - `("old_log_probs", "full")` for the trained policy, before the first of several updates on a batch;
+    - `("next", "ref_log_probs", "full")` for a reference, with LoRA the trained policy with `disable_adapter`;
+    - `("next", "teacher_log_probs", "full")` for a teacher.
 
     Args:
         policy: model that scores, without gradient, or an `EngineTeacher`.
-        disable_adapter: score with the adapters of a peft model disabled.
-        assistant_only: score trained tokens; False scores all, as losses with `masking_strategy="generic"` need.
+        disable_adapter: whether to disable the adapters of a peft model.
+        assistant_only: whether to score only trained tokens; losses with `masking_strategy="generic"` need all.
 
     Raises:
         TypeError: if `disable_adapter` is given for a model without adapters.
@@ -62,7 +64,7 @@ def write_log_probs(
     """
     if isinstance(policy, EngineTeacher):
         if disable_adapter:
-            raise TypeError("disable_adapter needs a peft model, got an EngineTeacher; leave it out.")
+            raise TypeError("disable_adapter needs a peft model, got an EngineTeacher; leave disable_adapter out.")
         scores = policy.scores(batch, assistant_only=assistant_only)
         write_column(batch, key, [row.log_probs for row in scores])
         return batch
@@ -77,14 +79,14 @@ def write_log_probs(
 def write_top_k(
     teacher: TransformersWrapper | EngineTeacher, batch: TensorDictBase, top_k: int, *, key: tuple[str, ...] = TOP_K_KEY
 ) -> TensorDictBase:
-    """Write a teacher's most likely ids of each trained token and their log-probs, for `TeacherTopK`; return the batch.
+    """Write a teacher's most likely ids at each trained token and their log-probs, for `TeacherTopK`; return the batch.
 
     If the model is sharded, every rank must pass the same batch; the ranks share the work and each has all results.
 
     Args:
-        top_k: ids per token; by default a vLLM server returns at most 20.
-        key: parent of the entries `token_ids` (int64) and `log_probs` (float32), `[num_tokens, top_k]` per row; -1 and
-            0 outside the mask.
+        top_k: number of ids per token; a vLLM server returns at most 20 by default.
+        key: parent of the entries `token_ids` (int64) and `log_probs` (float32), `[num_tokens, top_k]` per row; outside
+            the mask, they are -1 and 0.
 
     Raises:
         ValueError: if `top_k` is below 1, or rows were sampled from truncated distributions.
@@ -109,7 +111,7 @@ def _top_k_of(
     lengths = [len(ids) for ids in token_ids]
     if read_sampling_masks(rows, lengths) is not None:
         raise ValueError(
-            "a teacher's likeliest ids are of its whole distribution, and these rows were sampled from truncated ones: "
+            "write_top_k reads the teacher's whole distribution, but these rows were sampled from truncated ones: "
             "sample with top_p=1, top_k=0 and min_p=0."
         )
     starts = torch.tensor([0, *lengths], device=teacher.device).cumsum(0)
@@ -142,19 +144,19 @@ def write_hinted_log_probs(
 ) -> TensorDictBase:
     """Write the log-probs of the trained tokens given a first prompt extended by a hint (privileged information).
 
-    A policy that reads a solution or a judge's feedback is a teacher of itself without it (self-distillation; OPSD,
-    arXiv:2601.18734; SDPO, arXiv:2601.20802). The hint is appended to the last message before the first answer; later
-    turns stay as they were sampled.
+    A policy that reads a solution or a judge's feedback can teach the same policy without that hint (self-distillation;
+    OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802). The hint is appended to the last message before the first answer;
+    later turns stay as they were sampled.
 
     Args:
-        batch: training rows with their conversations, `("history", "full")`; changed in place.
+        batch: training rows with conversations in `("history", "full")`; changed in place.
         key: entry to write, `[num_tokens]` float32 per row.
-        hints: one per row.
-        render: converts messages to prompt ids: `partial(renderer.render, add_generation_prompt=True)`.
+        hints: one text per row.
+        render: function from messages to prompt ids: `partial(renderer.render, add_generation_prompt=True)`.
 
     Raises:
-        ValueError: if a row does not begin with its rendered prompt: its history was rewritten, or its prompt has
-            tools.
+        ValueError: if a row does not begin with its rendered prompt, because its history was rewritten or its prompt
+            contains tools.
     """
     rows = flat_batch(batch).unbind(0)
     prompts = []
@@ -164,8 +166,8 @@ def write_hinted_log_probs(
         ids = row[_TOKENS]
         if ids[: len(shown)].tolist() != shown:
             raise ValueError(
-                f"row {index} does not begin with the prompt that its conversation's first messages have: its history "
-                "was rewritten, or its prompt shows tools; hints are for rows that hold a conversation's beginning."
+                f"row {index} does not begin with the prompt rendered from the first messages of its conversation: its "
+                "history was rewritten, or its prompt contains tools. Pass only rows that begin their conversation."
             )
         last = {**messages[-1], "content": f"{text_of(messages[-1]['content'])}\n\n{hint}"}
         prompts.append((len(shown), render([*messages[:-1], last])))
@@ -181,7 +183,7 @@ def write_hinted_log_probs(
 
 
 def _with_prompt(row: TensorDictBase, num_replaced: int, prompt_ids: list[int]) -> TensorDictBase:
-    """Return the scored entries of a row, with its first tokens replaced."""
+    """Return the entries of a row that scoring reads, with the first `num_replaced` tokens replaced."""
 
     def after(column: torch.Tensor, first: list[int]) -> torch.Tensor:
         return torch.cat([torch.tensor(first, dtype=column.dtype), column[num_replaced:].cpu()])
@@ -197,7 +199,7 @@ def _with_prompt(row: TensorDictBase, num_replaced: int, prompt_ids: list[int]) 
 
 @contextlib.contextmanager
 def adapters_off(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Disable a peft model's adapters within the context; TypeError if it has none."""
+    """Disable a peft model's adapters within the context; raise TypeError if the model has none."""
     if not hasattr(model, "disable_adapter"):
         raise TypeError(
             f"disable_adapter needs a peft model, got {type(model).__name__}; score with a reference model instead."

@@ -28,19 +28,20 @@ def shard_model(
     """Shard a transformers model in place with PyTorch's `fully_shard`, layer by layer, and return it.
 
     Create the optimizer afterwards. All ranks must start from the same weights, and must wrap the model
-    (`TransformersWrapper`) and call `train_step`, `write_log_probs` and weight sync with the same batches; they
+    (`TransformersWrapper`) and call `train_step`, `write_log_probs` and weight sync with the same batches; the ranks
     share the work. Gradients are summed over ranks, not averaged, as each rank computes a part of the batch's loss.
 
     Args:
-        mesh: the ranks; all of them by default. A mesh of two dimensions must contain all ranks; it replicates over
-            the first and shards over the second.
+        mesh: ranks over which the model is sharded, by default all. A mesh of two dimensions must contain all ranks;
+            the model is replicated over the first dimension and sharded over the second.
         compute_dtype: dtype in which parameters are gathered and computed, for example `torch.bfloat16`; replaces the
             wrapper's autocast, which would gather them in float32. Gradients are summed in float32.
-        context_ranks: number of neighbouring ranks that compute the same rows together, each a part of their tokens
-            (`llmrl.trainer.context`): rows may be that many times as long. Micro-batches are shared by groups of ranks.
+        context_ranks: number of neighbouring ranks that compute the same rows together, each a part of the tokens
+            (`llmrl.trainer.context`), so that rows may be as many times longer. Each such group computes its own
+            micro-batches.
 
     Raises TypeError if the model's decoder has no list of layers, and ValueError if `context_ranks` does not divide the
-    ranks or the heads of attention.
+    number of ranks or of attention heads.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = decoder_of(base)
@@ -49,7 +50,7 @@ def shard_model(
         raise TypeError(f"{type(decoder).__name__} has no `layers` to shard one by one.")
     num_heads = getattr(text_config(base), "num_attention_heads", 0)
     if context_ranks > 1 and (not num_heads or num_heads % context_ranks):
-        raise ValueError(f"context_ranks={context_ranks} does not divide the model's {num_heads} heads of attention.")
+        raise ValueError(f"context_ranks={context_ranks} does not divide the model's {num_heads} attention heads.")
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
     )

@@ -36,7 +36,7 @@ class TrainStepReport:
     num_micro_batches: int = 0
     seconds: float = 0.0
     measurements: dict[str, float] = field(default_factory=dict)
-    """Metrics of the loss: loss terms, ESS, clip fraction, log-prob differences, ..."""
+    """Metrics of the step: loss terms, ESS, clip fraction, log-prob differences, routing, loss scale and others."""
     log_probs: list[torch.Tensor] = field(default_factory=list, repr=False)
     """The policy's log-probs before the update, `[num_tokens]` per row; NaN for tokens that are not trained, and
     for all tokens with `DistillationLoss(teacher=)`, which computes none."""
@@ -59,9 +59,9 @@ def train_step(
 ) -> TrainStepReport:
     """Do one update on a batch: gradients of micro-batches, clipping, an optimizer step.
 
-    The step is skipped, with a warning, if a column of the batch, the loss or a gradient is not finite; it is skipped
-    without a warning if no token is trained or every advantage is zero, and if a gradient overflows in float16, after
-    which the loss is scaled by half as much. Rows with zero advantage are not computed
+    The step is skipped with a warning if a column of the batch, the loss or a gradient is not finite. It is skipped
+    without a warning if no token is trained, if every advantage is zero and the loss has no other terms, or if a
+    gradient overflows in float16; an overflow halves the scale of the loss. Rows with zero advantage are not computed
     unless the loss has other terms; they count in averages over the batch but in no measurement. A warning names likely
     causes if the policy's log-probs differ from the engine's with the same weights by more than rounding explains.
 
@@ -71,13 +71,13 @@ def train_step(
     Args:
         loss_module: loss; its `actor_network` should be a `TransformersWrapper` for micro-batches.
         optimizer: its gradients are cleared before and after the step.
-        token_budget: computed tokens per micro-batch; the policy's by default.
+        token_budget: number of computed tokens per micro-batch; by default the policy's `token_budget`.
         max_grad_norm: maximum gradient norm; None disables clipping.
 
     Raises ValueError if the loss is not a scalar (aggregation or reduction `none`), or `max_grad_norm` is not positive.
     """
     if not loss_module.is_scalar:
-        raise ValueError("train_step needs one number; the loss has aggregation or reduction 'none'.")
+        raise ValueError("train_step needs a scalar loss, but the aggregation or reduction of the loss is 'none'.")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(
             f"max_grad_norm must be a positive number, or None to leave gradients as they are, got {max_grad_norm}."
@@ -89,7 +89,7 @@ def train_step(
     try:
         inputs = loss_module.prepare(batch) if report.num_rows else None
     except NonFiniteColumnError as error:
-        # Not an error, as a resumed run would read the same batch again.
+        # Not an error, which would end the run: a resumed run would read the same batch again.
         warnings.warn(f"The step is skipped. {error}", stacklevel=2)
         return _skipped(report, f"non_finite_{error.column}", started)
     if inputs is None or not inputs.num_scored:

@@ -1,4 +1,4 @@
-"""State shared by trainer and weight sync about one model: dtypes, sharding and the engines' version."""
+"""State of one model that trainer and weight sync share: dtypes, sharding and the version of the engines' weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TrainedModel:
     """Record of one model; `None` means unknown."""
 
     compute_dtype: torch.dtype | None = None
-    """dtype of the forward pass: autocast's, that of sharding, or that of the weights."""
+    """dtype of the forward pass: that of autocast, of sharding, or of the weights."""
     scaler: torch.amp.GradScaler | None = None
     """Scaler of the loss, where float16 over float32 weights would lose small gradients; its state is part of a
     checkpoint."""
@@ -32,11 +32,11 @@ class TrainedModel:
     mesh: DeviceMesh | None = None
     """Ranks over which the model is sharded."""
     context: ContextRanks | None = None
-    """Ranks that compute the same rows together; None if each computes rows of its own."""
+    """Ranks that compute the same rows together; None if each rank computes its own rows."""
     engine_dtype: torch.dtype | None = None
     """dtype of the engines that receive the weights."""
     engine_length: int | None = None
-    """`max_model_len` of those engines, on which the frequencies of LongRoPE depend."""
+    """`max_model_len` of these engines, on which the frequencies of LongRoPE depend."""
     is_engine_int8: bool = False
     """Whether the engines' linear layers compute in int8."""
     untested_arguments: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class TrainedModel:
     num_updates: int = 0
     """Optimizer steps since the weights were sent."""
     has_agreed: bool = False
-    """Whether the log-probs ever agreed with the engines', up to rounding."""
+    """Whether the log-probs have ever agreed with the engines' up to rounding."""
     warned_difference: float = 0.0
     """Log-prob difference of the last warning."""
     routing: RoutingCounts | None = None
@@ -71,13 +71,13 @@ class TrainedModel:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Index of this rank's micro-batches, and number of ranks, or groups that split rows, with micro-batches."""
+        """Index of this rank and number of ranks in sharing micro-batches; a group that splits rows counts as one."""
         rank, num_ranks = rank_and_size(self.process_group)
         return rank // self.num_context_ranks, num_ranks // self.num_context_ranks
 
     @property
     def is_reporting(self) -> bool:
-        """Whether this rank reports its micro-batches: of ranks that split rows the first one does."""
+        """Whether this rank reports its micro-batches; of the ranks that split a row, only the first does."""
         return self.context is None or self.context.rank == 0
 
     @property
@@ -107,7 +107,7 @@ class TrainedModel:
             return None
         return (
             f"the engine computes in {engine} and the trainer in {trainer}, so that small updates are lost to "
-            f"rounding and importance ratios are off on-policy. Start the engine with dtype={trainer!r}, or let the "
+            f"rounding and on-policy importance ratios are not 1. Start the engine with dtype={trainer!r}, or let the "
             f"trainer compute in {engine}: TransformersWrapper(autocast_dtype=torch.{engine})."
         )
 
@@ -123,7 +123,7 @@ _known: WeakKeyDictionary[torch.nn.Module, TrainedModel] = WeakKeyDictionary()
 
 def trained_model(model: torch.nn.Module) -> TrainedModel:
     """Return the record of a model; a peft model and its base share one."""
-    get_base: Callable[[], torch.nn.Module] = getattr(model, "get_base_model", lambda: model)  # of peft
+    get_base: Callable[[], torch.nn.Module] = getattr(model, "get_base_model", lambda: model)  # peft's method
     return _known.setdefault(get_base(), TrainedModel())
 
 

@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 
 class TransformersWrapper(ScoresRows):
-    """Policy of a transformers model that generates, or with `generate=False` scores tokens; the latter is trained.
+    """Policy of a transformers model that generates or, with `generate=False`, scores tokens for training.
 
-    *Generating*, it is a policy over a `TransformersEngine` of the model; see `LLMWrapperBase`.
+    To generate, the policy uses a `TransformersEngine` of the model; see `LLMWrapperBase`.
 
-    *Scoring*, it reads `("tokens", "full")` and `("masks", "all_assistant_mask")`, and writes
+    To score, the policy reads `("tokens", "full")` and `("masks", "all_assistant_mask")`, and writes
     `(log_probs_key, "full")`: `[num_tokens]` float32 per row, differentiable, 0 outside the mask and at token 0.
 
     - Without a mask, every token is scored.
-    - Without tokens, they are made from `("history", "full")` with the chat template, and the mask from its assistant
-      turns, or from `("text", "full")`, by `input_mode`; both are written into the batch.
+    - Without tokens, `("history", "full")` is tokenized with the chat template and its assistant turns give the mask,
+      or `("text", "full")` is tokenized, depending on `input_mode`; the result is written into the batch.
     - A `"sampling_mask"` restricts a token's distribution to the ids that truncation kept; `"routed_experts"` sets
       the experts of each token (see `Routers`).
 
@@ -53,17 +53,17 @@ class TransformersWrapper(ScoresRows):
     Args:
         model: a causal language model, or its name or folder (loaded in float32, with its tokenizer).
         generate: whether to generate or to score.
-        token_budget: computed tokens per forward pass.
+        token_budget: number of computed tokens per forward pass.
         bin_length: see `pack_rows`.
         chunk_size: see `chunked_log_probs`.
         autocast_dtype: for example `torch.bfloat16` over float32 weights; None computes in the weights' dtype, and
-            `auto` in half precision over float32 weights on a GPU, else in the weights' dtype. It should be that of the
-            engine: updates smaller than the engine's rounding are lost, and weight sync warns. For `torch.float16`,
-            `train_step` scales the loss.
-        head_kernel: `torch`, or `liger`, liger-kernel on a GPU (extra `gpu`), which in bfloat16 rounds logits (an
+            `auto` in half precision over float32 weights on a GPU, else in the weights' dtype. Use the engine's dtype:
+            otherwise updates below the engine's rounding error are lost, and weight sync warns. For
+            `torch.float16`, `train_step` scales the loss.
+        head_kernel: `torch`, or `liger` for liger-kernel on a GPU (extra `gpu`), which rounds logits in bfloat16 (an
             error of 0.01 to 0.02 nats per token). Entropies and truncated distributions always use `torch`.
-        compile_layers: compile the decoder's layers (`torch.compile`); attention on CUDA is always compiled.
-        offload_activations: store what gradient checkpointing keeps, each layer's input, in host memory.
+        compile_layers: whether to compile the decoder's layers (`torch.compile`); attention on CUDA is always compiled.
+        offload_activations: whether to store the layer inputs that gradient checkpointing keeps in host memory.
         options: see `LLMWrapperBase`. Scoring uses `temperature` of `generate_kwargs`; `pad_output` pads on the left.
 
     Raises:
@@ -150,11 +150,11 @@ class TransformersWrapper(ScoresRows):
 
     @property
     def measures_entropy(self) -> bool:
-        """Whether entropies are almost free; liger's kernel does not compute them, and requesting them bypasses it."""
+        """Whether entropies are almost free; liger's kernel cannot compute them, so a request bypasses the kernel."""
         return self.head_kernel == "torch"
 
     def train(self, mode: bool = True) -> TransformersWrapper:
-        """Set the flag `training`, but keep the model in its scoring mode."""
+        """Set the flag `training`, but keep the model in scoring mode."""
         self.training = mode
         if not self.generate:
             set_scoring_mode(self.causal_model.model)
@@ -202,7 +202,7 @@ class TransformersWrapper(ScoresRows):
     def packed_log_probs(
         self, packed: PackedRows, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the log-probs of the scored tokens, `[num_scored]`, and their entropies if asked."""
+        """Return the log-probs of the scored tokens, `[num_scored]`, and their entropies if requested."""
         if not packed.num_scored:
             nothing = torch.zeros(0, device=self.device)
             return nothing, nothing if return_entropy else None
@@ -268,7 +268,7 @@ class TransformersWrapper(ScoresRows):
         """Return the distribution of each token, `[num_rows, num_tokens, vocab_size]`; the batch is not changed.
 
         Rows are padded on the left, as in TorchRL's losses, and a row's first token has a uniform distribution.
-        `mask_key` is the mask of the distribution, by default all but padding; `logits_key` is ignored.
+        `mask_key` is the mask of the distribution, by default all tokens except padding; `logits_key` is ignored.
         """
         self._check_scores("get_dist")
         batch = flat_batch(tensordict.copy())
@@ -297,7 +297,7 @@ class TransformersWrapper(ScoresRows):
         mask = pad_sequence([mask.bool() for mask in masks], batch_first=True, padding_side="left")
         return LLMMaskedCategorical(logits=logits, mask=mask.to(self.device))
 
-    # TorchRL's losses call these methods, by their masking strategy.
+    # TorchRL's losses call one of these methods, depending on their masking strategy.
 
     def _get_sft_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:
         batch = flat_batch(tensordict.copy())
@@ -315,4 +315,4 @@ class TransformersWrapper(ScoresRows):
 
     def _check_scores(self, method: str) -> None:
         if self.generate:
-            raise RuntimeError(f"{method} needs generate=False: policy.get_new_version(generate=False) scores.")
+            raise RuntimeError(f"{method} needs a policy that scores: use policy.get_new_version(generate=False).")

@@ -22,14 +22,15 @@ from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Rendere
 class IncrementalTokenizer(KnownArguments, Transform):
     r"""Writes `("tokens", "prompt")` `[num_tokens]` and `"conversation"` at reset and step.
 
-    Policies render prompts themselves; append this transform last if other code needs them in the environment's
-    output. Both share the same `Conversation`, so only messages that are new since the last turn are tokenized, once.
+    Policies render prompts themselves; append this transform last if other code needs the tokens in the environment's
+    output. Policy and transform share one `Conversation`, so only messages that are new since the last turn are
+    tokenized, and only once.
 
     Args:
-        tokenizer, renderer: exactly one is needed; a renderer converts messages to tokens. For a tokenizer without chat
-            template, the one that `History.apply_chat_template` chooses is taken, with a warning.
+        tokenizer, renderer: exactly one is needed; a renderer converts messages to tokens. For a tokenizer without a
+            chat template, `History.apply_chat_template` chooses the template, with a warning.
         history_key: entry of the messages.
-        tokens_key: entry of the tokens; its last part is `prompt` unless the entry is a plain tensor's.
+        tokens_key: entry of the tokens; `(NAME, "prompt")` is part of a `Tokens` container, others are plain tensors.
         mode, fork_threshold_tokens: see `Conversation.start`.
 
     Example:
@@ -56,7 +57,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
         if tokenizer is not None and renderer is None:
             renderer = _renderer_of(tokenizer)
         elif renderer is None or tokenizer is not None:
-            raise ValueError("exactly one of tokenizer and renderer is needed.")
+            raise ValueError("exactly one of tokenizer and renderer is needed, got both or neither.")
         self.history_key = unravel_key(history_key)
         self.tokens_key = unravel_key(tokens_key)
         self.renderer = renderer
@@ -110,8 +111,8 @@ def _renderer_of(tokenizer: Tokenizer) -> Renderer:
         return make_renderer(tokenizer)
     name = str(getattr(tokenizer, "name_or_path", ""))
     warnings.warn(
-        f"The tokenizer {name!r} has no chat template, so IncrementalTokenizer takes the one that "
-        "History.apply_chat_template takes for it; to choose one, pass renderer=TemplateRenderer(tokenizer, "
+        f"The tokenizer {name!r} has no chat template, so IncrementalTokenizer uses the template that "
+        "History.apply_chat_template chooses; to set another, pass renderer=TemplateRenderer(tokenizer, "
         "chat_template=...).",
         stacklevel=3,
     )

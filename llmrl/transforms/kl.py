@@ -1,4 +1,4 @@
-"""Log-probabilities under another model, and the KL divergence from it, in environments and over batches."""
+"""Log-probabilities under another model and the KL divergence from it, in environments and over batches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class RetrieveLogProb(KnownArguments, Transform):
     never tokenized again: the model reads `("tokens", "full")` and the loss mask.
 
     Args:
-        model: `TransformersWrapper`, or any TensorDict module that reads these and writes `[num_tokens]` log-probs.
+        model: `TransformersWrapper`, or any TensorDict module that reads these entries and writes log-probs,
+            `[num_tokens]` per row.
         model_factory: function that builds the model at first use; alternative to `model`.
         log_probs_full_key: entry under `next`; by default the model's own key, or else `("ref_log_probs", "full")`.
         detach: whether to score without gradients.
@@ -52,7 +53,8 @@ class RetrieveLogProb(KnownArguments, Transform):
             `History.apply_chat_template`; by default the model's tokenizer and template.
 
     Raises:
-        ValueError: unless exactly one model or factory is given, or if `assistant_only` is set for a model of text.
+        ValueError: unless exactly one of model and factory is given, or if `assistant_only` is true for a model of
+            text.
         TypeError: if the model is not callable.
 
     Example:
@@ -79,13 +81,13 @@ class RetrieveLogProb(KnownArguments, Transform):
     ) -> None:
         super().__init__()
         if (model is None) == (model_factory is None):
-            raise ValueError("exactly one of model and model_factory is needed.")
+            raise ValueError("exactly one of model and model_factory is needed, got both or neither.")
         if model is not None and not callable(model):
             raise TypeError(f"model must be a TensorDict module, such as a TransformersWrapper, got {model!r}.")
         if assistant_only and getattr(model, "input_mode", None) == "text":
             raise ValueError(
-                "The model must have `input_mode='history'` when assistant_only=True: a text does not say what the "
-                "assistant wrote; pass assistant_only=False to score all of it."
+                "The model must have `input_mode='history'` when assistant_only=True: a text does not mark what the "
+                "assistant wrote; pass assistant_only=False to score the whole text."
             )
         # In a list, so that the model is not registered as a submodule.
         self._models = [] if model is None else [model]
@@ -99,7 +101,7 @@ class RetrieveLogProb(KnownArguments, Transform):
 
     @property
     def model(self) -> TensorDictModuleBase:
-        """The model that scores."""
+        """Model that scores, built at first use if a factory was given."""
         if not self._models:
             assert self._model_factory is not None
             self._models.append(self._model_factory())
@@ -133,18 +135,18 @@ class RetrieveLogProb(KnownArguments, Transform):
 
 
 class KLComputation(KnownArguments, Transform):
-    """The per-token KL `log pi - log pi_ref` (k1, http://joschu.net/blog/kl-approx.html) of the sampled tokens.
+    """Writes the KL `log pi - log pi_ref` of each sampled token (k1, http://joschu.net/blog/kl-approx.html).
 
-    It is written under `next` (at the root if there is no `next`) as `[num_tokens, 1]`, and is 0 outside the mask and
-    within a turn's `("tokens", "prompt")`, so that each token of a conversation counts once.
+    The KL is written under `next` (at the root if there is no `next`) as `[num_tokens, 1]`, and is 0 outside the mask
+    and within a turn's `("tokens", "prompt")`, so that each token of a conversation counts once.
 
     With `add_to_reward`, an existing reward becomes dense, `[num_tokens, 1]`: minus `coeff` times the KL at each
     sampled token, plus the turn's reward at the last one. Append this transform after the one that writes the reward.
 
     Args:
-        gen_log_probs_full_key: the policy's log-probs, under `next` or else at the root, where samplers write them.
-        ref_log_probs_full_key, kl_key: the reference's log-probs and the output, under `next`.
-        assistant_only: whether to count only the loss mask's tokens; False needs both log-probs for all tokens.
+        gen_log_probs_full_key: entry of the policy's log-probs, under `next` or else at the root, where samplers write.
+        ref_log_probs_full_key, kl_key: entries of the reference's log-probs and of the KL, under `next`.
+        assistant_only: whether to count only the loss mask's tokens; False needs both models' log-probs for all tokens.
 
     Example:
         >>> from tensordict import TensorDict
@@ -187,7 +189,7 @@ class KLComputation(KnownArguments, Transform):
         if log_probs is None:
             log_probs = element.get(self.gen_log_probs_full_key)
         mask = element.get(_MASK, None) if self.assistant_only else None
-        # Text or a history alone has no mask; there, tokens that are not counted have log-prob 0 in both models.
+        # Rows of text or history alone have no mask, but at tokens not to be counted both models' log-probs are 0.
         mask = torch.ones_like(log_probs).bool() if mask is None else mask.bool()
         prompt = element.get(_PROMPT, None) if self.assistant_only else None
         if prompt is not None:
@@ -224,12 +226,12 @@ class KLComputation(KnownArguments, Transform):
 
 
 class RetrieveKL(KnownArguments, Compose):
-    """A `RetrieveLogProb` of the reference, optionally one of the policy, and a `KLComputation`.
+    """Composes a `RetrieveLogProb` for the reference, optionally one for the policy, and a `KLComputation`.
 
     Args:
-        gen_model, gen_model_factory: the policy's model, or a function that builds it; with `"from_collector"`, the
+        gen_model, gen_model_factory: model of the policy, or a function that builds it; with `"from_collector"`, the
             log-probs that the sampler reported are used.
-        ref_model, ref_model_factory: the reference model, or a function that builds it.
+        ref_model, ref_model_factory: reference model, or a function that builds it.
         gen_log_probs_full_key, ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
         options: see `RetrieveLogProb`.
 
@@ -263,9 +265,9 @@ class RetrieveKL(KnownArguments, Compose):
         is_scored_anew = gen_model is not None or gen_model_factory is not None
         assistant_only = options.get("assistant_only", True)
         if not (assistant_only or is_scored_anew):
-            raise ValueError("assistant_only=False needs gen_model: a sampler scores the tokens that it sampled.")
+            raise ValueError("assistant_only=False needs gen_model: a sampler scores only the tokens that it sampled.")
         if {getattr(model, "pad_output", None) for model in (gen_model, ref_model)} >= {True, False}:
-            raise ValueError("pad_output mismatch: gen_model and ref_model pad differently; give both the same.")
+            raise ValueError("pad_output mismatch: gen_model and ref_model must have the same pad_output.")
         scored = [(ref_model, ref_model_factory, ref_log_probs_full_key)]
         if is_scored_anew:
             scored.insert(0, (gen_model, gen_model_factory, gen_log_probs_full_key))
@@ -285,11 +287,11 @@ class RetrieveKL(KnownArguments, Compose):
 
 
 class KLRewardTransform(RetrieveKL):
-    """`RetrieveKL` under TorchRL's earlier name; see there for the other arguments.
+    """`RetrieveKL` under TorchRL's earlier name; see `RetrieveKL` for the other arguments.
 
     Args:
         coef: weight of the KL in the reward.
-        log_prob_key: the policy's log-probs; by default those that the sampler reported.
+        log_prob_key: entry of the policy's log-probs; by default those that the sampler reported.
     """
 
     def __init__(

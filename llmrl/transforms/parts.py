@@ -26,7 +26,7 @@ def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
 def reads_turns(env: EnvBase) -> bool:
     """Return whether a part of an environment may read a turn's tensors: tokens, log-probs, masks, policy versions.
 
-    Parts of llmrl declare this with an attribute `reads_turns`; other parts are assumed to read them.
+    Parts of llmrl declare this in an attribute `reads_turns`; other parts are assumed to read them.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -38,12 +38,12 @@ def reads_turns(env: EnvBase) -> bool:
 
 
 def writes_reward(env: EnvBase) -> bool:
-    """Return whether a part of an environment may write a reward; other projects' parts do by default."""
+    """Return whether a part of an environment may write a reward; parts of other projects are assumed to."""
     return _declares(env, "writes_reward")
 
 
 def is_reward_written_before(part: Transform) -> bool:
-    """Return whether a part of the environment before this one may write a reward; true outside an environment."""
+    """Return whether a part before this one in its environment may write a reward; true outside an environment."""
     env = environment_around(part)
     earlier = [] if env is None else [*takewhile(lambda one: one is not part, environment_parts(env))]
     return env is None or any(
@@ -54,9 +54,9 @@ def is_reward_written_before(part: Transform) -> bool:
 
 
 def refuse_early_readers(writer: Transform) -> None:
-    """Raise ValueError if TorchRL's transforms before the first one that writes a reward read it.
+    """Raise ValueError if a transform of TorchRL reads the reward before `writer`, the first transform that writes it.
 
-    The environment writes a reward of 0 at each step, which they would scale, sum or clip.
+    Before `writer`, the reward of each step is the environment's 0, which such a transform would scale, sum or clip.
     """
     env = environment_around(writer)
     if env is None or is_reward_written_before(writer):
@@ -83,7 +83,7 @@ def _declares(env: EnvBase, attribute: str) -> bool:
 
 
 def is_ours(part: EnvBase | Transform) -> bool:
-    """Return whether the class of a part is defined in this library; False for users' subclasses."""
+    """Return whether the class of a part is defined in this library; false for users' subclasses."""
     return type(part).__module__.startswith("llmrl.")
 
 

@@ -40,7 +40,7 @@ class PolicyVersion(KnownArguments, Transform):
         if version_type not in (int, "int", str, "uuid"):
             raise ValueError(
                 f"version_type must be int, 'int', str or 'uuid', got {version_type!r}; "
-                "a function that counts versions is the keyword source."
+                "pass a function that counts versions as the keyword source."
             )
         self.is_uuid = version_type in (str, "uuid")
         self._source = source
@@ -54,14 +54,14 @@ class PolicyVersion(KnownArguments, Transform):
 
     @property
     def version(self) -> int | str:
-        """Current version. One that counts may be set; RuntimeError with a `source`, ValueError for uuids."""
-        # Derived from the count, so that the uuid of a token's version can be computed, too.
+        """Current version. Setting it raises RuntimeError with a `source`, and ValueError for uuids."""
+        # Derived from the count, so that the uuid of each token's version can be computed.
         return str(uuid.uuid5(self._run, str(self.count))) if self.is_uuid else self.count
 
     @version.setter
     def version(self, version: int) -> None:
         if self._source is not None:
-            raise RuntimeError("this PolicyVersion follows its source, which counts versions; nothing else sets them.")
+            raise RuntimeError("this PolicyVersion follows its source, which counts versions, so it cannot be set.")
         if self.is_uuid:
             raise ValueError("versions that are uuids are derived from a count: call increment_version().")
         self._count = version
@@ -90,7 +90,7 @@ class PolicyVersion(KnownArguments, Transform):
         return observation_spec
 
     def state_dict(self, *args: object, **kwargs: object) -> dict[str, int | str]:
-        """Return the counter and the run id, from which uuids are derived."""
+        """Return the counter and the id of the run, from which uuids are derived."""
         return {"count": self._count, "run": str(self._run)}
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:

@@ -32,16 +32,16 @@ class RubricReward(KnownArguments, Transform):
 
     The score is added to `("next", "reward")` `[1, 1]`. Also written are `("next", "reward_breakdown", NAME)` `[1]`
     (NaN if not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. The scores of several
-    `RubricReward`s are summed; if one fails, the rollout is not scored. A collector itself runs async and group
-    rubrics (`Rubric.is_left_to_collectors`).
+    `RubricReward`s are summed; if one fails, the rollout is not scored. With a collector, the collector runs async and
+    group rubrics (`Rubric.is_left_to_collectors`).
 
     Args:
         terminate_when_answered: whether an assistant message without a reply terminates the conversation.
 
     Raises:
         UnknownRewardInput: when appended to a dataset's environment, if a reward function has an unknown parameter.
-        ValueError: when appended after another one with a reward function of the same name, or after a transform of
-            TorchRL that reads the reward, if none before it writes one.
+        ValueError: when appended after a `RubricReward` with a reward function of the same name, or after a TorchRL
+            transform that reads the reward before any transform writes it.
 
     Example:
         >>> from tensordict import TensorDict
@@ -69,7 +69,7 @@ class RubricReward(KnownArguments, Transform):
         self.terminate_when_answered = terminate_when_answered
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Join an environment, and check that it provides the inputs of the reward functions."""
+        """Join an environment and check that it provides the inputs of the reward functions."""
         super().set_container(container)
         self._check_names()
         refuse_early_readers(self)
@@ -107,7 +107,7 @@ class RubricReward(KnownArguments, Transform):
             self.rubric.check_inputs(available)
 
     def check_order(self) -> None:
-        """Raise ValueError if a tool is appended after this transform, which would end the conversation first."""
+        """Raise ValueError if a tool comes after this transform, which ends the conversation before the tool runs."""
         parts = self._environment_parts()
         place = next((number for number, part in enumerate(parts) if part is self), len(parts))
         late = [name for part in parts[place:] if isinstance(part, ToolTransform) for name in part.tools]
@@ -134,7 +134,7 @@ class RubricReward(KnownArguments, Transform):
         return restacked(next_elements, next_tensordict.batch_size)
 
     def _pending_rubric(self, next_element: TensorDictBase) -> Rubric:
-        """Return the rubric for a conversation that ends here: joined with earlier ones that have not scored it."""
+        """Return the rubric for a conversation that ends here, joined with earlier ones if these have not scored it."""
         is_scored = next_element.get("is_scored", None)
         if is_scored is None or is_scored.any() or plain(next_element.get("score_error")):
             return self.rubric
@@ -145,8 +145,8 @@ class RubricReward(KnownArguments, Transform):
         reason_of_collector = element.get(("rollout", "reason"), None)
         reason = plain(reason_of_collector) or StopReason.NONE
         is_terminated = bool(next_element.get("terminated").any())
-        # A cut answer truncates the conversation and does not terminate it. If an agent's requests were refused,
-        # its environment truncates it.
+        # A cut answer truncates the conversation and does not terminate it. The same holds if the environment truncates
+        # it because requests of an agent were refused.
         is_truncated = bool(next_element.get("truncated").any())
         is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED) or (bool(reason) and is_truncated)
         is_answered = bool(messages) and messages[-1]["role"] == "assistant"
@@ -173,7 +173,7 @@ class RubricReward(KnownArguments, Transform):
         return any(part.rubric.is_left_to_collectors for part in rewards)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Add the reward breakdown, the flag and the error."""
+        """Add the reward breakdown, the flag `is_scored` and the error."""
         shape = reward_spec.shape
         names = {name: Unbounded((*shape, 1)) for part in [*self._earlier(), self] for name in part.rubric.names}
         reward_spec["reward_breakdown"] = Composite(names, shape=shape)

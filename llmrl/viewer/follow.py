@@ -1,4 +1,4 @@
-"""`follow`: rewrites a page while its runs continue."""
+"""`follow`: rewrites a page while its runs are running."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from llmrl.runs.folder_lock import is_in_use
 from llmrl.viewer.run_data import read_run
 from llmrl.viewer.write_page import write_page
 
-# Share of one core, because the run needs the rest.
+# Maximum share of time spent on writing, because the run needs the processor.
 _MAX_SHARE = 0.1
 
 
 def follow(
     runs: Sequence[str | Path], path: str | Path, *, max_rollouts: int | None = None, interval: float = 2.0
 ) -> Iterator[tuple[Path, bool]]:
-    """Write the page, and rewrite it whenever a run has logged more, until no run continues.
+    """Write the page, and rewrite it whenever a run has logged more, until no run is running.
 
-    Yields the path, and whether a run continues, after each write. Raises FileNotFoundError if a folder holds no run.
+    Yields the path, and whether a run is running, after each write. Raises FileNotFoundError if a folder holds no run.
 
     Args:
-        max_rollouts: keep only the last so many rollouts per run.
+        max_rollouts: number of the last rollouts of each run to show; None shows all.
         interval: minimum seconds between checks; longer if writing is slow.
     """
     while True:
@@ -39,7 +39,7 @@ def follow(
 
 
 def _modified(run: str | Path) -> tuple[float, ...]:
-    """Return the modification times of the files that a page shows, and whether the run continues."""
+    """Return the modification times of the files that a page shows, and whether the run is running."""
     names = ("metrics.csv", "rollouts.jsonl", "summary.json")
     times = [path.stat().st_mtime if (path := Path(run, name)).exists() else 0.0 for name in names]
     return (*times, float(is_in_use(Path(run))))

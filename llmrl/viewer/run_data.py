@@ -19,7 +19,7 @@ from llmrl.watch.token_log import TokenRow
 
 
 class Record(TypedDict):
-    """A rollout as stored in a run's folder: `Rollout.to_record` with step and split."""
+    """A rollout as stored in a run's folder: the result of `Rollout.to_record` with step and split."""
 
     step: int
     split: str
@@ -38,7 +38,7 @@ class Record(TypedDict):
 
 
 class Turn(TypedDict):
-    """One of an agent's requests (`TurnTree.to_records`)."""
+    """A request of an agent (`TurnTree.to_records`)."""
 
     messages: list[Message]
 
@@ -62,9 +62,9 @@ class RunData:
     token_texts: dict[int, str] = field(default_factory=dict)
     """Text of each token id in the rows; empty if there is no tokenizer."""
     path: str = ""
-    """The folder, as it was given; empty if the page is not of a folder."""
+    """Path of the folder as it was given; empty if the data is not from a folder."""
     is_running: bool = False
-    """Whether a process writes into the folder."""
+    """Whether a process is writing into the folder."""
 
 
 def facts_of(summary: Mapping[str, JSON]) -> list[tuple[str, str]]:
@@ -82,7 +82,7 @@ def facts_of(summary: Mapping[str, JSON]) -> list[tuple[str, str]]:
         if not isinstance(value, Mapping) or "interval" in value:
             by_name.setdefault(" ".join(names), {})[when] = _number(value)
             return
-        for name, part in value.items():  # environments, or rewards by name
+        for name, part in value.items():  # by environment, metric or reward
             if not name.startswith("num_"):
                 add(when, names if name == "reward_breakdown" else (*names, name), part)
 
@@ -106,10 +106,10 @@ def _number(value: JSON) -> str:
 
 
 def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
-    """Read a run folder; incomplete lines are left out.
+    """Read a run folder, omitting incomplete lines.
 
     Args:
-        max_rollouts: keep only the last so many rollouts.
+        max_rollouts: number of the last rollouts to keep; None keeps all.
 
     Raises:
         FileNotFoundError: if the folder holds no run.
@@ -156,7 +156,7 @@ def last_run(folder: str | Path = "runs") -> Path:
     """Return the run that logged last in a folder of runs. Raises FileNotFoundError if the folder holds no run."""
     runs = _runs_in(Path(folder))
     if not runs:
-        raise FileNotFoundError(f"there is no run in {Path(folder).resolve()}; name the run's folder.")
+        raise FileNotFoundError(f"there is no run in {Path(folder).resolve()}; pass the folder of a run.")
     return runs[-1]
 
 
@@ -168,15 +168,15 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _where_runs_are(path: Path) -> str:
-    """Return a hint where a run is, for an error message."""
+    """Return a hint at the location of a run, for an error message."""
     runs = _runs_in(path)
     if runs:
-        return f"the last one in it is {runs[-1]}."
-    return "give the folder that the training script named (run.path in its configuration)."
+        return f"the last run in this folder is {runs[-1]}."
+    return "pass the folder that the training script printed (run.path in its configuration)."
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a `rollouts.jsonl`; a rollout that was logged twice counts once."""
+    """Yield the records of a `rollouts.jsonl`; a rollout that was logged twice is yielded once."""
     if not path.exists():
         return
     seen = set()
@@ -185,7 +185,7 @@ def read_records(path: Path) -> Iterator[Record]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
-                continue  # cut short by a kill, or nested without end
+                continue  # truncated by a kill, or nested too deeply
             if not _is_record(record):
                 continue  # damaged
             if (key := key_of(cast(Record, record))) not in seen:
@@ -194,7 +194,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 _MAX_BITS = 1000
-"""Size of an integer that a float can have."""
+"""Maximum size of an integer; larger ones may not fit into a float."""
 _TYPES: dict[str, type] = {
     "step": int,
     "split": str,
@@ -213,7 +213,7 @@ _TYPES: dict[str, type] = {
 
 
 def _is_record(value: object) -> bool:
-    """Return whether a line has the entries of a record; a folder may come from another person."""
+    """Return whether a line has the entries and types of a record; a folder may come from an untrusted source."""
     if not isinstance(value, dict) or Record.__required_keys__ - value.keys():
         return False
     return (
@@ -259,7 +259,7 @@ def recorded_tokenizer(folder: RunFolder) -> Tokenizer | None:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         raise DamagedFileError(
-            f"{path} is no tokenizer that can be read: {error}. Remove it, and view again."
+            f"{path} does not contain a readable tokenizer: {error}. Remove it, and open the run again."
         ) from error
 
 

@@ -25,7 +25,7 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
     ]
     if facts:
         console.print(Columns(facts, padding=(0, 3)))
-    # The names of all steps, because a step without training lacks some.
+    # Names from all steps, because a step without training lacks some metrics.
     names = [name for name in dict.fromkeys(name for row in run.metrics for name in row) if name != "step"]
     table = Table("metric", "first", "last", "from the first step to the last")
     for name in names:

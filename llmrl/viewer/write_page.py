@@ -1,4 +1,4 @@
-"""`write_page`: writes runs as one HTML file that needs no network."""
+"""`write_page`: writes runs into one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from llmrl.data import Message, text_of
 from llmrl.viewer.run_data import Record, RunData, facts_of, key_of, read_run
 from llmrl.watch.token_log import TokenRow
 
-# Rollouts per compressed block. A page with thousands opens fast, because a block is decompressed only if needed.
+# Rollouts per compressed block. A page with thousands of rollouts opens quickly, because a block is decompressed only
+# when it is needed.
 _BLOCK_SIZE = 32
 _LISTED = (
     "step",
@@ -32,7 +33,7 @@ _LISTED = (
     "reason",
     "num_completion_tokens",
 )
-# In order of dependency.
+# Scripts in the order of their dependencies.
 _SCRIPTS = (
     "base",
     "state",
@@ -51,9 +52,9 @@ _SCRIPTS = (
 
 
 def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
-    """Write a page with health, overlaid curves, rewards, groups, conversations and tokens of runs.
+    """Write a page with health, overlaid curves, rewards, groups, conversations and tokens of runs; return its path.
 
-    The page of a running run reloads periodically, so it can be rewritten. Raises ValueError if there are no runs.
+    The page of an unfinished run reloads periodically to show a rewritten file. Raises ValueError if there are no runs.
     """
     page = _page(runs)
     path = Path(path)
@@ -63,12 +64,13 @@ def write_page(runs: Sequence[RunData], path: str | Path) -> Path:
 
 
 class RunPage:
-    """The page of runs as the last value of a notebook's cell; the cell shows it.
+    """The page of runs in a notebook: a cell with this object as its last value shows the page.
 
     Args:
         runs: folders of runs.
 
-    Raises FileNotFoundError if a folder holds no run.
+    Raises:
+        FileNotFoundError: if a folder holds no run.
     """
 
     def __init__(self, *runs: str | Path) -> None:
@@ -138,7 +140,7 @@ def _page(runs: Sequence[RunData]) -> str:
 
 
 def _policy(script: str) -> str:
-    """Return a content-security policy that allows only this script, in case untrusted text is not escaped."""
+    """Return a content-security policy that allows only this script, as a second defence after escaping."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
@@ -154,12 +156,12 @@ def _packed(value: object) -> str:
         text = write(value)
     except ValueError:  # contains NaN or an infinity
         text = write(_readable(value))
-    # JSON escapes lone surrogates.
+    # `backslashreplace` writes a lone surrogate as a JSON escape.
     return base64.b64encode(gzip.compress(text.encode(errors="backslashreplace"), 6, mtime=0)).decode()
 
 
 def _readable(value: object) -> object:
-    """Return the value with NaN and infinities as strings, because browsers' JSON lacks them."""
+    """Return the value with NaN and infinities as strings, because JSON in browsers lacks them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
     if isinstance(value, dict):

@@ -23,7 +23,7 @@ class Verdict(StrEnum):
 
 
 class Selection(StrEnum):
-    """Which rollouts of a step illustrate a finding (`failing_rollouts`)."""
+    """Kind of rollouts that illustrate a finding (`failing_rollouts`)."""
 
     NONE = ""
     ERROR = "error"
@@ -42,16 +42,16 @@ class Finding:
     name: str
     verdict: Verdict
     says: str
-    """What was measured, as a sentence."""
+    """The measurement, as a sentence."""
     causes: tuple[str, ...]
     """Possible causes, the most likely first."""
     selection: Selection = Selection.NONE
     steps: tuple[int, int] | None = None
-    """First and last step examined; None if the finding belongs to no run."""
+    """First and last step examined; None if the finding is not about a run."""
 
     @property
     def over(self) -> str:
-        """The steps examined, in words.
+        """The examined steps in words; empty without steps.
 
         Example:
             >>> Finding("answers_cut", Verdict.LOOK, "25 % of the answers were cut.", (), steps=(3, 5)).over
@@ -79,12 +79,12 @@ class Finding:
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:
-    """Return the worst verdict."""
+    """Return the worst verdict; `FINE` without findings."""
     return max((finding.verdict for finding in findings), key=list(Verdict).index, default=Verdict.FINE)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings by verdict, worst first; those of one verdict stay in their order."""
+    """Return the findings, the worst verdict first; findings with the same verdict keep their order."""
     return sorted(findings, key=lambda finding: list(Verdict).index(finding.verdict), reverse=True)
 
 
@@ -121,7 +121,7 @@ def _number(value: JSON) -> float:
 
 
 class HealthLog:
-    """The file `health.jsonl` of a run: verdict and findings per step. The last line of a step counts."""
+    """The file `health.jsonl` of a run: verdict and findings by step. The last line of a step counts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,7 +139,7 @@ class HealthLog:
 
 
 def read_by_step(path: Path) -> dict[int, dict[str, JSON]]:
-    """Return the JSON lines of a file by their `step`, the last one of each, without damaged lines."""
+    """Return the JSON lines of a file by their `step`: the last line of each step, without damaged lines."""
     steps: dict[int, dict[str, JSON]] = {}
     if not path.exists():
         return steps

@@ -20,7 +20,7 @@ _LEAST_CHANGE = 1e-6
 def diagnose(
     steps: Sequence[Metrics], *, numbers: Sequence[int] | None = None, max_staleness: int | None = None
 ) -> list[Finding]:
-    """Return what the metrics say about the last step, worst finding first; empty if all is fine.
+    """Return the findings about the last step, worst first; empty if there are none.
 
     Args:
         steps: metrics of all steps in order, named as in `docs/metrics.md`. Missing metrics are not judged.
@@ -52,7 +52,7 @@ class HealthJudge:
         self._records: tuple[int, Sequence[Row]] = (-1, ())
 
     def judge(self, step: int, metrics: Metrics, records: Sequence[Row] = ()) -> list[Finding]:
-        """Return the findings about a step. Its metrics may come in several calls; `records` are of its rollouts."""
+        """Return the findings about a step. Several calls may add metrics; `records` are those of its rollouts."""
         if records or self._records[0] != step:
             self._records = step, records
         self._steps[step] = {**self._steps.get(step, {}), **metrics}
@@ -81,7 +81,7 @@ def _graded(share: tuple[float, float] | None, *, look: float, broken: float) ->
 def _skipped(history: MetricHistory) -> Iterator[Finding]:
     if (overflows := history.now("num_overflows")) and overflows == history.now("num_skipped"):
         says = f"{overflows:g} of the step's updates overflowed in float16 and did not change the weights."
-        cause = "the scale of the loss was too large, as in the first steps: it is halved after each overflow"
+        cause = "the scale of the loss was too large, which is usual in the first steps: an overflow halves it"
         yield Finding("skipped", Verdict.LOOK, says, (cause,))
     elif history.now("is_skipped"):
         is_again = len(history.values("is_skipped")) > 1 and all(history.values("is_skipped")[-2:])
@@ -101,7 +101,7 @@ def _skipped(history: MetricHistory) -> Iterator[Finding]:
             f"{num_skipped:g} of the step's updates did not change the weights.",
             (
                 "a column, the loss or the gradient was not finite: a warning names it",
-                "all rewards of the prompts of a mini-batch were equal: take fewer mini-batches",
+                "all answers to each prompt of a mini-batch had equal rewards: use fewer mini-batches",
             ),
         )
 
@@ -111,21 +111,21 @@ def _mismatch(history: MetricHistory) -> Iterator[Finding]:
     bound = history.now("on_policy_difference_bound")
     if difference is None or bound is None or difference <= bound:
         return
-    # Before the first update it is unknown which tokens are on-policy; the difference of all tokens counts.
+    # Before the first update it is unknown which tokens are on-policy, so the difference of all tokens counts.
     known = [*history.values("on_policy_difference"), *history.values("log_prob_difference_mean")]
     has_agreed = any(earlier <= bound for earlier in known)
     causes = (
         "stale weights: an update did not reach the engine, or key-value blocks of old weights are in use",
         "engine and trainer compute in different dtypes",
-        "engines in int8, whose rounding costs more than at the start (engine.quantization)",
-        "another temperature than the trainer's, or truncation that it does not replay (replay=False)",
-        "the engine was started from another checkpoint, or with other options of the model",
+        "an engine in int8, with rounding errors that have grown since the start (engine.quantization)",
+        "the engine samples at another temperature, or with truncation that the trainer does not replay (replay=False)",
+        "the engine was started from another checkpoint, or with other model options",
     )
     yield Finding(
         "mismatched_weights",
         _severity(difference > 10 * bound),
-        f"Engine and trainer differ by {difference:.2g} nats per token on what the current weights sampled; rounding "
-        f"explains {bound:g}.",
+        f"Engine and trainer differ by {difference:.2g} nats per token on tokens that the current weights sampled; "
+        f"rounding explains {bound:g}.",
         causes if has_agreed else (*causes[1:], causes[0]),
     )
 
@@ -198,7 +198,7 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
 
 
 def _entropy(history: MetricHistory) -> Iterator[Finding]:
-    # A mean over tokens has little noise.
+    # A mean over tokens has little noise, so it is not smoothed.
     now = history.now("entropy")
     began = history.began("entropy")
     if now is None or not began:
@@ -206,7 +206,7 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
     before = history.values("entropy")[-2]
     margin = history.margin("entropy")
     is_falling_fast = now < 0.5 * before - margin and before > 0.25 * began
-    # Learning lowers it: sums of two digits are known with 1 % of the entropy of the chatter before. So does SFT.
+    # Learning lowers the entropy, for two-digit sums to 1 % of the initial value. So does SFT.
     is_gone = now < 0.02 * began and not history.has_risen()
     is_low = is_gone or ((now < 0.1 * began or is_falling_fast) and not history.is_learning())
     if is_low and history.now("reward_mean") is not None and not history.is_learned():
@@ -235,7 +235,7 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
 def _lengths(history: MetricHistory) -> Iterator[Finding]:
     share = history.share("cut_share", "num_rollouts")
     verdict = _graded(share, look=0.2, broken=0.5)
-    # A model learns to end its answers along with the task, so a run that has just begun, or learns, needs no advice.
+    # A model learns to end its answers along with the task: no finding while a run has just begun or is learning.
     is_clear = history.is_constant() and history.has_many_prompts()
     if share is not None and verdict != Verdict.FINE and (is_clear or history.has_settled("cut_share")):
         yield Finding(
@@ -245,7 +245,7 @@ def _lengths(history: MetricHistory) -> Iterator[Finding]:
             (
                 "max_new_tokens or max_model_len is too small for the task",
                 "the model does not end its turns: a base model, or a chat template of another model",
-                "nothing costs length: truncation_reward=0.0",
+                "the reward does not penalise cut answers: set truncation_reward=0.0",
             ),
             Selection.CUT,
         )
@@ -259,7 +259,7 @@ def _lengths(history: MetricHistory) -> Iterator[Finding]:
             _severity(now > 10 * began),
             f"Answers grew from {began:.0f} to {now:.0f} tokens.",
             (
-                "length costs nothing and the reward favours it: truncation_reward=0.0",
+                "the reward favours long answers and does not penalise cut ones: set truncation_reward=0.0",
                 "the learning rate is too high, and the model forgets how to end",
             ),
             Selection.LONGEST,
@@ -283,7 +283,7 @@ def _signal(history: MetricHistory) -> Iterator[Finding]:
         return  # a teacher gives a signal for every token
     right = history.recent("groups_all_right") or 0.0
     wrong = history.recent("groups_all_wrong") or 0.0
-    says = f"{_percent(share[0])} of the prompts have answers of one reward, from which nothing can be learned"
+    says = f"For {_percent(share[0])} of the prompts, all answers have the same reward, which gives no signal"
     if history.is_learned():
         highest = "the rewards are the highest so far"
         learned = f"{_percent(right)} of the prompts are all right" if right > 0.5 else highest
@@ -300,13 +300,13 @@ def _signal(history: MetricHistory) -> Iterator[Finding]:
     causes = [
         "the reward function does not read the answer: score one by hand",
         "the template or the prompt is not what the model was trained with",
-        "the task is too hard for this model: easier problems, larger groups, or supervised steps before",
+        "the task is too hard for this model: use easier problems, larger groups, or supervised training first",
         "too few answers per prompt, or a temperature that is too low",
     ]
     if (history.now("cut_share") or 0.0) > 0.5:
-        causes.insert(0, "the answers are cut before they say anything: max_new_tokens, or the template")
+        causes.insert(0, "the answers are cut before they say anything: raise max_new_tokens, or check the template")
     if is_constant and not history.now("reward_mean") and not any(name.startswith("reward/") for name in history.last):
-        causes.insert(0, "no reward is given: train in what env.append_transform(RubricReward(...)) returns")
+        causes.insert(0, "no reward is given: train in the result of env.append_transform(RubricReward(...))")
     yield Finding("no_signal", verdict, f"{says}.", tuple(causes), Selection.WORST)
 
 
@@ -370,10 +370,10 @@ def _fell(history: MetricHistory, name: str) -> Finding | None:
     return Finding(
         "reward_hacking",
         _severity(is_certain),
-        f"{name} fell from {was:.2g} to {now:.2g} while the reward of training rose from {before:.2g} to {after:.2g}.",
+        f"{name} fell from {was:.2g} to {now:.2g} while the training reward rose from {before:.2g} to {after:.2g}.",
         (
             "the reward can be earned without solving the task: read the best rollouts",
-            "the problems of training are learned by heart: more of them, fewer epochs",
+            "the model memorises the training problems: use more problems, or fewer epochs",
             "the two environments differ: prompt, reward, limits, temperature",
         ),
         Selection.BEST,
@@ -397,7 +397,7 @@ def _staleness(history: MetricHistory, max_staleness: int | None) -> Iterator[Fi
         yield Finding(
             "staleness",
             Verdict.BROKEN,
-            f"The batch has tokens of {oldest:.0f} versions ago, and max_staleness is {max_staleness or 0}.",
+            f"The batch has tokens from {oldest:.0f} versions ago, and max_staleness is {max_staleness or 0}.",
             (
                 "the weights are updated more often than once per step",
                 "the loop draws several batches before it updates the weights",
@@ -427,7 +427,7 @@ def _environment(history: MetricHistory) -> Iterator[Finding]:
             "errors",
             verdict,
             f"{failed:.0f} of {played:.0f} rollouts failed.",
-            ("the environment raises: the record's traceback says where", "the engine failed: its log says why"),
+            ("the environment raises: see the record's traceback", "the engine failed: see its log"),
             Selection.ERROR,
         )
     verdict = _graded(shares.share("unscored", "num_rollouts"), look=0.05, broken=0.5)
@@ -437,8 +437,8 @@ def _environment(history: MetricHistory) -> Iterator[Finding]:
             verdict,
             f"{unscored:.0f} of {played:.0f} rollouts have no score.",
             (
-                "a reward function fails: the record's error names its file and line",
-                "agents ask more often than max_turns allows: the record's reason says so",
+                "a reward function fails: the record's error names the file and line",
+                "agents make more requests than max_turns allows: see the record's reason",
             ),
             Selection.UNSCORED,
         )
@@ -468,19 +468,19 @@ def _agents(history: MetricHistory) -> Iterator[Finding]:
             _severity(refused > 0.9),
             f"{_percent(refused)} of the agents' requests were refused.",
             (
-                "the agent asks for what the endpoint does not do: read last_message under requests in its record",
-                "the agent goes on after a limit of the run: raise max_turns or max_completion_tokens",
+                "the endpoint does not support the agent's requests: read last_message under requests in the record",
+                "the agent continues after a limit of the run: raise max_turns or max_completion_tokens",
             ),
             Selection.WORST,
         )
 
 
 _TOOL_CAUSES = {
-    "failed": "the tool raises: read its answers",
-    "timeouts": "the tool is too slow, or its timeout too short",
-    "invalid": "the model's arguments do not fit: say in the docstring what they are",
+    "failed": "the tool raises: read the answers that it returned",
+    "timeouts": "the tool is too slow, or its timeout is too short",
+    "invalid": "the model passes invalid arguments: describe the arguments in the tool's docstring",
     "unknown": "the model calls tools that do not exist",
-    "malformed": "the model's calls cannot be read: the template's format is not what it was trained with",
+    "malformed": "the model's calls cannot be read: the model was trained with another format than the template's",
 }
 
 _CHECKS = (

@@ -39,8 +39,8 @@ _COLUMNS = (
     ("forks", "num_forks", "{:.0f}"),
     ("realigned tokens", "num_realigned_tokens", "{:.0f}"),
 )
-"""Title, metric and format, the most important first: a narrow terminal shows those that fit."""
-# Shown once a step has a different value.
+"""Title, metric and format, the most important first: a narrow terminal shows only the first columns."""
+# Columns that are shown once a step has a different value.
 _RARE = {
     "trained_share": 1.0,
     "cut_share": 0.0,
@@ -79,10 +79,10 @@ def conversation_panel(messages: Iterable[Message], title: str) -> Panel:
 
 
 class LiveView:
-    """Reward, length, time, and as much else of each step as fits into one line; `metrics.csv` has everything.
+    """Shows each step in one line: reward, length, time, and as many other metrics as fit. A context manager.
 
-    Rare values (cut answers, errors, forks, …) are shown once they occur. It redraws in place on a terminal and in a
-    notebook, and prints one line per step elsewhere. A context manager.
+    Rare values (cut answers, errors, forks) are shown once they occur. The view is redrawn in place on a terminal and
+    in a notebook; elsewhere, a line per step is printed. `metrics.csv` has all metrics.
     """
 
     def __init__(self, num_steps: int, *, first_step: int = 0, console: Console | None = None) -> None:
@@ -119,7 +119,7 @@ class LiveView:
         return self._output is not None or self._live is not None
 
     def _redraw(self) -> bool:
-        """Redraw in place, and return whether that is possible; otherwise lines are printed."""
+        """Redraw in place, and return whether that is possible; otherwise the caller prints lines."""
         if self._output is not None:
             self._output.show(self._html())
         elif self._live is not None:
@@ -141,7 +141,7 @@ class LiveView:
         if num_overflows := metrics.get("num_overflows"):
             self.console.print(f"step {step}: {num_overflows:g} of its updates overflowed in float16", style="yellow")
         elif metrics.get("is_skipped"):
-            text = f"step {step} changed nothing: no row, or a loss that is not finite"
+            text = f"step {step} changed nothing: no row to train on, or a loss that is not finite"
             self.console.print(text, style="bold red")
         elif num_skipped := metrics.get("num_skipped"):
             self.console.print(f"step {step} skipped {num_skipped:g} of its updates", style="bold red")
@@ -149,7 +149,7 @@ class LiveView:
             self.show_sample(max(records, key=lambda record: record["reward"]))
 
     def show_health(self, step: int, findings: Sequence[Finding], records: Sequence[Row] = ()) -> None:
-        """Show a step's findings, and the run's first error with its traceback."""
+        """Show a step's findings, and the first error of the run with its traceback."""
         known = {(finding.name, finding.verdict) for finding in self._findings}
         self._findings = findings
         if not self._redraw():
@@ -164,12 +164,12 @@ class LiveView:
             self.console.print(Panel(Text(said), title=Text(printable(title)), title_align="left"))
 
     def show_dropped(self, step: int, findings: Sequence[Finding], records: Sequence[Row]) -> None:
-        """Show that no rollout of a step is trained on so far: the findings, if any, and some of the rollouts."""
+        """Show that no rollout of a step can be trained on so far, with the findings and some of the rollouts."""
         lines = [_sentence(finding) for finding in findings]
         lines += [Text(f"  or: {cause}") for finding in findings[:1] for cause in finding.causes[1:]]
         panels = [conversation_panel(record["messages"], _title(record)) for record in records]
         self.console.print(
-            f"step {step}: so far all answers to a prompt had the same reward; other prompts are drawn.",
+            f"step {step}: so far, all answers to each prompt had the same reward; other prompts are drawn.",
             *lines,
             sep="\n",
             highlight=False,
@@ -195,7 +195,7 @@ class LiveView:
         return "  ".join(part for part, end in zip(parts, ends, strict=True) if end <= self.console.width + 2)
 
     def _fitting(self, width: int) -> list[tuple[str, list[str]]]:
-        """Return titles and cells of the columns of the last steps that fit."""
+        """Return titles and cells of the columns that fit into `width`, for the last steps."""
         rows = self._rows[-_NUM_ROWS:]
         columns = []
         for title, key, form in self._columns():
@@ -216,7 +216,7 @@ class LiveView:
         return table
 
     def _parts_of_reward(self) -> list[str]:
-        """Return mean and spread of each reward function at the last step, in one line, if there are several."""
+        """Return a line with mean and spread of each reward function at the last step, if there are several."""
         row = self._rows[-1] if self._rows else {}
         names = [name.removesuffix("_mean") for name in row if name.startswith("reward/") and name.endswith("_mean")]
         parts = (

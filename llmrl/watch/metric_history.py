@@ -1,4 +1,4 @@
-"""Metrics of a run as its health checks need them: smoothed, initial values, noise."""
+"""Metrics of a run in the form that its health checks need: smoothed values, initial values, and noise."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ Metrics: TypeAlias = Mapping[str, float]
 NUM_SMOOTHED = 3
 """Number of steps to average, because a batch of few prompts is noisy."""
 SURE = 3.5
-"""Standard errors of a significant difference; large, because many steps and metrics are compared."""
+"""Number of standard errors of a significant difference; large, because many steps and metrics are compared."""
 SURE_OF_SHARE = 2.6
-"""The same for shares, which are bounded."""
+"""As `SURE`, for shares, which are bounded."""
 
 
 class MetricHistory:
     """Metrics of the steps so far, in order: latest, smoothed, initial values, and noise.
 
-    It tracks which steps were read, as the steps a finding examined; reads for the noise (`margin`) do not count.
+    The history records which steps were read, because these are the steps that a finding examined. Reads for the noise
+    (`margin`) do not count.
     """
 
     def __init__(self, steps: Sequence[Metrics], numbers: Sequence[int] | None = None) -> None:
@@ -53,7 +54,7 @@ class MetricHistory:
         return self._noted(name, self._places(name))
 
     def now(self, name: str) -> float | None:
-        """Return a metric of the last step."""
+        """Return a metric of the last step; None if the step lacks it."""
         if name in self.last:
             self.note(len(self.steps) - 1)
         return self.last.get(name)
@@ -63,14 +64,14 @@ class MetricHistory:
         return None if self.now(name) is None else fmean(self._noted(name, self._places(name)[-NUM_SMOOTHED:]))
 
     def began(self, name: str) -> float | None:
-        """Return a metric's mean over the first few steps, or None if there are no more steps than these."""
+        """Return a metric's mean over the first few steps, or None if there are no further steps."""
         places = self._places(name)
         return fmean(self._noted(name, places[:NUM_SMOOTHED])) if len(places) > NUM_SMOOTHED else None
 
     def share(self, name: str, counted: str) -> tuple[float, float] | None:
         """Return a share over the last few steps and its lower confidence bound, or None if the last step lacks it.
 
-        `counted` is the metric with the denominator; without it the bound is the share itself.
+        `counted` is the metric with the denominator; if a step lacks it, the bound is the share itself.
         """
         if self.now(name) is None:
             return None
@@ -89,10 +90,10 @@ class MetricHistory:
         return share, (share + square / 2 - spread) / (1 + square)
 
     def margin(self, name: str) -> float:
-        """Return the largest difference of two means of a few steps that chance explains; 0 if there are too few steps.
+        """Return the largest difference of two means over a few steps that chance explains; 0 with too few steps.
 
         The noise is estimated from differences of consecutive steps, without the last few steps and the largest
-        difference. It is overestimated for a metric with a trend.
+        difference. A trend makes the estimate too large.
         """
         values = [self.steps[place][name] for place in self._places(name)[:-NUM_SMOOTHED]]
         squares = sorted((later - earlier) ** 2 for earlier, later in itertools.pairwise(values))[:-1]
@@ -108,13 +109,13 @@ class MetricHistory:
         return fmean(self._noted(name, chosen)) if chosen else None
 
     def best(self, name: str) -> float | None:
-        """Return the highest mean of a few consecutive steps, without the last few; None if there are too few."""
+        """Return the highest mean over a few consecutive steps, without the last few; None with too few steps."""
         values = self.values(name)[:-NUM_SMOOTHED]
         windows = [values[end - NUM_SMOOTHED : end] for end in range(NUM_SMOOTHED, len(values) + 1)]
         return max(map(fmean, windows), default=None)
 
     def is_learning(self) -> bool:
-        """Return whether the reward is the highest so far, or has risen."""
+        """Return whether the last reward is the highest so far, or the reward has risen (`has_risen`)."""
         *earlier, now = self.values("reward_mean") or [0.0]
         return bool(earlier) and (now > max(earlier) or self.has_risen())
 
@@ -130,7 +131,7 @@ class MetricHistory:
         return recent > began + margin and recent >= best - margin
 
     def has_settled(self, name: str) -> bool:
-        """Return whether a metric was measured for a few steps, and the reward does not rise any more."""
+        """Return whether a metric was measured for a few steps, and the reward no longer rises."""
         return len(self._places(name)) >= NUM_SMOOTHED and not self.is_learning()
 
     def is_constant(self) -> bool:
@@ -138,7 +139,7 @@ class MetricHistory:
         return self.now("reward_std") == 0
 
     def has_many_prompts(self) -> bool:
-        """Return whether the last step has enough prompts to judge it alone: a hard task begins with equal rewards."""
+        """Return whether the last step has enough prompts to be judged alone: a hard task begins with equal rewards."""
         return (self.now("num_groups") or math.inf) >= SIGNAL_PATIENCE
 
     def is_learned(self) -> bool:

@@ -1,4 +1,4 @@
-"""The live view in a notebook: one output of the cell, replaced at each change."""
+"""The live view in a notebook: an output of the cell, which each change replaces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NotebookOutput:
         self._handle: Any = None
 
     def show(self, text: str) -> None:
-        """Show HTML, in place of what was there."""
+        """Show HTML in place of the previous HTML."""
         from IPython.display import HTML, display
 
         if self._handle is None:
@@ -28,7 +28,7 @@ class NotebookOutput:
 
 
 def table_html(columns: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return columns, each with its title, as a table.
+    """Return columns, each a title and its cells, as a table.
 
     Example:
         >>> table_html([("step", ["1", "2"]), ("reward", ["0.5", "<"])]).count("<tr>")
@@ -41,7 +41,7 @@ def table_html(columns: Sequence[tuple[str, Sequence[str]]]) -> str:
 
 
 def curve_svg(values: Sequence[float]) -> str:
-    """Return values as a curve. Its axis ends at 0 and 1, or at the lowest and highest value beyond them.
+    """Return values as a curve; empty with fewer than two finite values. The axis covers all values, 0 and 1.
 
     Example:
         >>> 'points="0.0,80.0 480.0,0.0"' in curve_svg([0.0, 1.0])
@@ -63,7 +63,7 @@ def curve_svg(values: Sequence[float]) -> str:
 
 
 def paragraph_html(text: str) -> str:
-    """Return text as a paragraph that keeps its lines.
+    """Return text as a paragraph that keeps line breaks.
 
     Example:
         >>> paragraph_html("a < b")

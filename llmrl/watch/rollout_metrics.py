@@ -14,16 +14,16 @@ from llmrl.data import Rollout, StopReason, text_of
 _ROUNDING = 1e-6
 _UNKNOWN = (
     "Rewards are larger than 1, and no reward function is named `success`: which answers are right is not known, and "
-    "pass@k, groups_all_right, groups_all_wrong and their lengths are left out. Add to the rubric "
-    'RewardFn(is_right, name="success", weight=0), which returns 1 for a right answer.'
+    "pass@k, groups_all_right, groups_all_wrong and the lengths of right and wrong answers are left out. Add "
+    'RewardFn(is_right, name="success", weight=0) to the rubric; is_right returns 1 for a right answer.'
 )
 
 
 def right_answers(rollouts: Sequence[Rollout]) -> list[bool] | None:
     """Return which of an environment's rollouts have a right answer, or None with a warning if that is unknown.
 
-    If there is a reward function named `success`, an answer is right if its value is at least 1. Otherwise it is right
-    if the reward is 1, and unknown if any reward is larger. Rollouts without a score are not right.
+    If the environment has a reward function named `success`, an answer is right if `success` is at least 1. Otherwise
+    an answer is right if the reward is 1, and unknown if any reward is larger. Rollouts without a score are not right.
 
     Example:
         >>> def answer(reward, **breakdown):
@@ -45,7 +45,7 @@ def right_answers(rollouts: Sequence[Rollout]) -> list[bool] | None:
 
 
 def rollout_records(rollouts: Sequence[Rollout]) -> list[dict[str, JSON]]:
-    """Return the records of rollouts (`Rollout.to_record`) with `is_right`, None if unknown or not scored."""
+    """Return the records of rollouts (`Rollout.to_record`) with `is_right`: None if unknown or not scored."""
     rights: Sequence[bool | None] = right_answers(rollouts) or [None] * len(rollouts)
     return [
         {**rollout.to_record(), "is_right": right if rollout.is_scored else None}
@@ -74,7 +74,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     metrics = {
         "num_unscored": float(len(rollouts) - len(scored)),
         "cut_share": sum(rollout.reason == StopReason.LENGTH for rollout in rollouts) / len(rollouts),
-        # 95th percentile, as the length of an actual answer.
+        # 95th percentile by nearest rank, which is the length of an actual answer.
         "completion_tokens_p95": float(lengths[math.ceil(0.95 * len(lengths)) - 1]),
         "completion_tokens_max": float(lengths[-1]),
         **dict(_reward_metrics(scored)),

@@ -28,10 +28,10 @@ _OLD_LOG_PROBS = ("old_log_probs", "full")
 
 
 def metrics_of(learned: Learned) -> dict[str, float]:
-    """Return the metrics of a step's updates: counts are added, and other metrics averaged.
+    """Return the metrics of a step's updates: counts are added, and other metrics are averaged.
 
     `is_skipped` is 1 only if all updates were skipped. Metrics that compare trainer and engine come from the first
-    update, because later ones are off-policy.
+    update, because later updates are off-policy.
 
     Example:
         >>> metrics = metrics_of([TrainStepReport(loss=1.0, num_rows=2), TrainStepReport(loss=2.0, num_rows=3)])
@@ -70,13 +70,13 @@ class StepMeter:
     """Measures one step from construction: times, learning rate, weight change, memory, engine load.
 
     Args:
-        tracked: objects of the loop; those with `param_groups` are optimizers.
-        engine: engine to report the load of, since the previous step.
+        tracked: objects of the loop; objects with `param_groups` are optimizers.
+        engine: engine of the load metrics, which cover the time since the previous step.
     """
 
     def __init__(self, tracked: Mapping[str, Any], engine: object = None) -> None:
         self._engine = engine
-        # Now, because the schedule advances before the step is logged.
+        # Read now, because the schedule advances before the step is logged.
         self._rates = [float(group["lr"]) for one in tracked.values() for group in getattr(one, "param_groups", ())]
         self._weights = _sample_of_weights(tracked)
         self._parts: dict[str, float] = {}
@@ -135,7 +135,7 @@ def _devices() -> range:
 
 
 def _peak_memory() -> int:
-    """Return peak memory in bytes: the largest of all GPUs in this step, or of this process if there is no GPU."""
+    """Return peak memory in bytes: of the fullest GPU in this step, or of this process so far if there is no GPU."""
     if devices := _devices():
         return max(map(torch.cuda.max_memory_allocated, devices))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -143,7 +143,7 @@ def _peak_memory() -> int:
 
 
 def is_logged(logged: Mapping[int, Mapping[str, float]], step: int, split: str) -> bool:
-    """Return whether a step's metrics of a split were logged before a kill; they are logged after its rollouts.
+    """Return whether a step's metrics of a split were logged before a kill, and so all of its rollouts.
 
     Example:
         >>> is_logged({1: {"policy_version": 1.0}}, 1, "train"), is_logged({}, 1, "eval/sums")

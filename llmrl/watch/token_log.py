@@ -24,7 +24,7 @@ _DTYPES = {
     "versions": np.int32,
 }
 _BYTES_IN_LISTS = 7
-"""Bytes of a row's lists for each byte of its arrays: of a token 120 (a number is an object) and 17."""
+"""Bytes of lists per byte of arrays: a token needs about 120 bytes in lists, as number objects, and 17 in arrays."""
 TOKEN_KEYS = (
     ("tokens", "full"),
     ("masks", "all_assistant_mask"),
@@ -33,7 +33,7 @@ TOKEN_KEYS = (
     ("rollout", "rollout_id"),
     ("rollout", "row_index"),
 )
-"""Entries that are read of a row, besides its advantage."""
+"""Entries of a row that are stored, besides its advantage."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class TokenRow:
     log_probs: list[float] = field(default_factory=list)
     """Log-probs of the sampler."""
     trainer_log_probs: list[float] = field(default_factory=list)
-    """Log-probs of the trainer before its update; NaN if unknown."""
+    """Log-probs of the trainer before the update; NaN if unknown."""
     versions: list[int] = field(default_factory=list)
 
 
@@ -67,7 +67,7 @@ class TokenLog:
         not_trained: Sequence[TensorDictBase] = (),
         split: str = "train",
     ) -> None:
-        """Store a batch of rows. Raises ValueError if a row's trainer log-probs are not one per token.
+        """Store a batch of rows. Raises ValueError if a row does not have one trainer log-prob per token.
 
         Args:
             rows: from a collector or `rollout_rows`.
@@ -89,7 +89,7 @@ class TokenLog:
             elif trainer.shape != token_ids.shape:
                 raise ValueError(
                     f"trainer_log_probs has shape {tuple(trainer.shape)} for a row of {len(token_ids)} tokens; "
-                    "give one per token, NaN where there is none."
+                    "give one log-prob per token, NaN where it is unknown."
                 )
             values = {
                 "token_ids": token_ids,
@@ -117,7 +117,7 @@ class TokenLog:
         write_atomically(self._path(step, split), write)
 
     def copy(self, other: TokenLog, step: int, split: str = "train") -> None:
-        """Copy what another folder has stored of a step."""
+        """Copy the tokens of a step from another folder."""
         self.path.mkdir(parents=True, exist_ok=True)
         with open_file(other._path(step, split), "rb") as file:
             data = file.read()
@@ -132,7 +132,10 @@ class TokenLog:
         return sorted((int(step), unquote(split) or "train") for step, _, split in stems)
 
     def read(self, step: int, split: str = "train") -> list[TokenRow]:
-        """Return the rows of a step. Raises FileNotFoundError if it was not stored, and DamagedFileError if damaged."""
+        """Return the rows of a step.
+
+        Raises FileNotFoundError if the step was not stored, and DamagedFileError if its file is damaged.
+        """
         path = self._path(step, split)
         try:
             return self._read(path)
@@ -145,7 +148,7 @@ class TokenLog:
     def _read(path: Path) -> list[TokenRow]:
         with open_file(path, "rb") as file, np.load(file) as data:
             num_bytes = sum(entry.file_size for entry in data.zip.infolist())
-            check_fits_memory(path, num_bytes * _BYTES_IN_LISTS)  # zeros are compressed to a thousandth
+            check_fits_memory(path, num_bytes * _BYTES_IN_LISTS)  # a small file may expand a thousandfold
             ends = data["lengths"].cumsum()[:-1]
             columns = {name: [part.tolist() for part in np.split(data[name], ends)] for name in _DTYPES}
             heads = zip(data["rollout_ids"], data["row_indices"], data["advantages"], strict=True)
@@ -156,7 +159,7 @@ class TokenLog:
 
 
 def _advantage(row: TensorDictBase) -> float:
-    """Return a row's advantage (the mean over trained tokens if it has one per token), or NaN."""
+    """Return a row's advantage (the mean over trained tokens if each token has one); NaN without an advantage."""
     advantage = row.get("advantage", None)
     if advantage is None:
         return math.nan

@@ -1,7 +1,7 @@
 """Trackers of a run's metrics and conversations: `metrics.csv` in its folder, and optional others.
 
 TensorBoard, Weights & Biases and trackio use torchrl's loggers. torchrl's MLflow logger cannot continue a run, so
-MLflow has its own.
+`MLflowTracker` replaces it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Tracker(Protocol):
 
 
 _PERFORMANCE = ("seconds", "_per_second", "_gib")
-"""Endings of metrics of speed and memory; engine metrics begin with `engine_`."""
+"""Endings of the names of speed and memory metrics; names of engine metrics begin with `engine_`."""
 
 
 def grouped_name(name: str) -> str:
-    """Return a metric's name with a group, by which trackers arrange plots.
+    """Return a metric's name with a group as prefix; trackers arrange plots by group.
 
     Example:
         >>> [grouped_name(name) for name in ("reward_mean", "train_seconds", "eval/sums/pass@1")]
@@ -79,7 +79,7 @@ _TRACE_COLUMNS = ("rollout_id", "env", "reward", "status", "reason", "num_turns"
 
 
 def trace_table(records: Sequence[Row], step: int) -> dict[str, list[JSON]]:
-    """Return conversations as columns: facts about each, and its text."""
+    """Return conversations as columns: facts about each conversation, and its text."""
     columns = {name: [record[name] for record in records] for name in _TRACE_COLUMNS}
     return {"step": [step] * len(records), **columns, "conversation": [_as_read(one["messages"]) for one in records]}
 
@@ -108,7 +108,7 @@ def as_recorded(value: float) -> float:
 
 
 class CSVTracker:
-    """A table with one row per step, created by the first step; new metrics add columns."""
+    """A CSV file with a row per call of `log_metrics`, created by the first call; new metrics add columns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -133,7 +133,10 @@ class CSVTracker:
         write_atomically(self.path, write)
 
     def read(self) -> list[dict[str, float]]:
-        """Return the metrics of all steps, the last value of each. Raises DamagedFileError if it is no table."""
+        """Return the metrics of each step, with the last value if a metric was logged twice.
+
+        Raises DamagedFileError if the file is not a table of steps.
+        """
         steps: dict[int, dict[str, float]] = {}
         for row in self._read_rows()[0]:
             numbers = {name: float(value) for name, value in row.items() if value}
@@ -142,7 +145,7 @@ class CSVTracker:
         return list(steps.values())
 
     def close(self) -> None:
-        """Do nothing: every row is written at once."""
+        """Do nothing, because `log_metrics` writes each row immediately."""
 
     def _read_rows(self) -> tuple[list[dict[str, str]], list[str]]:
         """Return the rows and the columns, without incomplete or invalid rows."""
@@ -155,7 +158,7 @@ class CSVTracker:
         except csv.Error:
             names = [""]
         if names and names[0] != "step":
-            raise DamagedFileError(f"{self.path} is damaged: no table of steps. Remove it, or put a copy in its place.")
+            raise DamagedFileError(f"{self.path} is damaged: no table of steps. Remove it, or restore it from a copy.")
         rows = [line.rstrip("\r\n").split(",") for line in lines]
         return [dict(zip(names, row, strict=True)) for row in rows if _is_whole(row, names)], names
 
@@ -168,7 +171,7 @@ def _is_whole(row: list[str], names: list[str]) -> bool:
 
 
 def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
-    """Open the trackers of a run. A run that was tracked before is continued, even if its folder was moved.
+    """Open the trackers of a run. A resumed run continues in its trackers, even if its folder was moved.
 
     Args:
         names: `"tensorboard"` writes into the folder. `"wandb"` follows its own settings, such as `WANDB_MODE=offline`,
@@ -204,7 +207,7 @@ def _open_tensorboard(path: Path) -> Tracker:
 
     class TensorboardTracker(TensorboardLogger):
         def log_traces(self, records: Sequence[Row], step: int) -> None:
-            """Show a step's conversations as texts, of which TensorBoard keeps ten."""
+            """Show a step's conversations as texts; TensorBoard keeps ten texts."""
             for number, text in enumerate(trace_table(records, step)["conversation"]):
                 # Four spaces mark preformatted text in Markdown.
                 indented = "\n".join(f"    {line}" for line in str(text).splitlines())
@@ -257,12 +260,12 @@ def _open_trackio(path: Path) -> Tracker:
             if trackio.context_vars.current_run.get() is not None:
                 trackio.finish()
 
-    # It identifies runs by name, so folders of the same name need different names.
+    # trackio identifies runs by name, so runs in folders with the same name need an id in their names.
     return TrackioTracker(exp_name=f"{path.name}-{_run_id(path)}", project=PROJECT)
 
 
 class MLflowTracker:
-    """A run of MLflow, identified by the folder's id, without MLflow's global state."""
+    """A run of MLflow, identified by the id in the run's folder; does not use MLflow's global state."""
 
     def __init__(self, path: Path) -> None:
         from mlflow import MlflowClient
@@ -287,7 +290,7 @@ class MLflowTracker:
         self._client.log_batch(self._id, [Metric(name, value, now, step) for name, value in named])
 
     def log_traces(self, records: Sequence[Row], step: int) -> None:
-        """Store a step's conversations as an artifact; a tag of limited size lists MLflow's tables."""
+        """Store a step's conversations as an artifact; MLflow lists tables in a tag of limited size."""
         self._client.log_dict(self._id, trace_table(records, step), f"traces/{step:06d}.json")
 
     def close(self) -> None:
@@ -304,7 +307,7 @@ _OPENERS: dict[str, Callable[[Path], Tracker]] = {
 
 
 def _run_id(path: Path) -> str:
-    """Return the run's id for trackers, which is stored in its folder."""
+    """Return the run's id for trackers, stored in the run's folder."""
     file = path / "run_id"
     if not file.exists():
         write_atomically(file, lambda path: path.write_text(secrets.token_hex(4)))

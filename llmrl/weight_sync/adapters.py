@@ -29,8 +29,8 @@ _PREFIX = "base_model.model."
 class AdapterWeights(ModelWeights):
     """The matrices A and B of a model's LoRA adapters, under the names of peft's files; B includes the scale.
 
-    Raises TypeError at each use if the model has no adapters, trains anything else, or has adapters that engines do
-    not support: of embeddings or output heads, DoRA, biases, several active ones.
+    Raises TypeError at each use if the model has no adapters, trains other weights, or has adapters that engines do
+    not support: of embeddings or output heads, DoRA, biases, several active adapters.
     """
 
     def _named(self) -> Iterator[tuple[str, Any]]:
@@ -40,11 +40,11 @@ class AdapterWeights(ModelWeights):
 
     @property
     def _format(self) -> object:
-        return None  # the names are those of peft's files, within the checkpoint's
+        return None  # `_matrices` already yields the names of peft's files, so nothing is converted
 
     @property
     def rank(self) -> int:
-        """Highest rank."""
+        """Highest rank of the adapters."""
         return max(meta.shape[0] for meta in self.metadata() if meta.name.endswith(".lora_A.weight"))
 
     @property
@@ -73,8 +73,8 @@ def _matrices(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[t
     beside = [name for name, weight in model.named_parameters() if weight.requires_grad and ".lora_" not in name]
     if beside:
         raise TypeError(
-            f"{len(beside)} weights are trained beside the adapters, among them {checkpoint_name(beside[0])}; adapters "
-            "alone would leave them out: send merged weights (lora='merged')."
+            f"{len(beside)} weights are trained beside the adapters, among them {checkpoint_name(beside[0])}, and "
+            "lora='adapter' would leave them out: send merged weights (lora='merged')."
         )
     outside = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}  # type: ignore[operator]
     for name, layer in model.named_modules():
@@ -97,7 +97,7 @@ def _matrices(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[t
         name = weights.name.removesuffix(".weight")
         active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
         if len(active) > 1:
-            raise TypeError(f"{name} has {len(active)} active adapters, {active}; one of them can be sent.")
+            raise TypeError(f"{name} has {len(active)} active adapters, {active}; only one can be sent.")
         for adapter in active:
             yield f"{_PREFIX}{name}.lora_A.weight", layer.lora_A[adapter].weight
             scaled = _ScaledWeight(layer.lora_B[adapter].weight, layer.scaling[adapter])
@@ -119,7 +119,7 @@ class AdapterChannel(Channel):
 
     def stage(self, version: int | None) -> int:
         """Serialise the adapters in memory."""
-        assert version is not None, "an engine has to hold the base model"
+        assert version is not None, "this channel needs an engine"
         self._staged = {}
         weights = _as_file({name: tensor.cpu().contiguous() for name, tensor in self._source})
         self._staged = {"weights": weights, "rank": self._source.rank}

@@ -146,7 +146,7 @@ def open_shared(path: str, num_bytes: int) -> torch.Tensor:
     """
     size = Path(path).stat().st_size
     if size < num_bytes:
-        raise ValueError(f"the shared buffer {path} has {size} bytes and {num_bytes} were announced.")
+        raise ValueError(f"the shared buffer {path} has {size} bytes, and {num_bytes} bytes were announced.")
     return torch.from_file(path, shared=False, size=num_bytes, dtype=torch.uint8)
 
 

@@ -32,7 +32,7 @@ from llmrl.weight_sync.source import ModelWeights
 logger = logging.getLogger(__name__)
 
 _MEETING_SECONDS = 10.0
-"""Timeout to join a group that all workers say they have joined; a worker may have died since."""
+"""Timeout to join a group after all workers have reported that they joined; a worker may have died since."""
 
 
 class Client(Protocol):
@@ -69,9 +69,9 @@ class Channel(ABC):
     """Transport that stages the trainer's weights while engines generate, and then transfers them."""
 
     is_collective = False
-    """Whether all engines are one client, which is replaced if an engine is."""
+    """Whether all engines form one client, which is replaced if an engine is replaced."""
     can_roll_back = True
-    """Whether engines keep their old weights until a call to load."""
+    """Whether engines keep their old weights until `EngineGroup.commit`."""
 
     @property
     @abstractmethod
@@ -102,7 +102,7 @@ class MemoryChannel(Channel):
     gloo group, so that the death of one replica does not affect the others.
 
     Args:
-        rendezvous: returns address and port where such a group meets.
+        rendezvous: function that returns the address and port at which such a group meets.
         anchor_every: see `VLLMWeightSyncScheme`; used only if an engine needs a broadcast.
     """
 
@@ -138,10 +138,10 @@ class MemoryChannel(Channel):
     @torch.no_grad()
     def stage(self, version: int | None) -> int:
         """Cast and pack the weights. Raises ValueError if the source yields other weights than it announced."""
-        assert version is not None, "an engine has to read the memory"
+        assert version is not None, "this channel needs an engine"
         before = self._layout
         base = self.checksum if self._tag else None
-        self._tag = ""  # nothing is staged until all is packed, as a source may fail halfway
+        self._tag = ""  # nothing counts as staged until all is packed, because the source may fail halfway
         self._layout = None
         self.checksum = None
         self.delta = None
@@ -163,7 +163,7 @@ class MemoryChannel(Channel):
         return version
 
     def _pack(self, buffer: torch.Tensor, tag: str) -> None:
-        write_tag(buffer, tag)  # announced only after the weights are packed
+        write_tag(buffer, tag)  # workers learn the tag only after the weights are packed
         views = self.layout.views(buffer)
         for given_name, tensor in self._source.uncast():
             name, view = next(views)
@@ -190,13 +190,13 @@ class MemoryChannel(Channel):
         self._tag = ""
 
     def staged(self) -> tuple[SharedBuffer, TransferInfo]:
-        """Return the staged buffer and its description for workers. Raises RuntimeError if there is none."""
+        """Return the staged buffer and its description for workers. Raises RuntimeError if no weights are staged."""
         if self._shared is None or not self._tag:
             raise RuntimeError("no weights are staged.")
         return self._shared, {"num_bytes": self.layout.num_bytes, "tag": self._tag, **self.layout.to_plain()}
 
     def connect(self, client: Client) -> Connection:
-        """Connect by shared memory if the workers can map it, else by gloo."""
+        """Connect by shared memory if the workers can map it, otherwise by gloo."""
         layout = self.layout.to_plain()
         probe = SharedBuffer(HEADER_SIZE)
         tag = uuid.uuid4().hex
@@ -209,10 +209,10 @@ class MemoryChannel(Channel):
         except EngineError as error:
             if UNREACHABLE not in str(error):
                 raise
-            logger.info("an engine does not see this host's memory; its weights are broadcast: %s", error)
+            logger.info("an engine cannot map this host's memory, so its weights are broadcast: %s", error)
         finally:
             probe.close()
-        client.init_weight_transfer_engine({"layout": layout})  # fail early if the model is another one
+        client.init_weight_transfer_engine({"layout": layout})  # fails early if the engine has another model
         self._is_broadcast = True
         return _Broadcast(self, client, *self._rendezvous())
 
@@ -247,7 +247,7 @@ class _Broadcast:
         self._channel = channel
         self._client = client
         world_size = 1 + client.num_workers
-        # The thread is abandoned if the engine fails: the group waits for its workers for minutes.
+        # `open_group` waits for the workers for minutes, so its thread is abandoned if the engine fails.
         opening = start_in_thread(open_group, address, port, rank=0, world_size=world_size)
         client.init_weight_transfer_engine({"master_address": address, "master_port": port, "world_size": world_size})
         try:
@@ -281,7 +281,7 @@ class _Broadcast:
 
     def _send(self, data: torch.Tensor, described: TransferInfo) -> None:
         group = self._group
-        assert group is not None, "a closed channel is opened again"
+        assert group is not None, "the connection is closed"
         self._client.start_weight_update()
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(broadcast, group, data)

@@ -12,11 +12,11 @@ import torch
 TRANSFER_SECONDS = 120.0
 """Timeout of a transfer without progress; shorter if the engines' hang timeout requires it."""
 _NUM_LOOKS = 20
-"""Polls per timeout; counted instead of seconds, so that a suspended process does not blame its peers."""
+"""Polls per timeout; polls are counted instead of seconds, so that the time of a suspended process does not count."""
 
 
 class TransferStalledError(RuntimeError):
-    """A transfer was aborted because a peer died or hangs."""
+    """Raised if a transfer was aborted because a peer died or hangs."""
 
 
 class Communicator(Protocol):

@@ -18,7 +18,7 @@ import torch
 from llmrl._utils.safetensors_file import TensorPlace
 
 _ESCAPE = 255
-"""Gap byte that is continued by the next byte."""
+"""Byte of a gap that continues in the next byte."""
 _LEVEL = 1
 """zlib level; higher levels take several times as long for a few per cent."""
 _PART = 1 << 24
@@ -55,9 +55,10 @@ class Delta:
             raise ValueError(f"not a delta: {error}") from error
 
     def apply(self, image: torch.Tensor) -> None:
-        """Change the bytes ([num_bytes] uint8) in place; ValueError, with undefined bytes, if the data are damaged."""
+        """Apply the delta in place ([num_bytes] uint8). Raises ValueError, with undefined bytes, if it is damaged."""
         words = _words_of(image.numpy())
-        # Each gap byte skips or changes at least one word, and each change has at least one gap byte.
+        # Each gap byte skips or changes at least one word, and each change has at least one gap byte and two bytes of
+        # difference, so valid data are not longer.
         positions, differences = decode(
             _decompress(self.data, 3 * min(self.num_gap_bytes, len(words))), self.num_gap_bytes
         )
@@ -74,6 +75,7 @@ def encode(positions: Positions, differences: Words) -> tuple[bytes, int]:
         >>> num_gap_bytes, [column.tolist() for column in decode(data, num_gap_bytes)]
         (3, [[0, 300], [1, 65535]])
     """
+    # A gap is written as `gap // 255` escape bytes and a last byte of `gap % 255`.
     gaps = np.diff(positions, prepend=-1) - 1
     ends = np.cumsum(gaps // _ESCAPE + 1) - 1
     stream = np.full(ends[-1] + 1 if len(ends) else 0, _ESCAPE, dtype=np.uint8)
@@ -85,19 +87,19 @@ def encode(positions: Positions, differences: Words) -> tuple[bytes, int]:
 def decode(data: bytes, num_gap_bytes: int) -> tuple[Positions, Words]:
     """Decode the result of `encode`. Raises ValueError if lengths do not match."""
     if not 0 <= num_gap_bytes <= len(data):
-        raise ValueError(f"{num_gap_bytes} gap bytes of {len(data)}.")
+        raise ValueError(f"the delta announces {num_gap_bytes} gap bytes and has {len(data)} bytes.")
     stream = np.frombuffer(data, dtype=np.uint8, count=num_gap_bytes)
     ends = np.flatnonzero(stream != _ESCAPE)
     # A gap is the sum of its bytes; a position is the sum of all gaps so far plus the number of earlier positions.
     positions = np.cumsum(stream, dtype=np.int64)[ends] + np.arange(len(ends))
     planes = np.frombuffer(data, dtype=np.uint8, offset=num_gap_bytes) if num_gap_bytes < len(data) else stream[:0]
     if len(planes) != 2 * len(ends) or (num_gap_bytes and stream[-1] == _ESCAPE):
-        raise ValueError(f"{len(ends)} positions and {len(planes)} bytes to add; two each are expected.")
+        raise ValueError(f"{len(ends)} positions and {len(planes)} difference bytes; two per position are expected.")
     return positions, np.ascontiguousarray(planes.reshape(2, -1).T).view("<u2")[:, 0]
 
 
 class DeltaWriter:
-    """Writer of new weights into a file's bytes, `image` ([num_bytes] uint8), which records the changes."""
+    """Writer that puts new weights into a file's bytes, `image` ([num_bytes] uint8), and records the changes."""
 
     def __init__(self, image: torch.Tensor, places: Iterable[TensorPlace]) -> None:
         self._image = image
@@ -108,11 +110,13 @@ class DeltaWriter:
         """Replace one tensor. Raises ValueError if the file has no such tensor."""
         place = self._places.pop(name, None)
         if place is None or (place.dtype, place.shape) != (tensor.dtype, tuple(tensor.shape)):
-            raise ValueError(f"the source yielded {name!r} {tensor.dtype} {tuple(tensor.shape)}, not announced.")
+            raise ValueError(
+                f"the source yielded {name!r} {tensor.dtype} {tuple(tensor.shape)}, which it did not announce."
+            )
         new = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         image = self._image.numpy()
         start = place.offset
-        if start % 2 or len(new) % 2:  # its words include bytes of a neighbour
+        if start % 2 or len(new) % 2:  # the tensor's words include bytes of a neighbour
             first = start - start % 2
             end = min(start + len(new) + (start + len(new)) % 2, len(image))
             new = np.concatenate([image[first:start], new, image[start + len(new) : end]])
@@ -131,7 +135,7 @@ class DeltaWriter:
     def finish(self, serial: int, base_checksum: int, checksum: int) -> Delta | None:
         """Return the delta, or None if it cannot be represented. Raises ValueError if tensors are missing."""
         if self._places:
-            raise ValueError(f"the source did not yield {sorted(self._places)[:3]}, which were announced.")
+            raise ValueError(f"the source did not yield {sorted(self._places)[:3]}, which it announced.")
         self._found.sort(key=lambda found: found[0][0] if len(found[0]) else -1)
         positions = np.concatenate([np.empty(0, dtype=np.int64), *(positions for positions, _ in self._found)])
         differences = np.concatenate([np.empty(0, dtype=np.uint16), *(added for _, added in self._found)])
@@ -142,7 +146,7 @@ class DeltaWriter:
 
 
 def _decompress(data: bytes, max_num_bytes: int) -> bytes:
-    """Decompress at most a number of bytes: a few damaged bytes may expand to any size."""
+    """Decompress at most `max_num_bytes` bytes, because a few damaged bytes may expand to any size."""
     stream = zlib.decompressobj()
     try:
         result = stream.decompress(data, max(max_num_bytes, 0) + 1)

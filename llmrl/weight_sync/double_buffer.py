@@ -50,15 +50,17 @@ class BufferPointer:
 class DoubleBuffer:
     """Weights on a file system, written next to the current ones, which stay whole until the pointer moves.
 
-    Readers get whole weights or an error, however the writer died. Each of the two buffers is a folder with one
+    Readers get whole weights or an error, even if the writer was killed. Each of the two buffers is a folder with one
     safetensors file. With `anchor_every` above 1, most writes are *deltas* from the previous write, starting from the
-    file in the buffer, the *anchor*. The checksum is that of the resulting file, which equals the file of a whole
-    write.
+    file in the buffer, the *anchor*. The checksum is that of the resulting file, which is identical to the file that a
+    whole write would make.
 
     Args:
         folder: folder of the files.
-        anchor_every: a whole file is written every `anchor_every` writes, and whenever this process did not make the
-            last write. Above 1, a copy of the file is kept in memory. ValueError if it is below 1.
+        anchor_every: number of writes of which the first writes a whole file; a process also writes a whole file if
+            it did not make the last write. Above 1, a copy of the file is kept in memory.
+
+    Raises ValueError if `anchor_every` is below 1.
 
     Example:
         >>> import tempfile
@@ -97,13 +99,14 @@ class DoubleBuffer:
             version = 1 if current is None else current.version + 1
         serial = 1 if current is None else current.serial + 1
         pointer = None if current is None else self._write_delta(current, source, version)
+        # A whole file is due without a delta, or if the delta is too large or too far from its anchor.
         if pointer is None or pointer.serial - pointer.anchor_serial >= self._anchor_every:
-            whole = None if pointer is None else self._written  # else the write may be rolled back
+            whole = None if pointer is None else self._written  # without a delta, `_written` may be outdated
             self._written = None
             slot = 0 if current is None else 1 - current.slot
             path = self._cleared(slot, current)
             if pointer is None or whole is None:
-                self.delta_path(serial).unlink(missing_ok=True)  # of a write that was rolled back
+                self.delta_path(serial).unlink(missing_ok=True)  # a write that was rolled back may have left it
                 num_bytes, checksum = write_safetensors(path, source.metadata(), source)
             else:
                 num_bytes = whole.buffer.numel()
@@ -136,7 +139,7 @@ class DoubleBuffer:
         if written is None or written.pointer != current or not written.has_layout_of(source):
             self._written = None
             return None
-        self._written = None  # until it is whole again
+        self._written = None  # the buffer is a mixture until all tensors are put
         writer = DeltaWriter(written.buffer, places_of(written.buffer))
         for name, tensor in source:
             writer.put(name, tensor)
@@ -153,6 +156,7 @@ class DoubleBuffer:
                 write_atomically(path, lambda temporary: temporary.write_bytes(data))
         if not is_worth_it:
             path.unlink(missing_ok=True)
+        # Such an old anchor makes `write` write a whole file.
         anchor = current.anchor_serial if is_worth_it else current.serial + 1 - self._anchor_every
         return replace(
             current, serial=current.serial + 1, version=version, checksum=checksum, anchor_serial=anchor,
@@ -187,7 +191,7 @@ class DoubleBuffer:
             pages_of: returns the pages to keep of a file with this layout; the whole file is still read and checked.
                 Not supported with deltas.
 
-        Raises ValueError if there are no weights, or they are not those that were written.
+        Raises ValueError if there are no weights, or the files differ from those that were written.
         """
         if pointer is None:
             raise ValueError(f"nothing was written to {self.folder} yet.")
@@ -207,7 +211,7 @@ class DoubleBuffer:
         raise ValueError(f"{path} does not hold the weights of write {pointer.serial}: {why}.")
 
     def _follow(self, start: FileWeights, pointer: BufferPointer) -> FileWeights:
-        """Apply the deltas after `start` in place; ValueError or FileNotFoundError if they do not lead to `pointer`."""
+        """Apply the deltas after `start` in place. Raises ValueError or FileNotFoundError if they do not fit."""
         assert start.pointer is not None
         checksum = start.pointer.checksum
         for serial in range(start.pointer.serial + 1, pointer.serial + 1):
@@ -220,7 +224,7 @@ class DoubleBuffer:
         if is_new:
             checksum = checksum_of(start.buffer)
         if checksum != pointer.checksum:
-            raise ValueError(f"the deltas up to write {pointer.serial} make other weights: the checksum differs.")
+            raise ValueError(f"the deltas up to write {pointer.serial} result in other weights: the checksum differs.")
         return replace(start, pointer=pointer)
 
     def delta_path(self, serial: int) -> Path:
@@ -248,7 +252,7 @@ class FileWeights:
         return cls(_layout_of(buffer, buffer.numel()), buffer, pointer)
 
     def has_layout_of(self, source: ModelWeights) -> bool:
-        """Whether the source has the same tensors."""
+        """Return whether the source has the same tensors."""
         own = sorted((place.name, place.dtype, place.shape) for place in self.layout.places)
         return own == sorted(map(tuple, source.metadata()))
 
@@ -284,7 +288,7 @@ def _read_file(
     while end < num_bytes:
         num_read, checksum = _read_into(_bytes_of(part[: num_bytes - end]), file, checksum)
         pages.keep(buffer, part[:num_read], end)
-        if not end:
+        if not end:  # the header may be longer than the pages that were kept
             buffer[: len(head)] = head
         end += num_read
         if num_read < len(part):

@@ -34,8 +34,8 @@ class EngineGroup:
     """Engines that hold the same weights and are updated together; not thread-safe.
 
     Dead engines are left out. A sequence of engines is read again at each update, so that replacements are included. An
-    engine hangs if it neither answers a call nor produces tokens within `hang_timeout_seconds` (of `EngineReplicas`,
-    else 300); it is killed and left out.
+    engine that neither answers a call nor produces tokens within `hang_timeout_seconds` (of `EngineReplicas`, otherwise
+    300) is killed and left out.
 
     Raises EngineError if no engine is alive, and ValueError if there are no engines, or one cannot take the weights.
     """
@@ -56,7 +56,7 @@ class EngineGroup:
         self._members: dict[int, Member] = {}
         self._shared: tuple[list[Member], Connection] | None = None
         self._hook: Callable[[UpdatableEngine], None] | None = None
-        # One thread per engine, and one to request the progress of those that do not answer.
+        # One thread per engine, and one that requests the progress of engines that do not answer.
         self._pool = ThreadPoolExecutor(max(4, len(self._engines) + 1), thread_name_prefix="llmrl-weight-sync")
         self.backend = self.members()[0].engine.weight_transfer_backend
         """vLLM's name of the engines' weight-transfer backend."""
@@ -85,7 +85,7 @@ class EngineGroup:
 
     @property
     def are_replaced(self) -> bool:
-        """Whether no engine is alive and `EngineReplicas` is starting others."""
+        """Whether no engine is alive and `EngineReplicas` is starting replacements."""
         return not self.engines and self._replicas is not None and self._replicas.is_alive
 
     def members(self) -> list[Member]:
@@ -129,14 +129,14 @@ class EngineGroup:
             self._replicas.before_serving.append(hook)
 
     def connect(self, members: list[Member], channel: Channel) -> None:
-        """Connect to new members; EngineError if a worker cannot be reached, or has another model."""
+        """Connect to new members. Raises EngineError if a worker cannot be reached, or has another model."""
         if not channel.is_collective:
 
             def reach(member: Member) -> None:
                 if member.connection is None:
                     member.connection = channel.connect(member)
 
-            self.each(members, reach)  # all members, so that the death of a new one is not that of every engine
+            self.each(members, reach)  # for all members: if only a new one dies, `each` must not see all as dead
         elif self._shared is None or self._shared[0] != members:
             self.disconnect()
             timeout = min(TRANSFER_SECONDS, (self._hang_timeout_seconds or math.inf) / 3)
@@ -170,20 +170,20 @@ class EngineGroup:
         self._resume(members)
 
     def take(self, members: list[Member]) -> None:
-        """Transfer the staged weights to the engines; EngineError if an engine that is alive fails."""
+        """Transfer the staged weights to the engines. Raises EngineError if an engine that is alive fails."""
         try:
             if self._shared is not None:
                 self._shared[1].send_weights()
             else:
                 self.each(members, _take)
         except BaseException:
-            self.disconnect()  # a transfer that broke leaves its group in an unknown state
+            self.disconnect()  # a failed transfer leaves its group in an unknown state
             raise
 
     def commit(self, members: list[Member], version: int) -> None:
         """Make every engine load the received weights and drop the key-value blocks of the old ones.
 
-        Raises EngineError if an engine that is alive fails; it stays paused while the others serve the new weights.
+        Raises EngineError if an engine that is alive fails; it stays paused while other engines serve the new weights.
         """
 
         def finish(member: Member) -> None:
@@ -203,7 +203,7 @@ class EngineGroup:
         try:
             self.each(members, lambda member: member.abandon(can_discard=not are_mixed))
         except Exception as error:
-            logger.warning("ending the failed update failed too: %s", error)
+            logger.warning("an engine could not end the failed update: %s", error)
         for member in members if are_mixed else ():
             member.mark_mixed(member.engine.policy_version)
         return self.held_weights(members)
@@ -218,13 +218,16 @@ class EngineGroup:
             return "No engine holds a complete set of weights; they stay paused until an update succeeds."
         held = f"The engines hold the weights of version {min(whole)} as before; remove the cause and try again."
         if len(whole) < len(members):
-            held += f" {len(members) - len(whole)} of them failed to load an earlier update and stay paused until then."
+            held += (
+                f" {len(members) - len(whole)} of them failed to load an earlier update and stay paused until an "
+                "update succeeds."
+            )
         return held
 
     def each(self, members: Sequence[Member], action: Callable[[Member], object]) -> None:
         """Run `action` for all engines concurrently; after all have ended, raise the error of an engine that is alive.
 
-        Engines that die or hang are left out from then on. Raises EngineError if none is left.
+        Engines that die or hang are left out from then on. Raises EngineError if no engine is left.
         """
         futures = {self._pool.submit(action, member): member for member in members if not member.is_left_out}
         hanging = self._end_hanging(futures)
@@ -240,12 +243,12 @@ class EngineGroup:
             member.is_left_out = True
             logger.warning("an engine died during a weight update and is left out: %s", error)
         if errors and self._replicas is not None:
-            self._replicas.refresh()  # a server may be back, without its weights, before the update ends
+            self._replicas.refresh()  # a restarted server may answer, without its weights, before the update ends
         if living:
             raise living[0]
         if members and all(member.is_left_out for member in members):
             cause = errors[0][1] if errors else None
-            raise EngineError(f"every engine died during the weight update: {cause or 'before'}") from cause
+            raise EngineError(f"every engine died during the weight update: {cause or 'in an earlier step'}") from cause
 
     def shutdown(self) -> None:
         """Release threads and connections, but not the engines."""
@@ -298,7 +301,7 @@ class EngineGroup:
 
 @contextlib.contextmanager
 def held_for(engine: UpdatableEngine, lock: threading.RLock) -> Iterator[None]:
-    """Hold the lock of updates for an engine that waits for its weights; EngineError if it dies meanwhile."""
+    """Hold the lock of updates for an engine that waits for its weights. Raises EngineError if the engine dies."""
     while not lock.acquire(timeout=_LOOK_SECONDS):
         if not engine.is_alive:
             raise EngineError("the engine died before it received the current weights.")

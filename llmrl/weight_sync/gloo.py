@@ -22,7 +22,7 @@ NOT_FOLLOWED = "the delta does not lead to the weights that were announced"
 
 def open_group(address: str, port: int, *, rank: int, world_size: int) -> ProcessGroupGloo:
     """Open the group; rank 0 listens at `port`."""
-    # Not vLLM's function, which redirects stdout meanwhile, and permanently if two calls overlap.
+    # vLLM's function is not used: it redirects stdout meanwhile, and permanently if two calls overlap.
     store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=TIMEOUT, wait_for_workers=False)
     return ProcessGroupGloo(PrefixStore("llmrl", store), rank, world_size, timeout=TIMEOUT)
 
@@ -78,7 +78,7 @@ class Receiver:
         try:
             delta = Delta.from_bytes(data.numpy().tobytes())
             if self._buffer is None or base is None or delta.base_checksum != base:
-                raise ValueError("it builds on others.")
+                raise ValueError("it applies to other weights.")
             delta.apply(self._buffer)
             if checksum_of(self._buffer) != delta.checksum:
                 raise ValueError("the checksum differs.")

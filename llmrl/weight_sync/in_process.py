@@ -46,7 +46,7 @@ class InProcessSender:
         self._model = model_of(model)
 
     def init_all_workers_group(self, model_metadata: object = None, engine: LoadsWeights | None = None) -> None:
-        """Set the engine."""
+        """Set the engine; `model_metadata` has no effect."""
         self._engine = engine
 
     def update_weights(self) -> int:

@@ -29,7 +29,7 @@ class Int8Weights(ModelWeights):
         if not isinstance(model, torch.nn.Module) or self.is_sharded:
             raise ValueError(
                 "engines in int8 take the weights of a whole model of this process, neither sharded nor by name: start "
-                "engines without quantization."
+                "the engines without quantization."
             )
         names = (name.removesuffix(".base_layer") for name in int8_layers(model))
         rounded = [checkpoint_name(f"{name}.weight") for name in names]
@@ -38,7 +38,7 @@ class Int8Weights(ModelWeights):
     def metadata(self) -> list[WeightMeta]:
         """Return the metadata of each weight, in the order of iteration."""
         if self.override:
-            raise ValueError("update_weights(weights=...) sends weights as they are, and the engines take int8.")
+            raise ValueError("update_weights(weights=...) sends weights unchanged, and the engines take int8 weights.")
         sent = []
         for meta in super().metadata():
             if meta.name in self._rounded:

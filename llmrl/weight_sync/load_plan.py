@@ -23,7 +23,7 @@ from llmrl.weight_sync.buffers import PackedLayout
 from llmrl.weight_sync.partial import NeededPages
 
 STAYING = ("e_score_correction_bias", "expert_bias")
-"""Parameters of vLLM's routers that are buffers of trainers: they are not sent, and the engine has the checkpoint's."""
+"""Router parameters of vLLM that are buffers in the trainer: they are not sent, and keep the checkpoint's values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class LoadPlan:
 
     def __init__(self, parameters: list[ParameterPlan], heads: list[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
         self._parameters = parameters
-        # A tied head packs its weight for the embedding too.
+        # A tied head also packs its weight for the embedding, so the embedding is not packed again.
         self._unpacked = {id(embedding) for _, embedding in heads}
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ def make_load_plan(
             with recorder:
                 model.load_weights(layout.views(source))  # type: ignore[operator]  # of a model of vLLM
         except Exception as error:
-            if isinstance(error, RuntimeError) and "meta" in str(error):  # a loader reads the data
+            if isinstance(error, RuntimeError) and "meta" in str(error):  # a loader reads data, which meta tensors lack
                 return None, None
             raise ValueError(f"the engine's model does not take these weights: {_first_line(error)}") from error
     if not recorder.is_copying_only:
@@ -184,10 +184,7 @@ def make_load_plan(
 
 
 def trained_layers(model: torch.nn.Module) -> set[int]:
-    """Return the ids of the layers that an update has to fill: those of the language model, and not of encoders.
-
-    A head may be outside the language model, and is filled by what is sent, too.
-    """
+    """Return the ids of the language model's layers, which an update must fill; encoders keep their weights."""
     language_model = getattr(model, "get_language_model", lambda: model)()
     return {id(layer) for layer in language_model.modules()}
 

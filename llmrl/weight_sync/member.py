@@ -34,7 +34,7 @@ class Member:
         self.engine = engine
         self.connection: Connection | None = None
         self.is_left_out = False
-        """Whether the engine became unreachable in an update; a server that is back joins the next update anew."""
+        """Whether the engine became unreachable in an update; a server that answers again joins the next update."""
         self._is_updating = False
         self.num_restarts: int = getattr(engine, "num_restarts", 0)
         """Number of restarts of a server; a restarted one has lost its connections and updates."""
@@ -106,14 +106,14 @@ class Member:
             raise
 
     def commit(self, version: int) -> None:
-        """Load the received weights; EngineError if there are none, as the old weights would get the new version."""
+        """Load the received weights. Raises EngineError if there are none: old weights would get the new version."""
         if not self._is_updating:
             raise EngineError("the engine received no weights in this update.")
         self.engine.finish_weight_update(version)
         self._is_updating = False  # if ending an update fails, vLLM continues it and the next update ends it
 
     def abandon(self, *, can_discard: bool) -> None:
-        """End an unfinished update and keep the old version; with `can_discard`, discard what was received."""
+        """End an unfinished update and keep the old version; with `can_discard`, discard the received weights."""
         if not self._is_updating:
             return
         if can_discard:
@@ -123,7 +123,7 @@ class Member:
 
 
 class AllWorkers:
-    """Client with all engines' workers in one group; the group commits the update later."""
+    """Client of all engines, with their workers in one group; `EngineGroup` commits the update later."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class AllWorkers:
         self._members = members
         self._each = each
         self.timeout_seconds = timeout_seconds
-        """Shorter than the engines' hang timeout, so that engines which wait for a dead one are not killed."""
+        """Shorter than the engines' hang timeout, so that engines that wait for a dead engine are not killed."""
 
     @property
     def num_workers(self) -> int:

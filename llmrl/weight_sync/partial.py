@@ -33,8 +33,9 @@ class NeededPages:
         """Mark the pages of a strided region, with `offset` in bytes, and `size` and `stride` in elements."""
         if 0 in size:
             return
+        # The innermost dimensions form contiguous pieces; the other dimensions enumerate the pieces.
         dims = sorted(zip(stride, size, strict=True))  # strides are never negative
-        length = 1  # elements per contiguous piece
+        length = 1  # elements per piece
         while dims and dims[0][0] <= length:
             step, count = dims.pop(0)
             length += step * (count - 1)

@@ -30,16 +30,16 @@ class VLLMWeightSyncScheme(KnownArguments):
     engine on another host. On GPU it is vLLM's NCCL, or CUDA IPC for an engine started with `weight_transfer="ipc"`.
 
     Args:
-        master_address, master_port: where trainer and workers meet (NCCL, gloo); by default a free port of this host.
-            With gloo, a fixed port serves only one engine.
-        pause_mode: requests in flight continue with the new weights (`keep`), are finished first (`wait`), or end with
-            what they have (`abort`).
-        reset_running_requests: also drop the key-value blocks of kept requests; False is faster, but these requests
-            continue from blocks of the old weights.
+        master_address, master_port: address and port at which trainer and workers meet (NCCL, gloo); by default a free
+            port of this host. With gloo, a fixed port serves only one engine.
+        pause_mode: treatment of requests in flight: they continue with the new weights (`keep`), are finished first
+            (`wait`), or end with the tokens so far (`abort`).
+        reset_running_requests: whether to also drop the key-value blocks of kept requests; False is faster, but these
+            requests continue from blocks of the old weights.
         rank: rank of this trainer process; rank 0 sends, the others only help to gather sharded weights.
-        anchor_every: with gloo or files, send all weights every `anchor_every` updates, and otherwise only the changes
-            (in bfloat16 about 1 % of the bytes, without loss). Workers keep a copy of the weights; with files, the
-            trainer does too. No effect with shared memory.
+        anchor_every: with gloo or files, number of updates of which the first sends all weights, and the others only
+            the changes (in bfloat16 about 1 % of the bytes, without loss). Workers keep a copy of the weights; with
+            files, the trainer does too. No effect with shared memory.
         lora: `merged` sends the weights with adapters added; `adapter` sends only the adapters, to engines started with
             `weight_transfer="adapters"`. Requests in flight then finish with their old adapter, without a pause; an
             update waits only if all of the engine's adapters (`max_loras`) are in use.
@@ -136,9 +136,7 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lora == "adapter":
-            raise ValueError(
-                "lora='adapter' goes through VLLMWeightSyncScheme: the files hold all of a model's weights."
-            )
+            raise ValueError("lora='adapter' needs VLLMWeightSyncScheme: the files hold all of a model's weights.")
 
     def create_receiver(self, vllm_engine: UpdatableEngine | Sequence[UpdatableEngine]) -> DoubleBufferReader:
         """Create a reader for engines that the trainer cannot call; all of them get the same weights."""

@@ -61,7 +61,7 @@ def model_of(
 def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter, gathered (collective: every rank must iterate) and with adapters merged, in its own dtype.
 
-    Names are the model's own, without those of wrappers; what encodes images is left out.
+    Names are the model's own, without the parts that wrappers add; image encoders are left out.
     """
     for name, tensor in _named_weights(model):
         yield name, whole(tensor)
@@ -117,7 +117,7 @@ class ModelWeights:
 
     @property
     def _format(self) -> object:
-        """Model that determines the names: those of its checkpoint, if it is one of transformers, else its own."""
+        """The unwrapped model: weights of a transformers model get its checkpoint's names, others keep their own."""
         return base_of(self._model)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:
@@ -155,14 +155,14 @@ class ModelWeights:
 
 
 def _unquantized_form(weight: torch.Tensor) -> torch.Tensor:
-    """Return what has the dtype and shape that a weight has, or had before it was quantized."""
+    """Return an object with the dtype and shape of a weight, before quantization if it is quantized."""
     form: torch.Tensor = weight.quant_state if is_quantized(weight) else weight  # type: ignore[attr-defined]
     return form
 
 
 @dataclass(frozen=True)
 class LazyWeight:
-    """A weight that is computed when it is sent, with the dtype and shape that `weight` has, unquantized."""
+    """A weight that is computed when it is sent, with the dtype and shape of the unquantized `weight`."""
 
     weight: torch.Tensor
 
@@ -187,7 +187,7 @@ class LazyWeight:
 
 @dataclass(frozen=True)
 class _QuantizedWeight(LazyWeight):
-    """Frozen weight in 4 bits, sent as the values that the model computes with."""
+    """Frozen weight in 4 bits, sent as the dequantized values with which the model computes."""
 
     def whole(self) -> torch.Tensor:
         return dequantized(self.weight)
@@ -225,7 +225,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def base_of(model: object) -> object:
-    """Return the adapted model of a peft model, without the parts that torch.compile and DDP add, and others as is."""
+    """Return a model without the wrappers of DDP, torch.compile and peft; other objects are returned unchanged."""
     model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -263,7 +263,7 @@ def require_plain_adapters(model: torch.nn.Module) -> None:
     """Raise TypeError unless adapters (peft's) only add a product of two matrices to weights."""
     for name, config in model.peft_config.items():  # type: ignore[union-attr, operator]  # of a peft model
         if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
-            raise TypeError(f"adapter {name!r} is {config.peft_type}; only LoRA adapters are merged on the way.")
+            raise TypeError(f"adapter {name!r} is {config.peft_type}; only LoRA is merged on the way to the engine.")
         for option in ("modules_to_save", "trainable_token_indices"):
             if getattr(config, option, None):
                 raise TypeError(f"adapter {name!r} trains whole modules or tokens beside LoRA ({option}); merge it.")

@@ -25,7 +25,7 @@ class StreamChannel(Channel):
 
     Args:
         backend: `nccl`, a packed broadcast to all engines, or `ipc`, CUDA handles for engines on the trainer's devices.
-        rendezvous: returns address and port where the NCCL group meets.
+        rendezvous: function that returns the address and port at which the NCCL group meets.
     """
 
     is_collective = True
@@ -43,10 +43,10 @@ class StreamChannel(Channel):
         self._rendezvous = rendezvous
 
     def stage(self, version: int | None) -> int:
-        """Wait for the optimizer step, as vLLM reads on other streams; with `ipc`, free memory for the engine."""
-        assert version is not None, "an engine has to take the stream"
+        """Wait for the optimizer step, because vLLM reads on other streams; with `ipc`, free memory for the engine."""
+        assert version is not None, "this channel needs an engine"
         if torch.accelerator.is_available():
-            # Each thread starts with the first device as its current one.
+            # Each thread starts with the first device as its current one, so the device is given.
             torch.accelerator.synchronize(self._source.device)
             if self._backend == "ipc":
                 torch.accelerator.empty_cache()
@@ -122,7 +122,7 @@ class _TimedNCCL:
             with torch.accelerator.device_index(self._device.index):
                 return NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=source)
 
-        # NCCL waits forever for missing workers; the waiting thread is then abandoned.
+        # NCCL waits forever for missing workers, so this runs in a thread, which is abandoned if they fail.
         opened = start_in_thread(meet)
         wait([self._workers_opened, opened], return_when=FIRST_EXCEPTION)
         if self._workers_opened.done():

@@ -27,7 +27,7 @@ class WeightSyncError(EngineError):
 
 
 class ReplicaLostError(WeightSyncError):
-    """Death or hang of engines in an update, which can be repeated with the remaining or replaced engines."""
+    """Death or hang of engines in an update, which can be repeated with the remaining or replacement engines."""
 
 
 class WeightSync:
@@ -38,10 +38,11 @@ class WeightSync:
     of a trainer has one; only rank 0's has engines, and the others make the same calls to gather sharded weights.
 
     Args:
-        open_channel: returns the channel for the engines' weight-transfer backend, which is None without engines.
+        open_channel: function that returns the channel from a source to a weight-transfer backend, None without
+            engines.
         pause_mode, reset_running_requests, rank: see `VLLMWeightSyncScheme`.
         needs_engine: whether rank 0 requires an engine.
-        make_source: class that reads the model's weights, or its adapters, in the engines' dtype.
+        make_source: class that reads the model's weights or adapters in the engines' dtype.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class WeightSync:
         if engine is None and self._rank == 0 and self._needs_engine:
             raise ValueError("engine must be an AsyncVLLM or a sequence of them, got None.")
         if engine is not None and self._rank > 0:
-            raise ValueError(f"rank {self._rank} has no engine: rank 0 sends, the others help to gather.")
+            raise ValueError(
+                f"rank {self._rank} has no engine: rank 0 sends the weights, and the other ranks help to gather them."
+            )
         with self._lock:
             if self._group is not None:
                 self._group.shutdown()
@@ -128,7 +131,7 @@ class WeightSync:
                 record.engine_length = first.max_model_len
                 record.is_engine_int8 = first.quantization is not None
                 record.untested_arguments = getattr(first, "untested_arguments", ())
-                if record.engine_version is None:  # both hold their initial weights
+                if record.engine_version is None:  # trainer and engine have their initial weights
                     record.engine_version = self._group.policy_version
                 self._compare_dtypes(record)
             self._group.connect(self._group.members(), self._channel)
@@ -150,7 +153,7 @@ class WeightSync:
                     return (
                         self._update_together(self._source) if self._source.is_sharded else self._update(self._source)
                     )
-                except ReplicaLostError as error:  # terminates: each time there is one engine or one restart less
+                except ReplicaLostError as error:  # terminates, because each repetition has fewer engines or restarts
                     logger.warning("%s The update is repeated with the remaining engines.", error)
 
     def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
@@ -185,13 +188,13 @@ class WeightSync:
                 raise RuntimeError("the workers are not connected yet; call sender.init_all_workers_group(...) first.")
             version = max(one.policy_version for one in [*group.engines, engine])
             staged = channel.staged_version
-            if staged is not None and staged <= self._last_version:  # all other engines may have died
+            if staged is not None and staged <= self._last_version:  # the engines that loaded it may have died
                 version = max(version, staged)
             if engine.policy_version == version:
                 return
             if channel.staged_version != version:
                 raise WeightSyncError(
-                    f"the weights of version {version} are not held by this trainer; the engine may serve after the "
+                    f"this trainer no longer holds the weights of version {version}; the engine may serve after the "
                     "next update."
                 )
             members = [group.member_of(engine)]
@@ -241,7 +244,7 @@ class WeightSync:
         record = self._record()
         if record is not None:
             self._compare_dtypes(record)  # the policy may have been created after this sender
-            # what is trained from here on is not sent
+            # later training steps are not part of this update
             record.engine_version = None
             record.num_updates = 0
         group.members()  # fail before staging if no engine lives
@@ -263,12 +266,12 @@ class WeightSync:
         return version
 
     def _give(self, group: EngineGroup, channel: Channel, version: int, clock: _Clock) -> None:
-        """Make the engines take and load the staged weights; ReplicaLostError if this may be repeated."""
+        """Make the engines receive and load the staged weights. Raises ReplicaLostError if this may be repeated."""
         members: list[Member] = []
         is_loaded = False
         try:
             members = group.members()
-            group.connect(members, channel)  # those that are new
+            group.connect(members, channel)  # connects new members only
             with group.paused(members):
                 clock.lap("pause_s")
                 try:
@@ -296,7 +299,7 @@ class WeightSync:
     def _not_taken(
         self, group: EngineGroup, channel: Channel, members: list[Member], error: Exception
     ) -> WeightSyncError:
-        """End an update that no engine loaded, and return the error that says what the engines hold."""
+        """End an update that no engine loaded, and return the error, which says what weights the engines hold."""
         why = f"The weight update failed: {_brief(error)}"
         if group.are_replaced:
             return ReplicaLostError(why)
@@ -315,8 +318,8 @@ class WeightSync:
         if all(engine.policy_version != version for engine in group.engines):
             channel.roll_back()  # a restarted engine must not receive these weights
         return WeightSyncError(
-            f"{why} Engines that failed hold a mixture and stay paused until an update succeeds; the others serve "
-            f"version {version}."
+            f"{why} Engines that failed hold a mixture and stay paused until an update succeeds; the other engines "
+            f"serve version {version}."
         )
 
     def _update_together(self, source: ModelWeights) -> int:

@@ -50,7 +50,7 @@ class WorkerInitInfo(WeightTransferInitInfo):
     """Path of a buffer of `num_bytes` in the trainer's memory."""
     num_bytes: int = 0
     tag: str = ""
-    """Expected tag of that buffer; in another container the path may be another program's file."""
+    """Expected tag of that buffer, because in another container the path may be another program's file."""
     master_address: str = ""
     master_port: int = 0
     rank_offset: int = 1
@@ -64,7 +64,7 @@ class WorkerUpdateInfo(WeightTransferUpdateInfo):
     """Source of the weights: a double buffer's `pointer`, a shared buffer at `path`, or a broadcast."""
 
     is_discarded: bool = False
-    """Whether to discard received weights instead of receiving others."""
+    """Whether to discard the received weights instead of receiving weights."""
     folder: str = ""
     pointer: dict[str, int] = field(default_factory=dict)
     path: str = ""
@@ -80,7 +80,7 @@ class WorkerUpdateInfo(WeightTransferUpdateInfo):
 
 
 class WorkerEngine(WeightTransferEngine):
-    """Worker's end that receives a checkpoint into a flat buffer, checks it, and loads it at the end of the update.
+    """Worker's end that receives weights into a flat buffer, checks them, and loads them at the end of the update.
 
     The buffer is the trainer's memory, one filled by broadcast, or a double buffer's file. `update_weights` does not
     change the model, so a failed transfer leaves the old weights in place on every worker.
@@ -107,10 +107,10 @@ class WorkerEngine(WeightTransferEngine):
         self._plan: LoadPlan | None = None
         self._pages: NeededPages | None = None
         self._direct: list[torch.nn.Module] | None = None
-        """Layers that vLLM's class fills itself, past the loaders that a reload wraps; None until there are any."""
+        """Layers that the model's class fills without the loaders that a reload wraps; None before any is found."""
 
     def init_transfer_engine(self, init_info: WorkerInitInfo) -> None:
-        """Check that the weights fit and that the trainer's memory or folder is accessible; ValueError otherwise."""
+        """Raise ValueError unless the weights fit the model and the trainer's memory or folder is accessible."""
         if init_info.layout is not None:
             self.plan_for(PackedLayout.from_plain(**init_info.layout))
         self.shutdown()
@@ -135,7 +135,7 @@ class WorkerEngine(WeightTransferEngine):
             self._receiver = Receiver(group)
 
     def start_weight_update(self) -> None:
-        """Discard what an unfinished update received."""
+        """Discard the weights that an unfinished update received."""
         self._taken = None
 
     def update_weights(self, update_info: TransferInfo) -> None:
@@ -144,7 +144,7 @@ class WorkerEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: WorkerUpdateInfo) -> None:
-        """Receive all weights; ValueError if they are not those announced, or do not fit the model."""
+        """Receive all weights. Raises ValueError if they are not the announced weights, or do not fit the model."""
         self._taken = None
         if update_info.is_discarded:
             return
@@ -153,7 +153,7 @@ class WorkerEngine(WeightTransferEngine):
         self._taken = layout, buffer, update_info
 
     def plan_for(self, layout: PackedLayout) -> None:
-        """Plan how to load weights; ValueError if they do not fit the model, or some are missing."""
+        """Plan how to load weights. Raises ValueError if they do not fit the model, or some are missing."""
         if layout != self._layout:
             with set_current_vllm_config(self.vllm_config):
                 self._plan, self._pages = make_load_plan(self.model, layout, self._tied_heads)
@@ -173,7 +173,7 @@ class WorkerEngine(WeightTransferEngine):
         self.require_intact(update_info)
 
     def take(self, update_info: WorkerUpdateInfo) -> tuple[PackedLayout, torch.Tensor]:
-        """Read, map or receive the weights, and check that they are those announced."""
+        """Read, map or receive the weights. Raises ValueError if they are not the announced weights."""
         if update_info.pointer:
             pointer = BufferPointer(**update_info.pointer)
             since = self._held
@@ -185,14 +185,16 @@ class WorkerEngine(WeightTransferEngine):
             return weights.layout, weights.buffer
         layout = PackedLayout.from_plain(update_info.names, update_info.dtype_names, update_info.shapes)
         if layout.num_bytes != update_info.num_bytes:
-            raise ValueError(f"{update_info.num_bytes} bytes announced, the layout says {layout.num_bytes}.")
+            raise ValueError(
+                f"the update announces {update_info.num_bytes} bytes, and its layout has {layout.num_bytes} bytes."
+            )
         buffer = self._map(update_info) if update_info.path else self._receive(update_info, layout)
         if read_tag(buffer) != update_info.tag:
             raise ValueError(f"the buffer holds weights tagged {read_tag(buffer)!r}, not {update_info.tag!r}.")
         return layout, buffer
 
     def require_intact(self, update_info: WorkerUpdateInfo) -> None:
-        """Check the tag again: the trainer may have staged its next weights after a timeout."""
+        """Raise ValueError if the tag has changed: the trainer may have staged its next weights after a timeout."""
         if update_info.path and read_tag(open_shared(update_info.path, update_info.num_bytes)) != update_info.tag:
             raise ValueError("the weights were overwritten while they were being loaded.")
 
@@ -225,7 +227,7 @@ class WorkerEngine(WeightTransferEngine):
             return None
         try:
             self.plan_for(layout)
-        except ValueError:  # raised after the transfer, which other workers take part in
+        except ValueError:  # raised again after the transfer, which this worker must join
             return None
         return self._pages
 
@@ -235,6 +237,8 @@ class WorkerEngine(WeightTransferEngine):
         try:
             self._materialize(self._direct or ())
             self.model.load_weights(layout.views(buffer))
+            # The reload's loaders see no weight of a layer that the model's class fills itself. Such layers get real
+            # parameters, and the weights are loaded again.
             if self._direct is None and (untouched := self._untouched()):
                 self._direct = list(untouched.values())
                 self._abandon()
@@ -242,7 +246,7 @@ class WorkerEngine(WeightTransferEngine):
                 self._materialize(self._direct)
                 self.model.load_weights(layout.views(buffer))
             for layer in self._direct or ():
-                if not any(one.isnan().any() for one in layer.parameters(recurse=False)):
+                if not any(one.isnan().any() for one in layer.parameters(recurse=False)):  # all were filled
                     _layerwise_process(layer, get_layerwise_info(layer))
             self._require_complete()
         except BaseException:
@@ -256,14 +260,14 @@ class WorkerEngine(WeightTransferEngine):
             forget_packing_of_experts(self.model)
 
     def _materialize(self, layers: Iterable[torch.nn.Module]) -> None:
-        """Give layers parameters of NaN, for vLLM's class to fill."""
+        """Give layers parameters of NaN, which the model's class overwrites."""
         for layer in layers:
             materialize_layer(layer, get_layerwise_info(layer))
             for one in layer.parameters(recurse=False):
                 one.data.fill_(torch.nan)
 
     def _untouched(self) -> dict[str, torch.nn.Module]:
-        """Return layers of which a reload's loaders got no weight, by name."""
+        """Return the layers, by name, for which a reload's loaders received no weight."""
         heads = {id(head) for head, _ in self._tied_heads}
         trained = trained_layers(self.model)
         found = {}
@@ -282,7 +286,7 @@ class WorkerEngine(WeightTransferEngine):
         missing = list(self._untouched())
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            # Only vocabularies are padded; a linear layer with missing elements lacks one of its fused weights.
+            # Only vocabularies are padded, so a linear layer with missing elements lacks one of its fused weights.
             if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
                 missing.append(name)
         if missing:
@@ -340,7 +344,7 @@ class TimedNCCLEngine(NCCLWeightTransferEngine):
             self.model_update_group = TimedCommunicator(self.model_update_group, init_info.timeout_seconds)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """Receive all weights; TransferStalledError if the transfer stalls, which leaves a mixture."""
+        """Receive all weights. Raises TransferStalledError if the transfer stalls, which leaves a mixture."""
         if self.model_update_group is None:
             raise RuntimeError("the trainer has opened no group; call init_transfer_engine first.")
         with self.model_update_group.watched():

@@ -1,9 +1,9 @@
-"""On-policy distillation: the student answers, and a teacher says of each token how likely it is to it.
+"""On-policy distillation: the student samples answers, and a teacher scores each token with its log-prob.
 
-The teacher is another model, here (`teacher.path`) or served (`teacher.url`), or the student itself, which reads more
-in its prompt (`teacher.hint`). The KL is each token's advantage, alone or with rewards (`teacher.use_reward=true`).
+The teacher is another model, loaded here (`teacher.path`) or served (`teacher.url`), or the student itself with a hint
+in its prompt (`teacher.hint`). The KL gives each token's advantage, alone or with rewards (`teacher.use_reward=true`).
 
-python sota-implementations/distillation/distillation.py                             # itself, told the answer
+python sota-implementations/distillation/distillation.py                        # the student with the answer as hint
 python sota-implementations/distillation/distillation.py teacher.hint=null teacher.path=runs/mine/model
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-# Before torch: idle threads that spin would take the engine's cores.
+# Set before torch is imported: idle OpenMP threads that spin take cores from the engine.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from functools import partial
@@ -49,21 +49,21 @@ from llmrl.trainer import (
 def main(cfg: DistillationConfig) -> None:
     """Train by on-policy distillation."""
     with Run(cfg) as run:
-        # What is asked, and what answers: vLLM, or several, on what the trainer's device leaves.
+        # Environments, and the engine: vLLM, one or several replicas, on the devices that the trainer does not use.
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
         tokenizer, sampling = cfg.model.tokenizer_of(engine), cfg.collect.generate_kwargs
         renderer = make_renderer(tokenizer)
         policy = vLLMWrapper(engine, renderer=renderer, generate_kwargs=sampling)
-        model = cfg.load_model(device.name, mesh=device.mesh)  # sharded where there are several ranks
+        model = cfg.load_model(device.name, mesh=device.mesh)  # sharded over the ranks, if there are several
         actor = cfg.build_actor(model, generate_kwargs=sampling)
         by_tokens = build_loss("grpo", cfg.train, actor)
         by_distributions = DistillationLoss(actor, teacher=TeacherTopK(), kl_direction="reverse")
         loss = by_tokens if cfg.teacher.top_k is None else by_distributions
         optimizer, schedule = cfg.train.build_optimizer(model)
 
-        # What teaches: another model, or the student as it is now; either may read more than the student does.
+        # Teacher: another model, or the student with its current weights; a hint may extend the teacher's prompt.
         teacher = run.enter(start_teacher(cfg, actor, tokenizer=tokenizer))
         data: Any = dataset_env_of(env)
         advantages, key = TeacherAdvantage(cfg.teacher.coeff), ("next", "teacher_log_probs", "full")
@@ -77,7 +77,7 @@ def main(cfg: DistillationConfig) -> None:
             hints = [cfg.teacher.hint_for(data.prompts.item_of(row["rollout", "group_id"])) for row in batch.unbind(0)]
             return advantages(write_hinted_log_probs(teacher, batch, key, hints=hints, render=render))
 
-        # What plays: answers to prompts, as training rows; compared with each other where they are rewarded.
+        # Collector: samples answers as training rows; with rewards, the answers to a prompt are compared.
         collector = run.enter(
             make_collector(
                 cfg,
@@ -96,9 +96,9 @@ def main(cfg: DistillationConfig) -> None:
             device.claim(engine)
             report = train_step(loss, teach(batch), optimizer, max_grad_norm=cfg.train.max_grad_norm)
             schedule.step()
-            with run.timer("sync"):  # what is collected ahead lets the next step train while the engines load
+            with run.timer("sync"):  # with batches collected ahead, the next step trains while the engines load
                 version = run.follow(collector.start_update(model))
-            rows = [] if cfg.teacher.top_k is not None else batch.unbind(0)  # a loss of distributions reports its own
+            rows = [] if cfg.teacher.top_k is not None else batch.unbind(0)  # this loss reports the KL itself
             kl = [row["kl_to_teacher"][row["masks", "all_assistant_mask"]] for row in rows]
             run.log(step, report, version=version, **({"kl_to_teacher": float(torch.cat(kl).mean())} if kl else {}))
             if run.is_due(step, cfg.eval.every):

@@ -1,4 +1,4 @@
-"""Expert iteration with a buffer that is filled in the background while the model learns. See `expert_iteration.py`."""
+"""Expert iteration with a buffer that is filled in the background during training. See `expert_iteration.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert iteration, synchronous: sample, keep the best, learn them, again. See `expert_iteration.py`."""
+"""Synchronous expert iteration: sample, keep the best answers, train on them, repeat. See `expert_iteration.py`."""
 
 from __future__ import annotations
 

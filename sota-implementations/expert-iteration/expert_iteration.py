@@ -1,7 +1,7 @@
-"""Expert iteration: sample, keep the best answers of each prompt, learn them by supervised training, again.
+"""Expert iteration: sample answers, keep the best ones of each prompt, train on these by SFT, and repeat.
 
-With `collect.in_background` a buffer of the best answers is filled while the model learns from it: a step waits only
-when the buffer's rows were learned `train.max_reuse` times.
+With `collect.in_background`, a buffer of the best answers is filled while the model trains on the buffer. A step waits
+for new answers only after each row was used `train.max_reuse` times on average.
 
 python sota-implementations/expert-iteration/expert-iteration-sync.py            # one-digit sums, on two cores
 python sota-implementations/expert-iteration/expert-iteration-async.py
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 
-# Before torch: idle threads that spin would take the engine's cores.
+# Set before torch is imported: idle OpenMP threads that spin take cores from the engine.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from llmrl.collectors.best_answers import BestAnswers
@@ -37,23 +37,23 @@ from llmrl.watch.step_metrics import metrics_of
 def main(cfg: ExpertIterationConfig) -> None:
     """Train by expert iteration."""
     with Run(cfg) as run:
-        # What is asked. For an environment of your own build a `DatasetChatEnv`, transformed, here.
+        # Environments. To use your own, build a transformed `DatasetChatEnv` here.
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
 
-        # What answers: vLLM, or several, on what the trainer's device leaves.
+        # Engine: vLLM, one or several replicas, on the devices that the trainer does not use.
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
         tokenizer = cfg.model.tokenizer_of(engine)
         sampling = cfg.collect.generate_kwargs
         policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=sampling)
 
-        # What learns: float32 weights, computing in the engine's dtype.
-        model = cfg.load_model(device.name, mesh=device.mesh)  # sharded where there are several ranks
+        # Trainer: float32 weights that compute in the engine's dtype.
+        model = cfg.load_model(device.name, mesh=device.mesh)  # sharded over the ranks, if there are several
         actor = cfg.build_actor(model, generate_kwargs=sampling)
         loss = SFTLoss(actor)
         optimizer, schedule = cfg.train.build_optimizer(model)
 
-        # What plays: groups of answers to the same prompt, of which the best are kept.
+        # Collector: samples groups of answers to the same prompt, and keeps the best ones.
         collector = run.enter(
             make_collector(
                 cfg,
@@ -86,7 +86,7 @@ def main(cfg: ExpertIterationConfig) -> None:
                 for _ in range(cfg.train.num_updates if best.rows else 0)
             ]
             schedule.step()
-            with run.timer("sync"):  # what is collected ahead lets the next step train while the engines load
+            with run.timer("sync"):  # with batches collected ahead, the next step trains while the engines load
                 version = run.follow(collector.start_update(model))
             metrics = metrics_of(reports) | {"num_kept_rows": batch.shape[0], "num_buffer_rows": len(best.rows)}
             run.log(step, metrics, version=version)

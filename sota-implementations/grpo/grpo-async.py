@@ -1,7 +1,7 @@
-"""GRPO, asynchronous: the engine generates the next batches while the trainer works on one. See `grpo.py`.
+"""Asynchronous GRPO: the engine generates the next batches while the trainer trains on one. See `grpo.py`.
 
-Groups are at most `collect.max_staleness` versions old when they are trained on; weights change under requests in
-flight, and every token knows the version that sampled it.
+Groups are at most `collect.max_staleness` versions old when they are trained on. The weights may change during a
+request; each token records the version that sampled it.
 """
 
 from __future__ import annotations

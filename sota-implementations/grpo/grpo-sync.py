@@ -1,4 +1,4 @@
-"""GRPO, synchronous: generate a batch, train on it, hand the new weights to the engine, again. See `grpo.py`."""
+"""Synchronous GRPO: generate a batch, train on it, send the new weights to the engine, repeat. See `grpo.py`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""GRPO: sample a group of answers to each prompt, and make the better ones of a group likelier (arXiv:2402.03300).
+"""GRPO: sample a group of answers to each prompt, and make the better answers more likely (arXiv:2402.03300).
 
-With `collect.max_staleness` the engine generates the next batches while this process trains on one; without it, they
-take turns. Everything that is done to the model is below; `Run` keeps the folder, resumption and the live view.
+With `collect.max_staleness`, the engine generates the next batches while this process trains on one; otherwise the two
+alternate. This file contains everything that changes the model; `Run` handles the folder, resumption and the live view.
 
 python sota-implementations/grpo/grpo-sync.py                              # the demo
 python sota-implementations/grpo/grpo-async.py                             # the demo, overlapped
 python sota-implementations/grpo/grpo-sync.py task=gsm8k hardware=gpu1     # another task on other hardware
-python sota-implementations/grpo/grpo-sync.py task=gsm8k hardware=gpu1 dry_run=true   # does it hold together?
+python sota-implementations/grpo/grpo-sync.py task=gsm8k hardware=gpu1 dry_run=true   # test the configuration
 python sota-implementations/grpo/grpo-sync.py run.path=runs/mine resume=true
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 
-# Before torch: idle threads that spin would take the engine's cores.
+# Set before torch is imported: idle OpenMP threads that spin take cores from the engine.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from collections.abc import Mapping
@@ -38,10 +38,10 @@ from llmrl.trainer import make_reference, minibatches, train_step
 def main(cfg: GRPOConfig) -> None:
     """Train by GRPO."""
     with Run(cfg) as run:
-        # What is asked. For an environment of your own build a `DatasetChatEnv`, transformed, here.
+        # Environments. To use your own, build a transformed `DatasetChatEnv` here.
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
 
-        # What answers: vLLM, or several, on what the trainer's device leaves.
+        # Engine: vLLM, one or several replicas, on the devices that the trainer does not use.
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
         grpo(cfg, run, device, engine, env, eval_envs)
@@ -55,20 +55,20 @@ def grpo(
     env: EnvBase | MixedEnv,
     eval_envs: Mapping[str, EnvBase],
 ) -> None:
-    """Train with these environments and this engine; `llmrl.train` calls it, too, with those that it is given."""
+    """Train with these environments and this engine; `llmrl.train` also calls this function."""
     tokenizer = cfg.model.tokenizer_of(engine)
     sampling = cfg.collect.generate_kwargs
     policy = vLLMWrapper(engine, tokenizer=tokenizer, generate_kwargs=sampling)
 
-    # What learns: float32 weights, computing in the engine's dtype.
-    model = cfg.load_model(device.name, mesh=device.mesh)  # sharded where there are several ranks
+    # Trainer: float32 weights that compute in the engine's dtype.
+    model = cfg.load_model(device.name, mesh=device.mesh)  # sharded over the ranks, if there are several
     actor = cfg.build_actor(model, generate_kwargs=sampling)
-    # The ratio is to the trainer's own log-probs; what the engine computes otherwise is a truncated weight.
-    loss = cfg.build_loss(actor)  # `GRPOLoss(actor, importance_cap=...)`, or what the entry `loss` names
+    # The ratio uses the trainer's own log-probs; a truncated importance weight corrects for those of the engine.
+    loss = cfg.build_loss(actor)  # `GRPOLoss(actor, importance_cap=...)`, or the loss that the entry `loss` names
     reference = make_reference(actor, cfg.model.folder) if cfg.train.kl_to_ref_coeff is not None else None
     optimizer, schedule = cfg.train.build_optimizer(model)
 
-    # What plays: groups of answers to the same prompt, compared with each other (of a game those of the same role).
+    # Collector: samples groups of answers to the same prompt. A group is compared by reward, in games within a role.
     advantage = MCAdvantage(grpo_size=cfg.collect.group_size, normalization=cfg.normalization, by="role")
     rules = GroupRules(group_filter=advantage.has_signal if cfg.collect.replace_constant_groups else None)
     collector = run.enter(make_collector(cfg, env, policy=policy, postproc=advantage, group_rules=rules))

@@ -1,17 +1,17 @@
-"""SFT: learn to answer as the conversations of a file do, as a cold start for what cannot be reinforced yet.
+"""SFT on the conversations of a file, such as a cold start before reinforcement learning.
 
 python sota-implementations/sft/sft.py                                       # sums with thoughts in tags, on two cores
 python sota-implementations/sft/sft.py conversations.path=mine.jsonl conversations.held_out=others.jsonl
 python sota-implementations/sft/sft.py task=gsm8k hardware=gpu1 conversations.path=mine.jsonl train.num_steps=200
 python sota-implementations/sft/sft.py run.path=runs/mine resume=true
-python sota-implementations/grpo/grpo-sync.py task=reasoned-addition model.path=runs/mine/model     # and on from there
+python sota-implementations/grpo/grpo-sync.py task=reasoned-addition model.path=runs/mine/model     # then GRPO
 """
 
 from __future__ import annotations
 
 import os
 
-# Before torch: idle threads that spin would take the engine's cores.
+# Set before torch is imported: idle OpenMP threads that spin take cores from the engine.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch
@@ -37,7 +37,7 @@ from llmrl.trainer import train_step, write_log_probs
 def main(cfg: SFTConfig) -> None:
     """Train by supervised fine-tuning."""
     with Run(cfg) as run:
-        # What is learned: rendered as it would be sampled, what the assistant says is trained.
+        # Training data: conversations, rendered as in sampling; only the assistant's tokens are trained.
         tokenizer = cfg.model.tokenizer_of(NullEngine(cfg.model.folder))
         renderer = make_renderer(tokenizer)
         conversations = run.enter(
@@ -56,7 +56,7 @@ def main(cfg: SFTConfig) -> None:
             )
             held_out = others.all_rows()
 
-        # What answers the task's held-out problems, if they are to be evaluated.
+        # Engine for the evaluation on the task's held-out problems, if there is one.
         eval_envs = make_eval_envs(cfg)
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg)) if eval_envs else NullEngine(cfg.model.folder)
@@ -64,8 +64,8 @@ def main(cfg: SFTConfig) -> None:
         if eval_envs:
             conversations.connect(engine, {"policy": sync_scheme(cfg, engine)})
 
-        # What learns: float32 weights, computing in the engine's dtype.
-        model = cfg.load_model(device.name, mesh=device.mesh)  # sharded where there are several ranks
+        # Trainer: float32 weights that compute in the engine's dtype.
+        model = cfg.load_model(device.name, mesh=device.mesh)  # sharded over the ranks, if there are several
         actor = cfg.build_actor(model)
         loss = SFTLoss(actor, reduction="token_mean")
         optimizer, schedule = cfg.train.build_optimizer(model)

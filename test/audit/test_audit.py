@@ -133,7 +133,7 @@ def test_an_environment_that_hangs_is_found(renderer):
     result = audit(make_env, renderer, splits=["train"])
     finding = result.findings[0]
     assert finding.name == "raises" and "TimeoutError" in finding.says
-    assert any("takes no repeats" in reason for reason in result.not_examined)
+    assert any("plays each problem once" in reason for reason in result.not_examined)
 
 
 OWN_TASKS = {
@@ -172,7 +172,7 @@ def test_the_page_and_the_terminal_say_the_same(tmp_path):
     page = tmp_path / "page.html"
     result = runner.invoke(app, ["audit", f"{tmp_path}/own.py:env", "--limit", LIMIT, "--out", str(page)])
     assert result.exit_code == 1
-    for text in ("verdict: broken", "Many answers at once earns 1.00", "take the last one"):
+    for text in ("verdict: broken", "Many answers at once earns 1.00", "compare only the last"):
         assert text in " ".join(result.output.split()) and text.split(":")[-1] in page.read_text()
 
 

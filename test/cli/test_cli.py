@@ -264,7 +264,7 @@ def test_wrong_use_exits_with_2_and_a_sentence(tmp_path):
 
 def test_a_folder_of_runs_is_answered_with_the_last_run(run_path):
     result = runner.invoke(app, ["view", str(run_path.parent)])
-    assert result.exit_code == 2 and f"the last one in it is {run_path}" in result.output
+    assert result.exit_code == 2 and f"the last run in this folder is {run_path}" in result.output
 
 
 @pytest.mark.parametrize("command", ["eval", "chat"])

@@ -99,7 +99,7 @@ def test_thoughts_that_a_template_drops_later_are_trained_where_they_are_shown(m
 
 
 def test_what_cannot_be_said_so_by_the_model_is_refused(model_path):
-    with pytest.raises(RenderingError, match=r"messages\[1\] is not what is read .* 'hello'.*in place of.*'hm'"):
+    with pytest.raises(RenderingError, match=r"messages\[1\] does not survive .* 'hello'.*in place of.*'hm'"):
         demonstrate(family_renderer(model_path, "chatml"), THINKING)  # it does not write thoughts
     template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -130,10 +130,10 @@ def written(path, *rows):
         ({"messages": "hello"}, "row 1 of the conversations cannot be trained on: messages must be a sequence"),
         ({"messages": [{"content": "a"}]}, r"row 1 .* messages\[0\] has no 'role'"),
         ({"messages": [{"role": "assistant"}]}, r"row 1 .* has neither 'content' nor 'tool_calls'"),
-        ({"messages": CHAT[:1]}, "row 1 .* nothing to train: none is the assistant's"),
+        ({"messages": CHAT[:1]}, "row 1 .* nothing to train: no assistant message"),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "row 1 .* nothing to train"),
         ({"messages": [CHAT[0], {"role": "assistant", "tool_calls": ["add"]}]}, "row 1 .* a tool call must be"),
-        ({"messages": [CHAT[0], MISCALLING]}, "row 1 .* arguments of a call of 'f', is no JSON"),
+        ({"messages": [CHAT[0], MISCALLING]}, "row 1 .* arguments of a call of 'f', is not valid JSON"),
     ],
 )
 def test_a_conversation_that_cannot_be_trained_on_is_named_before_training(tmp_path, renderer, row, message):

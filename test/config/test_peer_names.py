@@ -141,10 +141,10 @@ def test_parts_say_how_they_are_called():
     ("call", "words"),
     [
         (lambda: GRPOLoss(None, importance_floor=0.1), r"importance_cap=llmrl\.objectives\.ImportanceBound"),
-        (lambda: MCAdvantage(is_constant_group_dropped=True), "it is drop_constant_groups"),
-        (lambda: MCAdvantage(is_batch_normalized=True), "it is normalize_batch"),
-        (lambda: LLMCollector(None, step_timeout_seconds=1.0), r"it is limits=RolloutLimits\(step_timeout_seconds"),
-        (lambda: RayLLMCollector(None, step_timeout_seconds=1.0), r"it is limits=RolloutLimits\(step_timeout_seconds"),
+        (lambda: MCAdvantage(is_constant_group_dropped=True), "use drop_constant_groups"),
+        (lambda: MCAdvantage(is_batch_normalized=True), "use normalize_batch"),
+        (lambda: LLMCollector(None, step_timeout_seconds=1.0), r"use limits=RolloutLimits\(step_timeout_seconds"),
+        (lambda: RayLLMCollector(None, step_timeout_seconds=1.0), r"use limits=RolloutLimits\(step_timeout_seconds"),
     ],
 )
 def test_a_renamed_argument_is_answered_by_its_new_name(call, words):

@@ -151,7 +151,7 @@ def test_the_reward_designs_of_the_documentation_read_responses():
         (lambda h: History(role=["user"], content=["a", "b"]), "a list of 1"),
         (lambda h: History(role=["user"], content=["a"], batch_size=(2,)), "batch_size must be that of role"),
         (lambda h: h.append(History.from_chats(messages("a", "b"))), "use extend"),
-        (lambda h: h.append(History(role="user", content="a"), dim=0), "dim must be that of the messages"),
+        (lambda h: h.append(History(role="user", content="a"), dim=0), "dim must be the messages' dimension"),
         (lambda h: h.extend(h[:1], dim=-1), "of the batch size"),
         (lambda h: History(role="user", content="a").append({"role": "user", "content": "a"}), "unsqueeze"),
         (lambda h: h.extend(History(role="user", content="a")), "append it"),

@@ -130,7 +130,7 @@ def test_how_a_program_ended_is_recorded_and_may_be_a_failure(play, code, expect
     assert (rollout.status, rollout.info["exit_code"]) == (RolloutStatus.COMPLETED, expected)
     rollout = play(ended, words="", exit_codes=[0, 4])
     assert (rollout.status, rollout.is_scored, rollout.info["exit_code"]) == (RolloutStatus.ERROR, False, expected)
-    assert f"exit code {expected}, which is none of [0, 4]: so" in rollout.error
+    assert f"exit code {expected}, expected one of [0, 4]; its output ends with: so" in rollout.error
 
 
 def test_a_row_comes_by_standard_input_files_and_variables(play, tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_program_that_is_not_there_is_an_error(renderer):
 
 
 def test_a_command_reads_columns_that_there_are():
-    with pytest.raises(ValueError, match=r"reads \['task'\], and the dataset has \['answer', 'query'\]"):
+    with pytest.raises(ValueError, match=r"reads the columns \['task'\], but the dataset has \['answer', 'query'\]"):
         AgentEnv(command("agent {task}"), ROWS)
     for wrong in ("", "  "):
         with pytest.raises(ValueError, match="the command is empty"):
@@ -252,9 +252,9 @@ def test_a_command_reads_columns_that_there_are():
             AgentEnv(command("agent", **template), ROWS)
     with pytest.raises(ValueError, match=r"relative paths in the program's folder, got '\.\./a'"):
         command("agent", files={"../a": ""})
-    with pytest.raises(FileNotFoundError, match="none at '/no/such'"):
+    with pytest.raises(FileNotFoundError, match="existing folder to copy, got '/no/such'"):
         command("agent", folder="/no/such")
-    with pytest.raises(TypeError, match="inherit must be names"):
+    with pytest.raises(TypeError, match="inherit must be a list of names"):
         command("agent", inherit="PATH")
     with pytest.raises(ValueError, match="timeout_seconds must be positive"):
         command("agent", timeout_seconds=0)

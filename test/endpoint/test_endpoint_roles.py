@@ -150,7 +150,7 @@ def test_what_is_wrong_with_roles_is_said_before_anything_starts(renderer):
     with pytest.raises(ValueError, match="repeats must be a multiple of the 2 roles"):
         AgentEnv(play, ROWS, roles=("a", "b"), repeats=3)
     for roles in ((), ("a", "a"), ("aside",), ("a", "")):
-        with pytest.raises(ValueError, match="different names"):
+        with pytest.raises(ValueError, match="distinct, non-empty names"):
             AgentEnv(play, ROWS, roles=roles)
     env = AgentEnv(play, ROWS, policies={"judge": "gpt"})
     with pytest.raises(TypeError, match="policies such as a vLLMWrapper, got 'gpt' for 'judge'"):

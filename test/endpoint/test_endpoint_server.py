@@ -283,7 +283,9 @@ def test_an_engine_that_fails_is_reported_and_not_asked_again_by_the_client(rend
         served.engine.fail_next(1)
         for create in (served.openai().chat.completions.create, served.anthropic().messages.create):
             served.engine.fail_next(1)
-            with pytest.raises((openai.InternalServerError, anthropic.InternalServerError), match="A fault was asked"):
+            with pytest.raises(
+                (openai.InternalServerError, anthropic.InternalServerError), match="fails because of fail_next"
+            ):
                 await create(model="policy", messages=[USER], max_tokens=9)
         return len(served.engine.requests)
 
@@ -302,16 +304,16 @@ def test_what_fails_within_the_server_is_reported_in_the_dialect(renderer, caplo
 
 
 BAD_BODIES = [
-    (b"{", "no JSON"),
-    (b"[" * 100_000, "no JSON"),
-    (b"\xff\xfe", "no JSON"),
+    (b"{", "not valid JSON"),
+    (b"[" * 100_000, "not valid JSON"),
+    (b"\xff\xfe", "not valid JSON"),
     (b"[]", "must be a JSON object"),
     ({"messages": "Hi"}, "messages must be a list"),
     ({"messages": []}, "at least one message"),
     ({"messages": [3]}, "messages[0] must be an object"),
     ({"messages": [{"content": "no role"}]}, ""),
     ({"messages": [{"role": "user", "content": 3}]}, "content must be a string"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
     ({"messages": [{"role": "narrator", "content": "?"}]}, "got 'narrator'"),
     ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "the last message is the assistant's"),
     ({"messages": [USER], "tools": [{"type": "function"}]}, ""),

@@ -102,7 +102,7 @@ def test_a_bad_line_is_named_with_its_number(tmp_path):
     with pytest.raises(ValueError, match="must end in one of"):
         load_rows(tmp_path / "notes.txt")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="holds no file"):
+    with pytest.raises(FileNotFoundError, match="has no file with one of the suffixes"):
         load_rows(tmp_path / "empty")
 
 
@@ -113,7 +113,7 @@ def test_a_hub_that_cannot_be_reached_is_said_with_the_way_out(monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ValueError, match=r"ConnectionError: no network.*give a local path"):
+    with pytest.raises(ValueError, match=r"ConnectionError: no network.*pass a local path"):
         load_rows("owner/name", split="train")
 
 
@@ -190,8 +190,8 @@ def test_a_byte_order_mark_and_unusual_line_separators_are_read(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
-        ("rows.csv", 'query,answer\n1 + 1,2\nOne, two,3\n', r"rows.csv:3 .*has 3 cells, and the header 2 columns"),
-        ("rows.csv", 'query,answer\n"a\nb",2\n\nalone\n', r"rows.csv:5 .*has 1 cells, and the header 2 columns"),
+        ("rows.csv", 'query,answer\n1 + 1,2\nOne, two,3\n', r"rows.csv:3 .*has 3 cells, but the header has 2 columns"),
+        ("rows.csv", 'query,answer\n"a\nb",2\n\nalone\n', r"rows.csv:5 .*has 1 cells, but the header has 2 columns"),
         ("rows.csv", 'query,answer\n"a,2\nb,3\n', r"rows.csv:2 .*unexpected end of data"),
         ("rows.csv", "query,answer,query\n1,2,3\n", r"rows.csv:1 .*\['query'\] more than once"),
         ("rows.jsonl", '{"query": "a"}\n\n["b"]\n', r"rows.jsonl:3 must be an object, .*got '\[\"b\"\]'"),

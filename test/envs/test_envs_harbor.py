@@ -100,13 +100,13 @@ def test_entries_of_the_reward_are_the_breakdown(tmp_path, play):
     (rollout,) = play(HarborEnv(task, rewards={"found": 3.0, "style": 1.0}), ["Done."])
     assert rollout.breakdown == {"found": 1.0, "style": 0.5} and rollout.reward == pytest.approx(0.875)
     (rollout,) = play(HarborEnv(task), ["Done."])
-    assert not rollout.is_scored and "['found', 'length', 'style'] and no 'reward'" in rollout.error
+    assert not rollout.is_scored and "['found', 'length', 'style'], but no 'reward'" in rollout.error
 
 
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("exit 3", "wrote no reward.txt and no reward.json"),
+        ("exit 3", "wrote no reward.txt or reward.json"),
         ("echo nan > /logs/verifier/reward.txt", "must be a finite number, got 'nan"),
         ("touch /logs/verifier/reward.txt", "must be a finite number, got ''"),
         ('echo \'{"a": "1"}\' > /logs/verifier/reward.json', "must have finite numbers by name"),
@@ -171,7 +171,7 @@ def test_commands_find_it_and_it_keeps_its_contract(tmp_path):
         ({"dockerfile": DOCKERFILE + "RUN apt-get install -y vim\n"}, "its Dockerfile has 'RUN apt-get"),
         ({"dockerfile": "FROM towns\nWORKDIR /app\n"}, "its Dockerfile has 'FROM towns'"),
         ({"dockerfile": "FROM ubuntu:24.04\n"}, "its Dockerfile has no WORKDIR"),
-        ({"test": "#!/bin/bash\nset -e\nuvx pytest /tests\n"}, "test.sh calls 'uvx', which wants a network"),
+        ({"test": "#!/bin/bash\nset -e\nuvx pytest /tests\n"}, "test.sh calls 'uvx', which needs a network"),
         ({"artifacts": '["answer.txt"]'}, r"has artifacts \['answer.txt'\]; absolute paths"),
         ({"verifier": "collect = [{command = 'true'}]"}, "commands of verifier.collect"),
         (
@@ -191,7 +191,7 @@ def test_folders_and_sandboxes_that_are_none_are_refused(tmp_path, monkeypatch):
         HarborEnv(tmp_path)
     latin = harbor_task(tmp_path / "other", "latin")
     (latin / "instruction.md").write_bytes(b"\xff")
-    with pytest.raises(BadTask, match=r"latin' has no UTF-8 in instruction\.md"):
+    with pytest.raises(BadTask, match=r"latin' has a file instruction\.md that is not UTF-8"):
         HarborEnv(latin)
     write(tmp_path / "bad" / "task.toml", "schema_version = ")
     with pytest.raises(BadTask, match=r"bad' cannot be read: task\.toml: Invalid value"):
@@ -199,7 +199,7 @@ def test_folders_and_sandboxes_that_are_none_are_refused(tmp_path, monkeypatch):
     task = harbor_task(tmp_path, "towns", verifier="")
     with pytest.raises(ValueError, match="must be one of"):
         HarborEnv(task, sandbox="lxc")
-    with pytest.raises(BadTask, match="has no image and no Dockerfile"):
+    with pytest.raises(BadTask, match="has neither an image nor a Dockerfile"):
         HarborEnv(harbor_task(tmp_path, "bare", dockerfile=None), sandbox=lambda image: None)
     needs = harbor_task(tmp_path, "needs", solve="", environment="")
     (needs / "task.toml").write_text(

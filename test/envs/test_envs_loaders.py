@@ -37,7 +37,7 @@ def test_an_endless_loader_is_read_as_it_is_drawn():
     assert list(again.reset()["query"]) == ["5?"] * 2
     primed = ChatEnv().append_transform(DataLoadingPrimer(DataLoader(Numbers(), batch_size=3)))
     assert [primed.reset()["query"] for _ in range(5)] == [f"{n}?" for n in range(5)]
-    with pytest.raises(ValueError, match="cannot be started from the beginning again"):
+    with pytest.raises(ValueError, match="so they cannot be restarted"):
         env.reset_dataloader()
     with pytest.raises(ValueError, match="let the loader shuffle"):
         ChatEnv.from_dataloader(DataLoader(Numbers()), shuffle=True)

@@ -257,7 +257,7 @@ def test_rollouts_that_are_played_come_group_by_group(renderer, num_rollouts, nu
         (lambda: {"a": env("a"), "b": env("b")}, {"a": 1}, "must name"),
         (lambda: {"a": env("a"), "b": env("b")}, {"a": 1, "b": -1}, "not be negative"),
         (lambda: {"a": env("a"), "b": env("b")}, {"a": 0, "b": 0}, "not all be 0"),
-        (lambda: dict.fromkeys("ab", env("a")), None, "of another one"),
+        (lambda: dict.fromkeys("ab", env("a")), None, "shares its prompts with another one"),
     ],
 )
 def test_what_makes_no_mixture_is_refused(envs, weights, message):

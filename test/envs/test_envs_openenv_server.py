@@ -346,7 +346,7 @@ def test_the_pages_describe_the_environment():
     ("make", "reason"),
     [
         (ChatEnv, "no dataset"),
-        (lambda: AgentEnv(lambda row, model: 1.0, [{"a": 1}]), "agent of its own"),
+        (lambda: AgentEnv(lambda row, model: 1.0, [{"a": 1}]), "its own agent"),
         (lambda: DatasetChatEnv([{"query": "?"}]), "writes no reward"),
     ],
 )

@@ -69,7 +69,7 @@ def test_what_cannot_be_drawn_whole_is_not_drawn_at_all():
     options = {"repeats": 2, "num_epochs": 1}
     for env in (DatasetChatEnv(ROWS, **options), ChatEnv().append_transform(DataLoadingPrimer(ROWS, **options))):
         assert len(drawn(env, 4)) == 4
-        with pytest.raises(EndOfData, match="2 draws left, 3 were asked for") as end:
+        with pytest.raises(EndOfData, match="2 draws left, 3 were requested") as end:
             drawn(env, 3)
         assert end.value.num_left == 2 and len(drawn(env, 2)) == 2
 

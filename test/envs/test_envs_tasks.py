@@ -353,7 +353,7 @@ def test_a_curriculum_survives_with_the_state_of_a_collector(renderer):
         (lambda: MATHEnv([{"problem": "?", "solution": "two"}]), "boxed"),
         (lambda: IFEvalEnv([{**IFEVAL[0], "instruction_id_list": ["punctuation:none"]}]), "punctuation:none"),
         (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": [{"comma": 1}]}]), "comma"),
-        (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": []}]), "one entry an instruction"),
+        (lambda: IFEvalEnv([{**IFEVAL[0], "kwargs": []}]), "one entry per instruction"),
         pytest.param(lambda: ReasoningGymEnv("chain_sun"), "did you mean 'chain_sum'", marks=needs_reasoning_gym),
         pytest.param(lambda: ReasoningGymEnv("composite"), "'composite'", marks=needs_reasoning_gym),
         pytest.param(

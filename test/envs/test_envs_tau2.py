@@ -51,7 +51,7 @@ def test_tasks_pay_what_tau2_says_and_one_that_goes_wrong_ends_alone():
 def test_what_cannot_be_played_is_said_when_the_environment_is_made(tmp_path):
     with pytest.raises(ValueError, match="has no split 'dev', only base, test"):
         Tau2Env("desk", folder=STAND_IN, user=USER, split="dev")
-    with pytest.raises(ValueError, match="user must have a `model`, such as 'openai/qwen', got"):
+    with pytest.raises(ValueError, match="user must have the entry `model`, such as 'openai/qwen', got"):
         Tau2Env("desk", folder=STAND_IN, user={"api_base": "http://127.0.0.1:9"})
     with pytest.raises(ValueError, match="checkout of tau2-bench"):
         Tau2Env("desk", folder=tmp_path, user=USER)

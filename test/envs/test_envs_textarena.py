@@ -99,7 +99,7 @@ def test_the_programs_random_numbers_are_left_alone(stand_in):
 def test_what_is_no_game_is_refused_before_anything_is_played(stand_in):
     with pytest.raises(ValueError, match="Heep-v0-raw not found"):
         make_textarena_env("Heep-v0")
-    with pytest.raises(ValueError, match="Heap-v0 is no game for num_players=3: a heap is for one or two"):
+    with pytest.raises(ValueError, match="Heap-v0 is not a game for num_players=3: a heap is for one or two"):
         make_textarena_env("Heap-v0", num_players=3)
     with pytest.raises(ValueError, match="num_players must be at least 1"):
         make_textarena_env("Heap-v0", num_players=0)

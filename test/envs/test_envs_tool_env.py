@@ -115,7 +115,7 @@ def test_a_conversation_that_is_cut_while_it_is_opened_has_no_score_and_says_so(
     env = ToolEnv(NeverBegins, rows(1, 0), repeats=1, rubric=rubric)
     cut, other = play(renderer, env, 2, rollout_timeout_seconds=3.0)
     assert cut.status is RolloutStatus.TRUNCATED and cut.reason == "timeout" and not cut.is_scored
-    assert cut.error == "The time limit of the rollout ended it while its environment opened it."
+    assert cut.error == "The time limit of the rollout expired while its environment opened it."
     assert other.is_scored and not other.error
 
 

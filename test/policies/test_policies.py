@@ -243,9 +243,9 @@ def test_arguments_that_contradict_each_other_are_refused(renderer):
         ({"repetition_penalty": float("inf")}, "repetition_penalty must be positive"),
         ({"seed": 0.5}, "seed must be a whole number or None"),
         ({"seed": -1}, "seed must be in"),
-        ({"stop": [""]}, "stop must be strings that are not empty"),
-        ({"stop": [7]}, "stop must be strings"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids must be ids of tokens"),
+        ({"stop": [""]}, "stop must be non-empty strings"),
+        ({"stop": [7]}, "stop must be non-empty strings"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids must be non-negative token ids"),
     ],
 )
 def test_generation_arguments_are_known_or_refused(given, message):

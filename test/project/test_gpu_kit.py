@@ -95,7 +95,7 @@ def test_stages_have_lines_and_are_not_run_twice(
 
 def test_a_stage_that_hangs_or_fails_has_a_line_that_says_so(kit: dict[str, ModuleType]) -> None:
     line = kit["run"]._line_of("hangs", [sys.executable, "-c", "import time; time.sleep(60)"], 1)
-    assert line["error"] == "ended after 1 seconds"
+    assert line["error"] == "the stage exceeded its limit of 1 seconds"
     line = kit["run"]._line_of("fails", [sys.executable, "-c", "raise ValueError('no room')"], 60)
     assert "no room" in line["error"]
 

@@ -75,7 +75,7 @@ def test_names_of_the_agentic_toolkit_are_here_or_refused_with_what_has_their_pl
     tools = importlib.import_module("llmrl.tools")
     assert all(getattr(toolkit, name) is getattr(tools, name) for name in toolkit.__all__)
     assert importlib.import_module("llmrl.torchrl.envs.llm.agentic.repl") is toolkit
-    with pytest.raises(ImportError, match="llmrl has no JupyterRepl: there are no notebooks' kernels"):
+    with pytest.raises(ImportError, match="llmrl has no JupyterRepl: Jupyter kernels are not supported"):
         toolkit.JupyterRepl  # noqa: B018
 
 

@@ -230,9 +230,7 @@ def test_demonstrations_follow_a_prompt_that_ends_with_empty_reasoning(model_pat
         columns = row.columns
         trained = [token for token, is_said in zip(columns.token_ids, columns.loss_mask, strict=True) if is_said]
         assert renderer.decode(trained) == f"four{end}five{end}"
-        with pytest.raises(
-            RenderingError, match=r"what was said after that prompt cannot be determined|is not what is read"
-        ):
+        with pytest.raises(RenderingError, match=r"completion of that prompt cannot be determined|does not survive"):
             demonstrate(renderer, [user("a"), {**four, "reasoning_content": "hm"}])
 
 

@@ -275,8 +275,8 @@ def calling(arguments):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        (calling("{"), "'f', is no JSON"),
-        (calling("[" * 100_000), "'f', is no JSON"),
+        (calling("{"), "'f', is not valid JSON"),
+        (calling("[" * 100_000), "'f', is not valid JSON"),
         (calling("[1]"), "must be an object"),
         ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "a tool call must be"),
         ({"request": {"messages": []}, "response": {"choices": []}}, "no choices[0].message"),

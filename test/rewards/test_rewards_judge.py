@@ -230,9 +230,9 @@ def test_a_copy_asks_for_itself(server, copied):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"prompt": "Rate it."}, "must read something by its name"),
-        ({"prompt": "Rate {}"}, "must read something by its name"),
-        ({"prompt": "Rate {completion.__class__}"}, "and nothing of it"),
+        ({"prompt": "Rate it."}, "must contain names of inputs"),
+        ({"prompt": "Rate {}"}, "must contain names of inputs"),
+        ({"prompt": "Rate {completion.__class__}"}, "without attributes or indices"),
         ({"scale": (5, 5)}, "scale"),
         ({"requests_per_minute": 0}, "requests_per_minute must be positive"),
         ({"max_concurrent_requests": 0}, "max_concurrent_requests must be positive"),

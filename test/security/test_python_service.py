@@ -170,7 +170,7 @@ def test_a_level_that_leaves_something_open_is_taken_only_when_asked_for(monkeyp
     monkeypatch.setattr(launch.kernel, "landlock_version", lambda: version)
     monkeypatch.setattr(launch, "is_python_hidden", lambda prefixes: False)
     monkeypatch.setattr(launch.os, "getuid", lambda: user)
-    with pytest.raises(IsolationError, match=f"would leave {gaps} open"):
+    with pytest.raises(IsolationError, match=f"does not confine {gaps} here"):
         PythonExecutorService(num_ready=1)
     if user == os.geteuid():
         PythonExecutorService(isolation="process", num_ready=1).close()

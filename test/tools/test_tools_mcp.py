@@ -171,8 +171,8 @@ def test_a_server_that_says_nothing_is_given_up():
     [
         ({"command": "a", "url": "b"}, "exactly one"),
         ({"comand": "a"}, "comand"),
-        ({"url": "b", "args": []}, "do not go with 'url'"),
-        ({"command": "a", "prepare": print}, "'prepare', which is for a server of 'per_conversation'"),
+        ({"url": "b", "args": []}, "cannot be combined with 'url'"),
+        ({"command": "a", "prepare": print}, "'prepare', which requires 'per_conversation'"),
     ],
 )
 def test_a_server_described_wrongly_is_refused(server, reason):

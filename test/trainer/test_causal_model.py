@@ -145,7 +145,7 @@ def test_what_one_row_a_bin_costs_is_said_once(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING, logger="llmrl"):
         policies = [TransformersWrapper(model, generate=False) for _ in range(2)]
     said = [record.getMessage() for record in caplog.records if "rows cannot be packed" in record.getMessage()]
-    assert len(said) == 1 and "MambaForCausalLM" in said[0] and "what rows share is computed for each" in said[0]
+    assert len(said) == 1 and "MambaForCausalLM" in said[0] and "shared prefixes are computed once per row" in said[0]
     token_ids, weights = rows()
     packed = policies[0].pack(token_ids, [weight != 0 for weight in weights])
     assert sum(micro_batch.input_ids.shape[0] for micro_batch in packed) == len(token_ids)

@@ -289,7 +289,7 @@ def test_a_model_with_experts_is_refused_on_a_cpu(takes_long, real_vllm):
     config = SimpleNamespace(get_num_experts=lambda: 4, hf_text_config=SimpleNamespace())
     lora = SimpleNamespace(max_loras=2, max_lora_rank=8)
     updates = AdapterUpdates(SimpleNamespace(vllm_config=SimpleNamespace(lora_config=lora, model_config=config)))
-    with pytest.raises(ValueError, match="no adapters beside experts on a CPU"):
+    with pytest.raises(ValueError, match="no adapters in a model with experts on a CPU"):
         asyncio.run(updates.open_transfer({"model": {}, "rank": 4, "zeros": b""}))
 
 

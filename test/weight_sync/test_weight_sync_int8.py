@@ -153,13 +153,13 @@ def test_what_cannot_be_rounded_is_refused_before_the_engine_starts(tmp_path):
             pass
 
     start("anything", None, is_cpu=False)
-    with pytest.raises(ValueError, match=r"must be 'int8', of an engine on a CPU: .*got 'int8' on a GPU"):
+    with pytest.raises(ValueError, match=r"must be 'int8', for an engine on a CPU: .*got 'int8' on a GPU"):
         start(tmp_path, is_cpu=False)
     with pytest.raises(ValueError, match="got 'fp8' on a CPU"):
         start(tmp_path, "fp8")
     with pytest.raises(ValueError, match="vLLM runs no adapters over layers in int8"):
         start(tmp_path, takes_adapters=True)
-    with pytest.raises(ValueError, match=r"takes a folder with config\.json"):
+    with pytest.raises(ValueError, match=r"needs a folder with config\.json"):
         start("owner/a-name-of-a-hub")
     sharp_llama(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Stages in which weights leave the trainer: on another stream, into vLLM, and into vLLM's types of models."""
+"""Stages that send weights from the trainer: on another CUDA stream, to vLLM, and to vLLM's types of models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = dict[str, Any]
 
 
 def stream(sizes: Sizes, device: str) -> Result:
-    """Share of weights that another stream reads as they were before the optimizer's step, with and without waiting."""
+    """Return the share of weights that another CUDA stream reads before they are updated, with and without staging."""
     from llmrl.trainer import make_optimizer
     from llmrl.weight_sync.source import ModelWeights
     from llmrl.weight_sync.stream import StreamChannel
@@ -29,7 +29,7 @@ def stream(sizes: Sizes, device: str) -> Result:
     for way in ("at once", "staged"):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        for _ in range(50):  # the step waits behind it
+        for _ in range(50):  # work that delays the optimizer's step
             work = torch.nn.functional.normalize(work @ work)
         optimizer.step()
         if way == "staged":
@@ -44,7 +44,7 @@ def stream(sizes: Sizes, device: str) -> Result:
 
 
 def types(sizes: Sizes, device: str) -> Result:
-    """Nats between vLLM and trainer after an update, of random tiny checkpoints, by type of model and dtype."""
+    """Return the log-prob difference, in nats, of vLLM and trainer after an update, by type of model and dtype."""
     from causal_types import causal_types
     from engine_checkpoints import write_checkpoint
     from engine_halves import nats_after_update, wrapper_types
@@ -63,10 +63,10 @@ def types(sizes: Sizes, device: str) -> Result:
 
 
 def engine(sizes: Sizes, device: str) -> Result:
-    """vLLM beside the trainer: seconds of an update, whether it arrived, and what sleep gives back.
+    """Return the seconds of a weight update of vLLM, the log-prob difference after it, and the memory that sleep frees.
 
-    On a GPU by CUDA IPC, on the trainer's own; by NCCL, too, where there is a second one. On a CPU by shared memory.
-    By the first of these with drafts of n-grams, too.
+    On a GPU, weights are sent by CUDA IPC to an engine on the trainer's GPU and, with a second GPU, by NCCL. On a CPU
+    they are sent through shared memory. The first way is repeated with n-gram drafts.
     """
     ways = {"ipc": {"weight_transfer": "ipc", "enable_sleep": True}} if device == "cuda" else {"llmrl": {}}
     if torch.cuda.device_count() > 1:

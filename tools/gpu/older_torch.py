@@ -1,4 +1,4 @@
-"""llmrl on a torch that is older than the one it asks for, as a machine without a network may have."""
+"""Adaptation of llmrl to a torch older than required, as a machine without a network may have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RECOMPILE_LIMIT = 64
 
 
 def adapt() -> list[str]:
-    """Leave out arguments that this torch does not know, and that it does without; their names."""
+    """Drop arguments that this torch does not know and that are not necessary; return their names."""
     from torch.nn.attention import varlen
 
     adapted = []

@@ -1,7 +1,7 @@
-"""Packs what a machine without a network needs: `python tools/gpu/pack.py FOLDER`; see README.md beside it.
+"""Packs the GPU kit for a machine without a network: `python tools/gpu/pack.py FOLDER`; see README.md beside it.
 
-The folder gets llmrl, this kit, and wheels of what that machine lacks. It has torch, transformers and what they need,
-of whatever version: wheels are installed beside them, without dependencies.
+The folder contains llmrl, this kit, and wheels of the packages that the machine lacks. The machine must have torch,
+transformers and their requirements, in any version: the wheels are installed separately, without dependencies.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ("causal_types", "engine_checkpoints", "engine_halves", "warm_processes", "weight_sync_tools")
 COPIED = ("llmrl", "tools/gpu", *(f"test/helpers/{name}.py" for name in HELPERS), "pyproject.toml", "LICENSE")
 WHEELS = ("tensordict", "torchrl", "pyvers", "orjson", "importlib_metadata", "zipp", "cloudpickle", "packaging")
-"""At the versions that are installed here; their dependencies are in the list or come with torch."""
+"""Packages to include, in the installed versions; their dependencies are in the list or come with torch."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (34, 28, 27, 24, 17)] + ["manylinux2014_x86_64", "any"]
 PART_BYTES = 60_000_000
 START = """#!/bin/sh
-# Installs the wheels beside what is there, and runs the kit.
+# Installs the wheels into the folder `site`, and runs the kit.
 cd "$(dirname "$0")" || exit
 for first in wheels/*.part-000; do
     [ -e "$first" ] && cat "${first%-000}"-* > "${first%.part-000}" && rm "${first%-000}"-*
@@ -36,7 +36,7 @@ PYTHONPATH="$PWD/site:$PWD${PYTHONPATH:+:$PYTHONPATH}" exec python3 tools/gpu/ru
 
 
 def liger() -> str:
-    """The version of liger-kernel that the extra `gpu` asks for, which a machine without a GPU does not have."""
+    """Return the requirement of liger-kernel in the extra `gpu`, which is not installed on a machine without a GPU."""
     found = re.search(r'"(liger-kernel)>=([\d.]+)', (ROOT / "pyproject.toml").read_text())
     assert found is not None
     return f"{found[1]}=={found[2]}"
@@ -70,7 +70,7 @@ def download_wheels(folder: Path, python_version: str, wanted: list[str], *optio
 
 
 def split(folder: Path, num_bytes: int = PART_BYTES) -> None:
-    """Put files that are longer into parts, which `start.sh` joins."""
+    """Split files of more than `num_bytes` into parts, which `start.sh` joins."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.stat().st_size > num_bytes:
             with path.open("rb") as file:
@@ -82,9 +82,11 @@ def split(folder: Path, num_bytes: int = PART_BYTES) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--python", default="3.12", help="version of the machine's Python")
-    parser.add_argument("--no-wheels", action="store_true", help="sources alone, for a machine that has the rest")
-    parser.add_argument("--vllm", action="store_true", help="vLLM too, with all that it needs")
+    parser.add_argument("--python", default="3.12", help="Python version of the GPU machine")
+    parser.add_argument(
+        "--no-wheels", action="store_true", help="pack only the sources, for a machine that has the packages"
+    )
+    parser.add_argument("--vllm", action="store_true", help="also pack vLLM with its dependencies")
     given = parser.parse_args()
     copy_sources(given.folder)
     if not given.no_wheels:

@@ -1,4 +1,4 @@
-"""What the trainer of each recipe for GPUs computes: `pack.py` writes it into the kit, since composing needs hydra."""
+"""Settings of the trainer of each GPU recipe. `pack.py` writes them into the kit, because composing needs hydra."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE = Path(__file__).with_name("recipes.json")
 
 
 def settings() -> dict[str, dict[str, Any]]:
-    """The size of each recipe's model, such as 1.5B, and the settings of its trainer (`TrainingShape`)."""
+    """Return the size of each recipe's model, such as 1.5B, and the settings of its trainer (`TrainingShape`)."""
     return json.loads(FILE.read_text()) if FILE.exists() else composed()
 
 

@@ -1,7 +1,7 @@
 """Measures llmrl on this machine's GPU, stage by stage: `python tools/gpu/run.py`; see README.md beside it.
 
-Each stage is a process of its own, is ended after its time, and prints one line of JSON, which is added to `--out` too.
-A stage that has a line there without an error is not run again.
+Each stage runs in its own process, with a time limit, and prints one line of JSON, which is also appended to `--out`. A
+stage that already has a line without an error there is not repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1])]
 
 
 def done(path: Path) -> set[str]:
-    """Stages with a line that has no error; half a last line, of a run that was ended, is none."""
+    """Return the stages that have a line without an error; the incomplete line of a killed run does not count."""
     names = set()
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -32,7 +32,7 @@ def done(path: Path) -> set[str]:
 
 
 def run_stage(name: str, *, is_small: bool) -> dict[str, object]:
-    """One stage in this process."""
+    """Run one stage in this process."""
     import torch
     from older_torch import adapt
     from sizes import TINY, Sizes
@@ -42,7 +42,7 @@ def run_stage(name: str, *, is_small: bool) -> dict[str, object]:
 
     device = "cpu" if is_small or not torch.cuda.is_available() else "cuda"
     if device == "cpu" and not is_small:
-        raise RuntimeError("there is no GPU here: try the kit on a CPU with --small")
+        raise RuntimeError("this machine has no GPU; use --small to try the kit on a CPU")
     started = time.perf_counter()
     result = STAGES[name][0](TINY if is_small else Sizes(), device)
     seconds = round(time.perf_counter() - started, 1)
@@ -54,14 +54,16 @@ def main() -> None:
     from stages import STAGES
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)}; all, when none is named")
-    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="file of the results")
+    parser.add_argument(
+        "stages", nargs="*", metavar="STAGE", help=f"stages to run: {', '.join(STAGES)}; all by default"
+    )
+    parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="file for the results")
     parser.add_argument("--small", action="store_true", help="tiny sizes on a CPU, to try the kit itself")
-    parser.add_argument("--here", action="store_true", help="in this process, and only printed")
+    parser.add_argument("--here", action="store_true", help="run in this process, and only print the results")
     given = parser.parse_args()
     unknown = [name for name in given.stages if name not in STAGES]
     if unknown:
-        parser.error(f"no stage is named {', '.join(unknown)}; they are {', '.join(STAGES)}")
+        parser.error(f"unknown stage {', '.join(unknown)}; the stages are {', '.join(STAGES)}")
     if given.here:
         for name in given.stages or STAGES:
             print(json.dumps(run_stage(name, is_small=given.small)), flush=True)
@@ -95,7 +97,7 @@ def _line_of(name: str, command: list[str], limit: int) -> dict[str, object]:
             return json.loads(process.stdout.splitlines()[-1])
         error = (process.stderr or process.stdout)[-2000:]
     except subprocess.TimeoutExpired:
-        error = f"ended after {limit} seconds"
+        error = f"the stage exceeded its limit of {limit} seconds"
     return {"stage": name, "error": error, "seconds": round(time.perf_counter() - started, 1)}
 
 

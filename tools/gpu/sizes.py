@@ -1,4 +1,4 @@
-"""What the stages measure: shapes of models with random weights, and rows, at full size and small."""
+"""Inputs of the stages: models with random weights and training rows, in full and in tiny size."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 Rows = tuple[int, int, int]
-"""Rows of a group, tokens that they share, and tokens that each has of its own."""
+"""Number of rows in a group, of tokens that the rows share, and of each row's own tokens."""
 
 ON_GPUS_ALONE = (
     "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "hy_v4", "kimi_linear", "nemotron_h", "olmo_hybrid", "qwen4_exp",
 )  # fmt: skip
-"""Types that lack kernels in vLLM's CPU build."""
+"""Types of models that lack kernels in vLLM's CPU build."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of everything; the defaults are those of a GPU of 80 GB or more."""
+    """Sizes of all stages; the defaults are for a GPU with at least 80 GB."""
 
     lengths: tuple[int, ...] = (1024, 4096, 16_384, 32_768)
-    """Tokens of attention alone."""
+    """Numbers of tokens in the stage `attention`."""
     dense_length: int = 16_384
-    """The most with a mask of all pairs."""
+    """Maximum number of tokens with a dense attention mask."""
     heads: tuple[int, int, int] = (32, 8, 128)
-    """Of attention alone: query heads, key heads, width of each."""
+    """Number of query heads, number of key heads and width of a head, in the stage `attention`."""
     head: tuple[int, int, int] = (16_384, 4096, 151_936)
-    """Positions, width and vocabulary of the output head alone."""
+    """Number of positions, width and size of the vocabulary in the stage `head`."""
     chunk_sizes: tuple[int, ...] = (64, 1024, 4096)
     models: tuple[str, ...] = ("0.5B", "1.5B")
-    """That are trained."""
+    """Models to train."""
     sharded_model: str = "3B"
     engine_model: str = "1.5B"
-    """That vLLM serves."""
+    """Model that vLLM serves."""
     served_types: tuple[tuple[str, str], ...] = (
         *((name, "bfloat16") for name in ON_GPUS_ALONE),
         *((name, "float16") for name in ("llama", "qwen3", "gemma3")),
         *((name, "bfloat16") for name in ("qwen3_5", "qwen3_next", "lfm2", "granitemoehybrid", "gpt_oss", "gemma4")),
     )
-    """Types of models that vLLM serves with random tiny weights, and their dtypes."""
+    """Types of tiny random models that vLLM serves, and their dtypes."""
     batches: tuple[Rows, ...] = ((16, 0, 1024), (4, 0, 16_384), (16, 4000, 200))
     token_budget: int = 16_384
     num_steps: int = 3
-    """Timed, after one that compiles."""
+    """Number of timed steps, after one that compiles."""
     num_learning_steps: int = 50
 
 
@@ -80,11 +80,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 151_936},
 }  # fmt: skip
-"""As Qwen 2.5 and 3 are shaped."""
+"""Shapes of models, by size; most are those of Qwen 2.5 and Qwen 3."""
 
 
 def make_model(name: str, device: str, *, gradient_checkpointing: bool = False, dtype: torch.dtype = torch.float32):
-    """A Qwen 2 of random weights, made where it is."""
+    """Return a Qwen 2 with random weights, created on the device."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(**MODELS[name], max_position_embeddings=40_960, tie_word_embeddings=name != "8B")
@@ -97,14 +97,14 @@ def make_model(name: str, device: str, *, gradient_checkpointing: bool = False, 
 
 
 def num_weights(model: torch.nn.Module) -> int:
-    """Weights that each token is multiplied with: all but the embedding, which is looked up."""
+    """Return the number of weights that multiply each token: all except the embedding, which is looked up."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     return sum(p.numel() for p in model.parameters()) - (0 if head is embedding else embedding.numel())
 
 
 def flops_of(name: str, model: torch.nn.Module, batch: Rows) -> float:
-    """Of forward and backward pass, for distinct tokens: six a weight, and twelve a pair that sees each other."""
+    """Return the FLOPs of a forward and backward pass: 6 per weight and token, and 12 per attended pair and channel."""
     num_rows, num_shared, num_own = batch
     num_tokens = num_shared + num_rows * num_own
     pairs = num_shared**2 / 2 + num_rows * (num_shared * num_own + num_own**2 / 2)
@@ -113,7 +113,7 @@ def flops_of(name: str, model: torch.nn.Module, batch: Rows) -> float:
 
 
 def make_batch(rows: Rows, vocab_size: int) -> TensorDictBase:
-    """Training rows with advantages; their own tokens are trained."""
+    """Return training rows with advantages; each row's own tokens are trained."""
     num_rows, num_shared, num_own = rows
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, vocab_size, (num_shared,), generator=generator)
@@ -129,7 +129,7 @@ def make_batch(rows: Rows, vocab_size: int) -> TensorDictBase:
 def training_row(
     tokens: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor, advantage: float, rollout_id: str
 ) -> TensorDict:
-    """As a collector makes it."""
+    """Return a training row with the entries that a collector writes."""
     from tensordict import NonTensorData
 
     return TensorDict(

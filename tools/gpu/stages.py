@@ -1,4 +1,4 @@
-"""What is measured, a function a stage: each is given sizes and a device, and returns numbers for one line of JSON."""
+"""The stages, one function each: it takes sizes and a device, and returns measurements for one line of JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = dict[str, Any]
 sys.path.append(str(Path(__file__).resolve().parents[2] / "test" / "helpers"))  # tiny models of every architecture
 
 PEAK_FLOPS = 989e12
-"""Of an H100 or H200, dense, in bfloat16: what shares of it (`mfu`) refer to."""
+"""Dense bfloat16 FLOPs per second of an H100 or H200, the reference of `mfu`."""
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "qwen3_moe", "qwen3_5_text", "lfm2",
     "granitemoehybrid",
@@ -36,7 +36,7 @@ def synchronize(device: str) -> None:
 
 @contextlib.contextmanager
 def measured(device: str) -> Iterator[Result]:
-    """Seconds and, on a GPU, the peak of GiB beyond what is held before."""
+    """Measure the seconds of a block and, on a GPU, the peak of additional memory in GiB."""
     held = 0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -52,7 +52,7 @@ def measured(device: str) -> Iterator[Result]:
 
 
 def repeated(function: Callable[[], object], device: str, num: int = 3) -> Result:
-    """Of one call, after one that compiles."""
+    """Return the measurements of one call, after a first call that compiles."""
     with measured(device) as first:
         function()
     with measured(device) as result:
@@ -62,7 +62,7 @@ def repeated(function: Callable[[], object], device: str, num: int = 3) -> Resul
 
 
 def attempted(function: Callable[[], Result]) -> Result:
-    """A part of a stage. Its failure is a result and leaves the others."""
+    """Run a part of a stage. Its error becomes its result, so that other parts still run."""
     try:
         return function()
     except Exception as error:
@@ -74,7 +74,7 @@ def attempted(function: Callable[[], Result]) -> Result:
 
 
 def fork(sizes: Sizes, device: str) -> Result:
-    """Whether a process that is forked after `torch.cuda.is_available()` can use the GPU: why engines are spawned."""
+    """Test whether a process that is forked after `torch.cuda.is_available()` can use the GPU; engines are spawned."""
     is_available = torch.cuda.is_available()
     child = os.fork()
     if not child:
@@ -88,7 +88,7 @@ def fork(sizes: Sizes, device: str) -> Result:
 
 
 def exactness(sizes: Sizes, device: str) -> Result:
-    """Families of architectures, packed with and without shared prefixes, beside `eager`, one row at a time."""
+    """Compare packed rows, with and without shared prefixes, with single rows and `eager` attention, per model type."""
     from causal_types import rows
 
     token_ids, _ = rows()
@@ -138,7 +138,7 @@ def _exactness_of(family: str, token_ids: list[torch.Tensor], device: str) -> Re
 
 
 def attention(sizes: Sizes, device: str) -> Result:
-    """Milliseconds and peak of one layer's attention, forward and backward, at several lengths."""
+    """Measure the forward and backward pass of one layer's attention at several lengths."""
     results: Result = {}
     for length in sizes.lengths:
         for name, batch in {"apart": (1, 0, length), "shared": (16, length * 3 // 4, length // 64)}.items():
@@ -178,7 +178,7 @@ def _attention(sizes: Sizes, device: str, batch: Rows, *, is_dense: bool) -> Res
 
 
 def head(sizes: Sizes, device: str) -> Result:
-    """The output head alone: chunks of several sizes and liger's kernel; seconds, peak, difference."""
+    """Measure the output head, with chunks of several sizes and with liger's kernel."""
     from llmrl.trainer.head.fused_head import fused_log_probs
     from llmrl.trainer.head.log_probs import LogitTransform, chunked_log_probs
 
@@ -218,11 +218,11 @@ def head(sizes: Sizes, device: str) -> Result:
 
 
 def train(sizes: Sizes, device: str) -> Result:
-    """Whole steps of training: tokens a second, share of the peak, memory; beside a padded step of transformers."""
+    """Measure whole training steps (tokens per second, `mfu`, memory), and a padded step of transformers to compare."""
     results: Result = {}
     for name in sizes.models:
         for batch in sizes.batches:
-            compiled = (_compiled_step,) if device == "cuda" else ()  # a minute of a CPU
+            compiled = (_compiled_step,) if device == "cuda" else ()  # takes a minute on a CPU
             for way in (_train_step, *compiled, _padded_step):
                 key = f"{name} {batch[0]} x ({batch[1]} + {batch[2]}) {way.__name__.strip('_')}"
                 results[key] = attempted(lambda name=name, batch=batch, way=way: way(sizes, device, name, batch))
@@ -241,7 +241,7 @@ def _train_step(sizes: Sizes, device: str, name: str, batch: Rows, **options: bo
 
 
 def _trained(name: str, device: str, batch: Rows, *, gradient_checkpointing: bool = True, **options: Any) -> Any:
-    """A model, and a function that takes a step on a batch and returns its report; it raises if it is skipped."""
+    """Return a model, and a function that makes a training step and returns its report. A skipped step is an error."""
     from llmrl.objectives import GRPOLoss
     from llmrl.trainer import TransformersWrapper, make_optimizer, train_step
 
@@ -260,7 +260,7 @@ def _trained(name: str, device: str, batch: Rows, *, gradient_checkpointing: boo
 
 
 def _padded_step(sizes: Sizes, device: str, name: str, batch: Rows) -> Result:
-    """Rows of equal length need no padding: it is what flash attention without shared prefixes can do at best."""
+    """Measure a step of transformers. The rows need no padding, so it is the best case without shared prefixes."""
     model = make_model(name, device, gradient_checkpointing=True).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device == "cuda")
     rows = torch.stack([row["tokens", "full"] for row in make_batch(batch, MODELS[name]["vocab_size"]).unbind(0)])
@@ -286,7 +286,7 @@ def _rates(result: Result, name: str, model: torch.nn.Module, batch: Rows) -> Re
 
 
 def sharded(sizes: Sizes, device: str) -> Result:
-    """FSDP of one rank: a step beside the unsharded one, and what it holds."""
+    """Compare a step of FSDP with one rank with the unsharded step."""
     from llmrl.objectives import GRPOLoss
     from llmrl.trainer import TransformersWrapper, shard_model, train_step
 
@@ -318,7 +318,7 @@ def sharded(sizes: Sizes, device: str) -> Result:
 
 
 def resume(sizes: Sizes, device: str) -> Result:
-    """Peak memory of reading a checkpoint of model and optimizer, beside what the two hold."""
+    """Measure the peak memory of loading a checkpoint, and return the size of model and optimizer to compare."""
     from llmrl.data.state_file import load_state, save_state
     from llmrl.trainer import make_optimizer
 
@@ -345,7 +345,7 @@ def _sum_of(tensors: Any, sums: Any) -> None:
 
 
 def ipc(sizes: Sizes, device: str) -> Result:
-    """A tensor of this process read by another, spawned one, without a copy through the host."""
+    """Test whether a spawned process reads a tensor of this process without a copy through the host."""
     context = torch.multiprocessing.get_context("spawn")
     tensors, sums = context.Queue(), context.Queue()
     process = context.Process(target=_sum_of, args=(tensors, sums))
@@ -361,7 +361,7 @@ def ipc(sizes: Sizes, device: str) -> Result:
 
 
 def learning(sizes: Sizes, device: str) -> Result:
-    """Whether a random model learns by GRPO with `TransformersEngine` on one device: to say small numbers."""
+    """Test whether a random model learns by GRPO to generate small token ids, with a `TransformersEngine`."""
     import asyncio
 
     from sizes import training_row
@@ -397,14 +397,14 @@ def learning(sizes: Sizes, device: str) -> Result:
 
 
 def recipes(sizes: Sizes, device: str) -> Result:
-    """Steps of each recipe for GPUs with its longest rows and a model of its size: seconds, memory beside the plan."""
+    """Measure steps of each GPU recipe with its longest rows and a model of its size, and return the planned memory."""
     return {name: attempted(lambda each=each: _recipe(sizes, device, **each)) for name, each in settings().items()}
 
 
 def _recipe(sizes: Sizes, device: str, *, model: str, training: dict[str, Any]) -> Result:
     from llmrl.trainer.memory_plan import ModelShape, TrainingShape, plan_memory
 
-    # Adapters need peft, which is not in the kit: all weights are trained, which takes more.
+    # Adapters need peft, which is not in the kit. Training all weights instead takes more memory.
     shape = dataclasses.replace(TrainingShape(**training), lora_rank=None, is_gpu=device == "cuda")
     if sizes.models == ("tiny",):
         model, shape = "tiny", dataclasses.replace(shape, token_budget=128, longest_row=60, bin_length=60)
@@ -440,4 +440,4 @@ STAGES: dict[str, tuple[Callable[[Sizes, str], Result], int]] = {
     "engine": (engine, 580),
     "types": (types, 580),
 }
-"""Each stage and the seconds after which it is ended."""
+"""The function and the time limit, in seconds, of each stage."""

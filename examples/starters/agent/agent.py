@@ -1,4 +1,4 @@
-"""An agent: your own program asks the policy at a URL, as it would ask a service, and its work is scored."""
+"""An agent: your own program calls the policy at a URL, like a service, and its work is scored."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ async def play(row: Mapping[str, str], model: AgentModel) -> float:
         messages.append({"role": "user", "content": "Now the name of the month only."})
         final = await client.chat.completions.create(model=model.name, messages=messages)
     words = (final.choices[0].message.content or "").replace(".", " ").replace(",", " ").split()
-    # A share, so that a model that names the month among other words has something to learn from.
+    # The share of right words, so that a model that names the month among other words gets a signal.
     return any(word in row["months"].split() for word in words) / max(len(words), 1)
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> AgentEnv:
-    """The environment; the agent works on a problem `repeats` times, and its scores are compared."""
+    """Return the environment; the agent works on each problem `repeats` times, and its scores are compared."""
     rows = [
         {"days": "28 or 29", "months": "February"},
         {"days": "30", "months": "April June September November"},

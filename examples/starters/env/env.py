@@ -1,4 +1,4 @@
-"""An environment that answers: a game of several turns, and one reward at its end."""
+"""An environment that answers: a game of several turns, with one reward at its end."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from llmrl import MessageChatEnv, MessageEnv, MessageStep
 
 
 class Guess(MessageEnv):
-    """Find a number. An instance plays one conversation, so what it keeps in itself is of that one."""
+    """The policy guesses a number. An instance plays one conversation and holds the state of that conversation."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     async def init(self):
-        """The first messages."""
+        """Return the first messages."""
         return [{"role": "user", "content": "I think of a number from 1 to 9. Reply with your guess only."}]
 
     async def step(self, message):
-        """Answer what the model said, or end the conversation with its reward."""
+        """Answer the model's message, or end the conversation with a reward."""
         guess = message["content"].strip()
         if not guess.isdigit():
             return MessageStep([{"role": "user", "content": "A number, please."}])
@@ -28,7 +28,7 @@ class Guess(MessageEnv):
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> MessageChatEnv:
-    """The environment; a game is played `repeats` times, and the conversations are compared."""
+    """Return the environment; each game is played `repeats` times, and the conversations are compared."""
     numbers = list(range(1, 10)) * 8
     random.Random(f"{split} {seed}").shuffle(numbers)
     items = [{"number": number} for number in numbers]

@@ -18,6 +18,6 @@ def test_what_is_no_number_is_asked_again_and_earns_nothing(played):
 
 
 def said(prompt, role):
-    """The messages of a role in a rendered prompt."""
+    """Return the messages of a role in a rendered prompt."""
     turns = [turn.removesuffix("<|im_end|>\n") for turn in prompt.split("<|im_start|>")[:-1]]
     return [turn.partition("\n")[2].strip() for turn in turns if turn.startswith(role)]

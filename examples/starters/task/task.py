@@ -1,4 +1,4 @@
-"""A task: what is asked, and how good an answer is."""
+"""A task: problems, and a function that scores answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROMPT = "Reply with the larger number only."
 
 
 def problems(split: str) -> list[dict[str, str]]:
-    """What is asked, as `query`, and columns for the reward. The splits share no problem."""
+    """Return the problems: `query` is the question, other columns are for the reward. The splits share no problem."""
     pairs = [(a, b) for a in range(10) for b in range(10) if a != b]
     random.Random(0).shuffle(pairs)
     chosen = pairs[:70] if split == "train" else pairs[70:]
@@ -18,11 +18,11 @@ def problems(split: str) -> list[dict[str, str]]:
 
 
 def is_right(completion: str, larger: str) -> float:
-    """Score an answer: 1 is right. It reads the answer, and columns of the problem by their names."""
+    """Return 1 for a right answer, 0 otherwise. Arguments are the answer and columns of the problem, by name."""
     return float(completion.strip() == larger)
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> DatasetChatEnv:
-    """The environment; a prompt is answered `repeats` times, and the answers are compared."""
+    """Return the environment; each prompt is answered `repeats` times, and the answers are compared."""
     asked = DatasetChatEnv(problems(split), name=split, repeats=repeats, shuffle=True, seed=seed, system_prompt=PROMPT)
     return asked.append_transform(RubricReward(is_right))

@@ -1,4 +1,4 @@
-"""Anthropic's messages (https://docs.anthropic.com/en/api/messages)."""
+"""Anthropic's messages API (https://docs.anthropic.com/en/api/messages)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def read(body: Body) -> ModelRequest:
 
 
 def _messages(message: Json, where: str) -> list[Message]:
-    """Return the messages of an entry; each tool result in a user's message becomes one of its own."""
+    """Return the messages of an entry; each tool result in a user's message becomes a separate message."""
     message = object_of(message, where=where)
     role = entry_of(message, "role", str, where=f"{where}.", default="")
     content = message.get("content")
@@ -136,7 +136,7 @@ class Stream(ReplyStream):
         yield _event("message_start", message={**started, "usage": {**_usage(self.head), "output_tokens": 0}})
 
     def delta(self, index: int, part: Part, text: str) -> Iterator[Event]:
-        """Yield text, in a new block if the last one is another part's."""
+        """Yield text, in a new block if the last block belongs to the other part."""
         yield from self._turn_to(part)
         name = "thinking" if part == "reasoning" else "text"
         yield self._delta({"type": f"{name}_delta", name: text})

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions (https://platform.openai.com/docs/api-reference/chat)."""
+"""OpenAI's chat completions API (https://platform.openai.com/docs/api-reference/chat)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def parse_body(text: bytes) -> Body:
         # The parser holds the GIL; a Python call at each object lets other threads run.
         body = json.loads(text, object_hook=_unchanged)
     except (ValueError, RecursionError) as error:
-        raise RefusedRequest(f"the request's body is no JSON: {error}.") from error
+        raise RefusedRequest(f"the request's body is not valid JSON: {error}.") from error
     if not isinstance(body, dict):
         raise RefusedRequest(f"the request's body must be a JSON object, got {type(body).__name__}.")
     check_depth(body)
@@ -42,7 +42,7 @@ def _unchanged(value: dict[str, Json]) -> dict[str, Json]:
 def check_depth(value: Json, left: int = _MAX_DEPTH) -> None:
     """Raise RefusedRequest if a value is nested too deep to be serialized again."""
     if not left:
-        raise RefusedRequest(f"the request's body is nested more than {_MAX_DEPTH} deep.")
+        raise RefusedRequest(f"the request's body is nested more than {_MAX_DEPTH} levels deep.")
     if isinstance(value, dict | list):
         for entry in value.values() if isinstance(value, dict) else value:
             if isinstance(entry, dict | list):
@@ -80,7 +80,7 @@ def text_parts(content: Json, *, where: str, kinds: Sequence[str] = ("text",)) -
             continue
         part = object_of(part, where=f"{where}[{number}]")
         if part.get("type") not in kinds:
-            raise RefusedRequest(f"{where}[{number}] is of type {part.get('type')!r:.80}; only text is read here.")
+            raise RefusedRequest(f"{where}[{number}] is of type {part.get('type')!r:.80}; only text is supported here.")
         name = "refusal" if "refusal" in part else "text"
         texts.append(entry_of(part, name, str, where=f"{where}[{number}].", default=""))
     return "".join(texts)
@@ -98,7 +98,7 @@ def arguments_of(text: Json, *, where: str) -> Json:
     try:
         arguments = json.loads(text or "{}") if isinstance(text, str) or text is None else text
     except (ValueError, RecursionError) as error:
-        raise RefusedRequest(f"{where} is no JSON: {error}.") from error
+        raise RefusedRequest(f"{where} is not valid JSON: {error}.") from error
     check_depth(arguments)
     return dict(object_of(arguments, where=where))
 
@@ -183,14 +183,14 @@ _WITHOUT_EFFECT = {
     "betas", "client_metadata", "include", "metadata", "prompt_cache_key", "prompt_cache_retention",
     "safety_identifier", "service_tier", "store", "stream_options", "truncation", "user",
 }  # fmt: skip
-"""Entries that change no answer."""
+"""Options that do not change an answer."""
 _MAX_OVERRIDDEN = 32
 
 
 def overridden(body: Body, *known: str, tools: Iterable[Body] = ()) -> tuple[str, ...]:
-    """Return the names of the options of a request that are ignored: all but those of `known` that it sets.
+    """Return the names of the options that a request sets and that are ignored, because they are not in `known`.
 
-    `tools` are its functions, which may have options, too.
+    `tools` are the request's functions; their option `strict` is ignored, too.
 
     Example:
         >>> overridden({"model": "policy", "logit_bias": {"7": 1}, "verbosity": None}, "model")
@@ -211,7 +211,7 @@ _UNSET: tuple[Json, ...] = (None, False, 0, "", [], {})
 
 
 _FORCED = ("required", "any", "function", "tool")
-"""Values of `tool_choice` that demand a call, of all dialects."""
+"""Values of `tool_choice` that demand a call, in any dialect."""
 
 
 def _choice_of(choice: Json) -> tuple[Json, Json]:
@@ -225,7 +225,7 @@ def _choice_of(choice: Json) -> tuple[Json, Json]:
 def form_of(body: Body, wanted: Body, option: str, tools: Sequence[ToolSchema]) -> AnswerForm | None:
     """Return the form that a request demands, by its `tool_choice` or else by the format `wanted` in `option`.
 
-    Raises RefusedRequest for an unknown format, a schema that is none, or a function that is not among the tools.
+    Raises RefusedRequest for an unknown format, a missing schema, or a function that is not among the tools.
 
     Example:
         >>> form_of({}, {"type": "json_object"}, "response_format", ()).schema

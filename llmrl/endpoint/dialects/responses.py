@@ -1,4 +1,4 @@
-"""The part of OpenAI's responses that agents use (https://platform.openai.com/docs/api-reference/responses)."""
+"""The part of OpenAI's responses API that agents use (https://platform.openai.com/docs/api-reference/responses)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read(body: Body) -> ModelRequest:
     """
     text = entry_of(body, "text", dict, default={})
     wanted = entry_of(text, "format", dict, default={})
-    # Clients send tools of OpenAI's servers with every request, and can do without.
+    # Clients send OpenAI's hosted tools with every request but do not depend on them, so these are ignored.
     described = tools_of(body, "function")
     tools = tuple(function_of(tool, "parameters", where="tools[].") for tool in described)
     if body.get("background") or body.get("conversation") is not None:
@@ -75,9 +75,9 @@ def read(body: Body) -> ModelRequest:
 
 
 def messages_of(items: Json) -> list[Message]:
-    """Return the messages of input and output items; the items of one answer (reasoning, text, calls) make one.
+    """Return the messages of input and output items; the items of one answer (reasoning, text, calls) make one message.
 
-    Raises RefusedRequest if an item is malformed or is not read here.
+    Raises RefusedRequest if an item is malformed or its type is not supported.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -122,7 +122,7 @@ def messages_of(items: Json) -> list[Message]:
                 messages.append({"role": "system" if role == "developer" else role, "content": content})
                 is_answer_open = False
         else:
-            raise RefusedRequest(f"{where} is of type {kind!r:.80}, which is not read here.")
+            raise RefusedRequest(f"{where} is of type {kind!r:.80}, which is not supported here.")
     return list(messages)
 
 
@@ -148,7 +148,7 @@ class Stream(ReplyStream):
         yield self._event("response.in_progress", response=started)
 
     def delta(self, index: int, part: Part, text: str) -> Iterator[Event]:
-        """Yield text, in a new item if the last one is another part's."""
+        """Yield text, in a new item if the last item belongs to the other part."""
         yield from self._turn_to(part)
         self._text += text
         yield self._event(f"response.{_KINDS[part]}.delta", **self._place, delta=text, **_LOG_PROBS[part])

@@ -17,7 +17,7 @@ _PARTS: tuple[Part, Part] = ("reasoning", "content")
 
 
 class ReplyStream(ABC):
-    """Events of a streamed reply: what is new of its answers while they are sampled, then all that is missing.
+    """Events of a streamed reply: new text of its answers while they are sampled, then the remaining text and events.
 
     Args:
         head: the reply without its answers.
@@ -31,7 +31,7 @@ class ReplyStream(ABC):
         self._num_said: defaultdict[tuple[int, Part], int] = defaultdict(int)
 
     def say(self, answers: Sequence[tuple[str, str]]) -> Iterator[Event]:
-        """Yield the events of reasoning and content so far, of each answer."""
+        """Yield the events of what is new in the reasoning and content of each answer."""
         for index, texts in enumerate(answers):
             for part, text in zip(_PARTS, texts, strict=True):
                 if len(text) > (num_said := self._num_said[index, part]):
@@ -40,7 +40,7 @@ class ReplyStream(ABC):
                     yield from self.delta(index, part, text[num_said:])
 
     def end(self, reply: ModelReply) -> Iterator[Event]:
-        """Yield the remaining events of a reply; its answers begin with what was said."""
+        """Yield the remaining events of a reply; its answers begin with the text that was sent."""
         self.head = reply
         yield from self._begin_once()
         yield from self.say([(answer.reasoning, answer.content) for answer in reply.answers])

@@ -9,13 +9,12 @@ from llmrl._utils.imports import require
 
 
 def connect(ray_init_config: Mapping[str, object] | None = None) -> ModuleType:
-    """Return Ray, connected to the cluster at `address`, or to the current one.
+    """Return the module `ray`, connected to a cluster.
 
-    Without either, Ray chooses: `RAY_ADDRESS`, a cluster on this machine, or a new one (always new for `"local"`).
-    `ray_init_config` contains arguments of `ray.init`, such as `{"address": "auto"}`, if this process is not connected.
-
-    Raises MissingExtraError if Ray is not installed, ConnectionError if there is no cluster at the address, and
-    RuntimeError if this process is connected to another cluster.
+    `ray_init_config` contains arguments of `ray.init`, such as `{"address": "auto"}`, for a process that is not yet
+    connected. Without an address, Ray takes `RAY_ADDRESS`, a cluster on this machine, or a new one; the address
+    `"local"` always starts a new one. Raises MissingExtraError if Ray is not installed, ConnectionError if there is no
+    cluster at the address, and RuntimeError if this process is connected to another cluster.
     """
     ray = require("ray", extra="ray")
     config = dict(ray_init_config or {})

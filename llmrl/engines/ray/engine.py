@@ -51,7 +51,7 @@ class RayEngine:
     """The driver's side of an engine in a Ray actor, with the methods of `AsyncVLLM` that the engine has.
 
     A request is one remote call. One pending call reports the death of the actor or its engine, so `is_alive` makes no
-    call. Ray restarts nothing: `EngineReplicas` does.
+    call. Ray does not restart the actor; `EngineReplicas` replaces it.
     """
 
     def __init__(self, actor: ActorHandle, facts: EngineFacts, *, start_s: float) -> None:
@@ -153,7 +153,7 @@ class RayEngine:
         return len(self._in_flight)
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ValueError for a grammar that the engine cannot follow; other parameters are checked by requests."""
+        """Raise ValueError for a grammar that the engine cannot follow; `generate` checks other parameters."""
         if sampling.grammar is None:
             return
         try:
@@ -195,7 +195,7 @@ class RayEngine:
             news = await part
             if isinstance(news, Completion):
                 return news
-            token_ids = token_ids + news  # readers keep the list that they were given
+            token_ids = token_ids + news  # a new list, because readers may hold the previous one
             stream.report(token_ids)
             if stream.is_stopped and not is_aborted:
                 is_aborted = True
@@ -203,7 +203,7 @@ class RayEngine:
         raise EngineError("The engine's actor ended a stream without its completion.")
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return the engine's token scores. Raises TypeError if it has no `score`, and EngineError if it died."""
+        """Return the engine's token scores. Raises TypeError if it cannot score, and EngineError if it died."""
         if not self._facts.scores_tokens:
             raise TypeError("the engine in the actor does not score given tokens; it has no method score.")
         with self._in_flight_as(f"score-{next(self._id_counter)}"):
@@ -236,7 +236,7 @@ class RayEngine:
                 raise self._translated(error) from error
 
     def _id_there(self, request_id: str) -> str:
-        # Ids are unique per client: others use the same actor, and requests of a killed process may remain.
+        # The prefix makes ids unique: several clients use one actor, and requests of a killed client may remain.
         return f"{self._id_prefix}/{request_id}"
 
     async def progress(self) -> int | None:
@@ -304,7 +304,8 @@ class RayEngine:
 
     def __reduce__(self) -> Never:
         raise TypeError(
-            "A RayEngine follows its actor from one process and cannot be pickled; start it where it is used."
+            "A RayEngine watches its actor from one process and cannot be pickled; start it in the process that uses "
+            "it, or send an EngineRegistry."
         )
 
     def _call(self, method: str, *arguments: object, **options: object) -> Any:

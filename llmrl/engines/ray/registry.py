@@ -87,16 +87,16 @@ class EngineRegistry:
             if (serving := _serving(replicas)) != published:
                 try:
                     self.publish_once(replicas)
-                except Exception as error:  # the cluster or the registry is gone, which collectors detect themselves
+                except Exception as error:  # the cluster or the registry is gone; collectors detect this themselves
                     _LOGGER.warning("the registry of engines could not be written: %s", error)
                     return
                 published = serving
         watching.cancel()
 
     def connect(self) -> EngineReplicas:
-        """Return the engines that serve now. Raises EngineError if there are none.
+        """Return the engines that serve now; the replacement of a dead engine is awaited for up to ten minutes.
 
-        The replacement of a dead engine is waited for up to ten minutes.
+        Raises EngineError if no engine serves.
         """
         notices = [notice for notice in self._read() if notice is not None]
         if not notices:

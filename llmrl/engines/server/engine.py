@@ -55,30 +55,30 @@ class ServerEngine(ServerUpdates):
 
     `vllm serve` needs `--logprobs-mode processed_logprobs` to return log-probs of the sampled distribution; the first
     request that is not plain sampling at temperature 1 checks this. By default the server's owner manages its weights,
-    and tokens have the `policy_version` at their request. With `weight_sync` the engine is used like an `AsyncVLLM`:
-    the server is a `vllm serve --enable-scale-out` with `VLLM_SERVER_DEV_MODE=1`, each token has the version that
-    sampled it, and a restarted server serves after the next update. Use one engine per server, and `EngineReplicas`
-    for several.
+    and each token has the `policy_version` at the time of its request. With `weight_sync` the engine is used like an
+    `AsyncVLLM`: the server must be a `vllm serve --enable-scale-out` with `VLLM_SERVER_DEV_MODE=1`, each token has the
+    version that sampled it, and a restarted server serves after the next update. Use one engine per server, and
+    `EngineReplicas` for several servers.
 
     Args:
         base_url: URL such as `http://host:8000`, with or without `/v1`.
         model: model name on the server; by default its first model.
         api_key: key sent as a bearer token.
         max_model_len: maximum number of tokens of prompt and completion together; by default the server's.
-        vocab_size: number of token ids; larger ids are refused. By default the tokenizer's number, so pass it for a
-            model that has more ids than its tokenizer.
+        vocab_size: number of token ids; larger ids are refused. Without it, policies use the number of their
+            tokenizer, so pass it for a model that has more ids than its tokenizer.
         policy_version: version of the server's weights, if the server does not report it.
         weight_sync: whether to update the server's weights. vLLM's backend `llmrl` (which needs `pip install --no-deps
             llmrl` on the server) supports all modes of `VLLMWeightSyncScheme` and `VLLMDoubleBufferSyncScheme`; `nccl`
             and `ipc` are vLLM's own; without a backend, vLLM reads files.
         start_timeout_seconds: time to wait for a server that cannot be reached yet.
-        reply_timeout_seconds: time limit of a request, including the server's queue; a request that exceeds it raises
+        reply_timeout_seconds: time limit of a request, including the server's queue; a later answer raises
             EngineError. Must exceed the longest completion on a busy server and, with `weight_sync`, a weight load.
             None waits forever. A server that was too slow serves again when it answers and has the current weights.
 
     Raises:
         MissingExtraError: if aiohttp is not installed.
-        EngineError: if the server cannot be reached, or cannot take weights; names the missing options.
+        EngineError: if the server cannot be reached, or cannot take weights; the message names the missing options.
         ValueError: if the server lacks the model or a `max_model_len`, or a number is not positive.
 
     Example:
@@ -88,7 +88,7 @@ class ServerEngine(ServerUpdates):
     """
 
     control_timeout_seconds: float = 30.0
-    """Time limit for requests that wait for no tokens and no weights."""
+    """Time limit of requests that neither sample tokens nor transfer weights."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class ServerEngine(ServerUpdates):
             served = read_models(self._first_answer(start_timeout_seconds), self._base_url)
             self.model = next(iter(served)) if model is None else model
             if self.model not in served:
-                raise ValueError(f"model must be one that {self._base_url} serves, {sorted(served)}, got {model!r}.")
+                raise ValueError(f"model must be one that {self._base_url} serves, {sorted(served)}; got {model!r}.")
             limit = served[self.model].get("max_model_len") if max_model_len is None else max_model_len
             if type(limit) is not int or limit < 2:
                 raise ValueError(
@@ -179,7 +179,7 @@ class ServerEngine(ServerUpdates):
             del self._in_flight[request_id]
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
-        """Return token scores as `ScoresTokens.score` does; `top_k` is limited to 20, or the server's `--max-logprobs`.
+        """Return token scores as `ScoresTokens.score` does; `top_k` is at most the server's `--max-logprobs`, or 20.
 
         Also raises ValueError if the server refuses, and EngineError if it cannot be reached or answers too late.
         """
@@ -220,7 +220,7 @@ class ServerEngine(ServerUpdates):
             raise EngineError("The server engine was shut down.") from None
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ValueError for a grammar, or top-p or min-p without top-k: a server cannot report the kept ids."""
+        """Raise ValueError for a grammar, or for top-p or min-p without top-k: a server cannot report the kept ids."""
         refuse_grammar(self, sampling)
         check_sampling(sampling)
 
@@ -272,7 +272,7 @@ class ServerEngine(ServerUpdates):
             self._lose()
             raise
         finally:
-            # Closing the connection makes the server stop.
+            # Cancelling closes the connection, which makes the server stop.
             answer.cancel()
             abortion.cancel()
 
@@ -299,18 +299,19 @@ class ServerEngine(ServerUpdates):
         )
 
     async def _check_distribution(self, prompt_ids: list[int]) -> None:
-        """Raise EngineError if log-probs are not of the sampled distribution, by values that are known for any prompt.
+        """Raise EngineError if the server's log-probs are not those of the sampled distribution.
 
-        With top-k 1 the log-prob is 0. Doubling the temperature halves the gap between the two likeliest tokens; if
-        there is no gap, the model's own log-prob of the first cannot be near 0.
+        The check uses values that are known for any prompt. With top-k 1 the log-prob is 0. Doubling the temperature
+        halves the gap between the two likeliest tokens; if there is no gap, the first test is sufficient, because
+        the model's own log-prob of the likeliest token is then not near 0.
         """
         [first] = (await self._ask(prompt_ids, SamplingConfig(top_k=1, replay=False), 1)).log_probs
         cool, warm = [await self._distance(prompt_ids, temperature) for temperature in (1.0, 2.0)]
         if first < -1e-3 or abs(2 * warm - cool) > 0.2 + 0.05 * cool:
             raise EngineError(
-                f"{self._base_url} returns log-probs that leave out temperature, top-k, top-p and min-p; start it "
-                "with processed ones (vllm serve --logprobs-mode processed_logprobs), or sample at temperature 1 "
-                "without top-k, top-p and min-p."
+                f"{self._base_url} returns log-probs that leave out temperature, top-k, top-p and min-p; start the "
+                "server with processed log-probs (vllm serve --logprobs-mode processed_logprobs), or sample at "
+                "temperature 1 without top-k, top-p and min-p."
             )
         self._is_distribution_known = True
 
@@ -349,8 +350,8 @@ class ServerEngine(ServerUpdates):
 
         async def call() -> object:
             try:
-                # A server that was busy for longer than its keep-alive time closes an idle connection with the request
-                # in it, and this request must not be sent twice: it gets a new connection.
+                # A server that was busy for longer than its keep-alive time closes an idle connection even if a
+                # request has just arrived on it. These requests must not be sent twice, so each opens a connection.
                 async with await _open_session(self._api_key) as session:
                     status, text = await self._fetch(method, path, body, seconds, _NUM_BASE_BYTES, session=session)
             except EngineError:
@@ -363,7 +364,7 @@ class ServerEngine(ServerUpdates):
         try:
             return self._background.run(call())
         except ValueError as error:
-            raise EngineError(f"{self._base_url}{path} did not answer in JSON: {error}") from error
+            raise EngineError(f"{self._base_url}{path} did not answer with JSON: {error}") from error
         except (asyncio.CancelledError, concurrent.futures.CancelledError, RuntimeError) as error:
             if isinstance(error, EngineError) or not self._is_closed:
                 raise
@@ -372,9 +373,9 @@ class ServerEngine(ServerUpdates):
     async def _request(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, budget: int | None = None
     ) -> object:
-        """Return the server's JSON answer to a request for `budget` tokens, or to a quick one if None."""
+        """Return the server's JSON answer to a request for `budget` tokens, or to a control request if None."""
         seconds = self.control_timeout_seconds if budget is None else self.reply_timeout_seconds
-        advice = "" if budget is None else "; reply_timeout_seconds says how long it may take"
+        advice = "" if budget is None else "; reply_timeout_seconds limits the time of a request"
         max_bytes = _NUM_BASE_BYTES + _NUM_TOKEN_BYTES * (budget or 0)
         status, text = await self._fetch(method, path, body, seconds, max_bytes, advice=advice)
         url = f"{self._base_url}{path}"
@@ -399,7 +400,7 @@ class ServerEngine(ServerUpdates):
         advice: str = "",
         session: aiohttp.ClientSession | None = None,
     ) -> tuple[int, bytes]:
-        """Return status and body of a response. Raises EngineError if it is late or too long."""
+        """Return status and body of a response. Raises EngineError if the response is late or too long."""
         import aiohttp
 
         url = f"{self._base_url}{path}"

@@ -22,7 +22,7 @@ _TOKEN_ID = re.compile(r"token_id:([0-9]{1,10})")
 
 
 def is_plain(sampling: SamplingConfig) -> bool:
-    """Return whether tokens are sampled from the model's own distribution.
+    """Return whether tokens are sampled from the model's own distribution, or greedily.
 
     Example:
         >>> is_plain(SamplingConfig()), is_plain(SamplingConfig(top_k=5))
@@ -95,7 +95,7 @@ def read_response(
     vocab_size: int | None = None,
     top_k: int | None = None,
 ) -> Completion:
-    """Read the server's answer. Raises EngineError if a token lacks its id or log-prob, or one is invalid.
+    """Read the server's answer. Raises EngineError if a token lacks its id or log-prob, or a value is invalid.
 
     Args:
         response: JSON of the answer.
@@ -169,7 +169,7 @@ def read_generated(
     try:
         return _read_generated(response, server, budget, vocab_size, top_k)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise EngineError(f"{server} gave a wrong answer: {type(error).__name__} {error}") from error
+        raise EngineError(f"{server} returned an invalid answer: {type(error).__name__} {error}") from error
 
 
 def _read_generated(
@@ -201,7 +201,7 @@ def _read_generated(
 def _only_choice(response: object, server: str) -> tuple[JsonObject, JsonObject]:
     choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise EngineError(f"{server} answered without one choice: {str(response)[:200]}")
+        raise EngineError(f"{server} returned an answer without exactly one choice: {str(response)[:200]}")
     [choice] = choices
     columns = choice.get("logprobs") or {}
     if not isinstance(columns, dict):
@@ -233,7 +233,7 @@ def _completion(
     try:
         check_completion(completion, budget=budget, vocab_size=vocab_size)
     except EngineError as error:
-        raise EngineError(f"{server} gave a wrong answer. {error}") from None
+        raise EngineError(f"{server} returned an invalid answer. {error}") from None
     return completion
 
 
@@ -249,7 +249,7 @@ def _routed_experts(choice: JsonObject, server: str) -> np.ndarray | None:
     try:
         return np.load(io.BytesIO(base64.b64decode(told)), allow_pickle=False).astype(np.int16)
     except (TypeError, ValueError, EOFError) as error:
-        raise EngineError(f"{server} returned routed_experts that are no array: {error}") from None
+        raise EngineError(f"{server} returned routed_experts that are no array in NumPy's format: {error}") from None
 
 
 def _sampling_mask(kept_ids: list[list[int]], top_k: int, server: str) -> list[array[int]]:
@@ -257,7 +257,8 @@ def _sampling_mask(kept_ids: list[list[int]], top_k: int, server: str) -> list[a
     for ids in kept_ids:
         if len(ids) > top_k:
             raise EngineError(
-                f"{server} kept {len(ids)} tokens, and others may tie with the last one: choose another top_k."
+                f"{server} kept {len(ids)} tokens for top_k={top_k}, and more may tie with the last one: choose "
+                "another top_k."
             )
     return [array("i", ids) for ids in kept_ids]
 
@@ -267,8 +268,8 @@ def _ids_of(tokens: object, server: str) -> list[int]:
     found = [match[1] for match in written if match is not None]
     if not found or len(found) < len(written):
         raise EngineError(
-            f"{server} returned text without token ids; it must know return_token_ids or "
-            "return_tokens_as_token_ids (vLLM does), since text cannot be turned back into what was sampled."
+            f"{server} returned text without token ids; the server must support return_token_ids or "
+            "return_tokens_as_token_ids (vLLM does), since text does not determine the sampled ids."
         )
     return [int(digits) for digits in found]
 

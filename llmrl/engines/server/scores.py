@@ -34,6 +34,6 @@ def read_prompt_scores(answer: object, token_ids: Sequence[int], top_k: int, *, 
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise EngineError(
             f"{server} did not return the log-probs of the given tokens (prompt_logprobs, which vLLM's "
-            f"/v1/completions has): {type(error).__name__} {error}"
+            f"/v1/completions supports): {type(error).__name__} {error}"
         ) from error
     return read_scores(token_ids, reported_ids, reported, engine=server)

@@ -27,7 +27,7 @@ WAYS = {
 """Descriptions of the server's weight-transfer backends."""
 HOW_TO_SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs, and "
-    f'--weight-transfer-config \'{{"backend": "{LLMRL_BACKEND}"}}\' where llmrl is installed beside it'
+    f'--weight-transfer-config \'{{"backend": "{LLMRL_BACKEND}"}}\' if llmrl is installed on the server'
 )
 """Command that starts a server that takes weights."""
 GENERATE_PATH = "/inference/v1/generate"
@@ -37,7 +37,7 @@ ABORT_PREFIX = "generate-tokens-"
 """Prefix of request ids on the server."""
 _PROGRESS = "vllm:generation_tokens_total"
 _UNFINISHED = "already active"
-"""Part of vLLM's error if another trainer's update is unfinished."""
+"""Part of vLLM's error message if an earlier update is unfinished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class ServerInfo:
     """Properties of a server that weight updates depend on."""
 
     dtype: str
-    """dtype of its weights, as a name of torch."""
+    """dtype of the weights, as a name of torch."""
     quantization: str | None
     backend: str
-    """Its weight-transfer backend."""
+    """Weight-transfer backend."""
     is_cpu: bool
     has_processed_log_probs: bool
-    """Whether its log-probs are of the sampled distribution."""
+    """Whether the server's log-probs are those of the sampled distribution."""
 
     @classmethod
     def read(cls, info: object) -> ServerInfo:
@@ -92,7 +92,7 @@ class ServerUpdates(ABC):
     num_workers: int = 1
     """Number of worker processes that receive weights."""
     lacks_weights: bool = False
-    """Whether the server lost its weights, or an update was left unfinished."""
+    """Whether the server lost its weights, or an update was left unfinished; it then serves after the next update."""
     num_restarts: int = 0
     """Number of times that the server was found without its weights."""
     info: ServerInfo | None = None
@@ -101,7 +101,7 @@ class ServerUpdates(ABC):
     _first_version: int = 0
     _is_paused: bool = False
     _is_left: bool = False
-    """Whether a call of an update has failed since the server was last reached."""
+    """Whether a control call has failed, so that an update may be unfinished, since the last `_take_back`."""
     _is_loading: bool = False
     """Whether the weights may be in the middle of a change."""
     _folder: str | None = None
@@ -111,7 +111,7 @@ class ServerUpdates(ABC):
     def _call(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, takes_time: bool = False
     ) -> object:
-        """Call the server from any thread and return its JSON; `takes_time` allows as long as for a request."""
+        """Call the server from any thread and return its JSON; `takes_time` applies the time limit of requests."""
 
     @property
     def policy_version(self) -> int:
@@ -202,10 +202,10 @@ class ServerUpdates(ABC):
             self._folder = str(PurePosixPath(str(update_info["folder"]), str(pointer["slot"])))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Activate the weights and return their version, by default the next; the current one cancels the update."""
+        """Activate the weights and return their version, by default the next; the current version cancels an update."""
         version = self._version + 1 if weight_version is None else int(weight_version)
         is_to_files = self._require_info().backend == FILES_BACKEND
-        if version == self._version:  # cancelled: a server that lost its weights gets no label for them
+        if version == self._version:  # cancelled; no label is set, because the server may have lost its weights
             if not is_to_files:
                 self._call("POST", "/finish_weight_update", {}, takes_time=True)
             return version
@@ -223,7 +223,9 @@ class ServerUpdates(ABC):
 
     def _require_info(self) -> ServerInfo:
         if self.info is None:
-            raise EngineError(f"{self._base_url} is not updated; open it with ServerEngine(url, weight_sync=True).")
+            raise EngineError(
+                f"{self._base_url} was opened without weight updates; use ServerEngine(url, weight_sync=True)."
+            )
         return self.info
 
     def _open_updates(self) -> ServerInfo:
@@ -237,8 +239,8 @@ class ServerUpdates(ABC):
             self._require_loadable()
         except (EngineError, ValueError, KeyError, TypeError) as error:
             raise EngineError(
-                f"{self._base_url} takes no weights: {error}. Start it with {HOW_TO_SERVE}; or open it without "
-                "weight_sync."
+                f"{self._base_url} takes no weights: {error}. Start it with {HOW_TO_SERVE}; or create the "
+                "ServerEngine without weight_sync."
             ) from error
         label = label_of(self._call("GET", "/weight_info"))
         if label is None:
@@ -250,7 +252,7 @@ class ServerUpdates(ABC):
         return self.info
 
     def _take_back(self) -> None:
-        """Synchronise with a server that answers again; it lacks weights if it was restarted or was loading."""
+        """Synchronise with a server that answers again; a server that was restarted or was loading lacks weights."""
         is_left = self._is_left
         try:
             label = label_of(self._call("GET", "/weight_info"))
@@ -269,14 +271,14 @@ class ServerUpdates(ABC):
         self._is_left = self._is_loading = False
 
     def _lose_weights(self) -> None:
-        """Record that the server has its first weights, or those of no known version."""
+        """Record that the server has its initial weights, or weights of an unknown version."""
         self.num_restarts += 1
         self._version = self._first_version
         self.lacks_weights = True
         self._is_paused = False
 
     def _require_generate(self) -> None:
-        """Refuse a server without the route for token ids, the only one that reports versions."""
+        """Raise EngineError if the server lacks the route for token ids, the only one that reports versions."""
         try:
             self._call("POST", GENERATE_PATH, {})
         except EngineError as error:
@@ -284,7 +286,7 @@ class ServerUpdates(ABC):
                 raise
 
     def _require_loadable(self) -> None:
-        """Refuse a tied head on a CPU without a backend: vLLM would keep its packed copy of the old head."""
+        """Raise ValueError for a tied head on a CPU without a backend: vLLM would keep its packed copy of the head."""
         info = self._require_info()
         if info.backend != FILES_BACKEND or not info.is_cpu:
             return

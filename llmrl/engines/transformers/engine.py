@@ -31,8 +31,8 @@ GATHERING_S = 0.002
 class TransformersEngine:
     """Engine that samples from a transformers model, in a thread of this process.
 
-    Waiting requests are decoded in one batch until each has ended; later ones wait for the next batch, so under load it
-    is far slower than vLLM.
+    Waiting requests are decoded in one batch until each has ended, and later requests wait for the next batch, so under
+    load the engine is far slower than vLLM.
 
     Args:
         model: causal language model, or its name or folder (loaded in float32, with its tokenizer).
@@ -41,8 +41,8 @@ class TransformersEngine:
         max_num_seqs: maximum number of requests decoded together.
         seed: seed of the sampler, for requests without their own.
 
-    Raises ValueError if `max_num_seqs` is below 1, `max_model_len` is below 2 or above the model's limit, or neither
-    gives a limit.
+    Raises ValueError if `max_num_seqs` is below 1, `max_model_len` is below 2 or above the model's limit, or is missing
+    for a model without a limit.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -119,7 +119,7 @@ class TransformersEngine:
         return len(self._in_flight)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """Return the model's tokenizer, or None."""
+        """Return the tokenizer, or None if the engine has none."""
         return self._tokenizer
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None) -> int:
@@ -130,7 +130,7 @@ class TransformersEngine:
         """
         with self._weights_lock:
             own = self.model.state_dict()
-            # Weights that are missing in `named_parameters` are tied to one that is there.
+            # `named_parameters` names tied weights once, so weights that only `state_dict` names need not be given.
             missing = {name for name, _ in self.model.named_parameters()} - weights.keys()
             unknown = weights.keys() - own.keys()
             misshapen = {
@@ -143,7 +143,7 @@ class TransformersEngine:
                 named = [
                     f"{len(names)} {fault}, such as {sorted(names)[:3]}" for fault, names in faults.items() if names
                 ]
-                raise RuntimeError(f"the weights are not those of the engine's model: {'; '.join(named)}.")
+                raise RuntimeError(f"the weights do not match the engine's model: {'; '.join(named)}.")
             self.model.load_state_dict(dict(weights), strict=False)
             self._policy_version = self._policy_version + 1 if version is None else version
             return self._policy_version
@@ -168,7 +168,7 @@ class TransformersEngine:
         if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ValueError(f"prompt_ids has tokens outside the vocabulary of {self.vocab_size}.")
         if sampling.stop and self._tokenizer is None:
-            raise ValueError("the request has stop strings; give the engine tokenizer=.")
+            raise ValueError("the request has stop strings, which need a tokenizer: pass tokenizer= to the engine.")
         stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
         generator = None
         if sampling.seed is not None:
@@ -283,7 +283,7 @@ class TransformersEngine:
             return
         with self._weights_lock:
             version = self._policy_version
-            self.model.eval()  # again: gradient checkpointing in a trainer of the same model sets training mode
+            self.model.eval()  # a trainer of the same model may have set training mode, for gradient checkpointing
             batch = DecodingBatch(self.model, sequences, version=version, generator=self._generator)
         while batch.sequences:
             batch.sample()
@@ -292,7 +292,7 @@ class TransformersEngine:
                 batch.advance(goes_on, version=self._policy_version)
 
 
-# A thread inside torch would abort the process at interpreter exit, whatever its exit status.
+# A thread that is still inside torch at interpreter exit would abort the process.
 _COMPUTING: weakref.WeakSet[TransformersEngine] = weakref.WeakSet()
 
 

@@ -2,7 +2,7 @@
 
 Rounding lets engine and trainer choose different experts for some tokens, which changes log-probs. "Rollout Routing
 Replay" (R3, arXiv:2510.11370) takes the choice from the engine and the experts' weights from the trained router, so
-gradients are unchanged. The router's own code runs with a replaced `topk`.
+that gradients still reach the router. The router's own code runs with a replaced `topk`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Router(Protocol):
 
 
 class _Pass(threading.local):
-    """Input and output of this thread's forward pass; other threads may use the same model."""
+    """Input and output of a forward pass, per thread, because several threads may use the same model."""
 
     forced: torch.Tensor | None = None
     choices: Choices | None = None
@@ -94,8 +94,8 @@ class Routers:
             return None
         if not self.num_layers:
             raise TypeError(
-                f"The rows say which experts they were routed to, and the routers of {self._name} are not known: drop "
-                f"{ROUTED_EXPERTS!r} from the rows to let it choose by itself."
+                f"The rows contain {ROUTED_EXPERTS!r}, and the routers of {self._name} are not known: drop "
+                f"{ROUTED_EXPERTS!r} from the rows to let the model choose its experts."
             )
         if all(experts.shape[1] == self._num_decoder_layers for experts in routed_experts):
             routed_experts = [experts[:, self._places] for experts in routed_experts]
@@ -124,8 +124,9 @@ class Routers:
         """Raise TypeError unless each router ran exactly once."""
         if len(choices) != self.num_layers:
             raise TypeError(
-                f"{len(choices)} of the {self.num_layers} routers of {self._name} return logits, weights and ids, each "
-                f"once: it cannot be given experts. Drop {ROUTED_EXPERTS!r} from the rows to let it choose by itself."
+                f"{self._name} has {self.num_layers} routers, and {len(choices)} results with logits, weights and ids "
+                "were recorded; one per router is needed to set the experts. "
+                f"Drop {ROUTED_EXPERTS!r} from the rows to let the model choose its experts."
             )
 
 
@@ -140,7 +141,7 @@ def _is_router(module: torch.nn.Module) -> bool:
 def _hook_once(
     register: Callable[..., object], hooks: Mapping[int, object], hook: Callable[..., object], *bound: object
 ) -> None:
-    """Add a hook unless the module, or the module it was copied from, has it already."""
+    """Add a hook unless the module has it already, as a copy of a module with the hook does."""
     if not any(isinstance(one, functools.partial) and one.func is hook for one in hooks.values()):
         register(functools.partial(hook, *bound), with_kwargs=True)
 
@@ -148,7 +149,7 @@ def _hook_once(
 def _before_layer(
     index: int | None, layer: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, torch.Tensor]
 ) -> tuple[tuple[object, ...], dict[str, torch.Tensor]] | None:
-    """Take the layer's extra argument `[num_tokens, num_layers, top_k]`, in which -1 lets the router choose."""
+    """Take the layer's extra argument, `[num_tokens, num_layers, top_k]` experts; -1 lets the router choose."""
     if torch.compiler.is_compiling():
         return None
     routed_experts = kwargs.pop(ROUTED_EXPERTS, None)
@@ -165,7 +166,7 @@ def _after_router(
     forced = _PASS.forced
     _PASS.forced = None
     if not isinstance(output, tuple) or len(output) != 3 or output[2].shape[-1:] != (router.top_k,):
-        return None  # another kind of module: it reports nothing, and giving it experts is an error
+        return None  # another kind of module: it reports nothing, so that `check_told` raises
     own = output[2]
     if forced is not None:
         with _Chosen(forced, router.num_experts) as chosen:
@@ -173,14 +174,16 @@ def _after_router(
         # `equal` synchronises with the device; it is needed only if ids were copied.
         is_taken = output[2] is chosen.token_experts or torch.equal(output[2], chosen.token_experts)
         if chosen.num_choices != 1 or not is_taken:
-            raise TypeError(f"{type(router).__name__} does not choose experts by one topk: its choice cannot be given.")
+            raise TypeError(
+                f"{type(router).__name__} does not choose experts by one topk, so its choice cannot be replaced."
+            )
     if _PASS.choices is not None:
         _PASS.choices.append((own.detach(), output[2].detach()))
     return output
 
 
 class _Chosen(TorchFunctionMode):
-    """Mode that replaces the ids and scores of the `topk` that chooses among experts."""
+    """Mode that replaces the result of the `topk` over experts by given ids and their scores."""
 
     def __init__(self, forced: torch.Tensor, num_experts: int) -> None:
         super().__init__()

@@ -39,12 +39,12 @@ PLUGIN_NAME = "llmrl_weight_transfer"
 """Name of the entry point with which vLLM's processes find llmrl's backends."""
 
 _DRAFTS = {"ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}}
-"""vLLM's settings of speculation by its name here."""
+"""vLLM's `speculative_config` for each value of `EngineOptions.speculative`."""
 _CPU_BLOCK = 32
-"""Tokens of a block: vLLM's 128 would not share the short prefixes of small tasks; its kernels need multiples of 32."""
+"""Tokens per key-value block. With vLLM's 128, short prefixes would not be shared; its kernels need multiples of 32."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM supports."""
-# They are set by llmrl or by its own options, so `engine_args` may not contain them.
+# Arguments that llmrl sets -> llmrl's option for it, or None; `engine_args` may not contain them.
 _OWNED = {
     "model": "model",
     "logprobs_mode": None,
@@ -63,7 +63,7 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
     """Return the vLLM weight-transfer backend to start with, or None.
 
     Raises EngineError if vLLM's processes cannot find llmrl's backend, or the backend needs GPUs and vLLM runs on CPU,
-    and ImportError if vLLM's version is not the tested one.
+    and ImportError if vLLM lacks a name that updates use.
     """
     if weight_transfer is False:
         return None
@@ -85,7 +85,7 @@ def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str
 
 
 def require_vllm_version() -> None:
-    """Warn if weight updates were not tried with vLLM's version; raise ImportError if it lacks a name that they use."""
+    """Warn if updates were not tested with vLLM's version. Raises ImportError if vLLM lacks a name that they use."""
     import vllm
 
     if is_tried(vllm.__version__):
@@ -100,8 +100,8 @@ def require_vllm_version() -> None:
 def default_kv_cache_memory(folder: str, *, max_num_seqs: int, max_model_len: int | None, dtype: str) -> int:
     """Return the bytes of key-value cache on CPU, all of which vLLM touches when it starts.
 
-    It is the least of 2 GiB, a quarter of the free memory, and what `max_num_seqs` requests of `max_model_len` tokens
-    can use.
+    The result is the least of 2 GiB, a quarter of the free memory, and what `max_num_seqs` requests of `max_model_len`
+    tokens can use.
     """
     import psutil
 
@@ -147,13 +147,13 @@ class EngineOptions(TypedDict, total=False):
     cpu_threads: int | None
     """Number of threads of a CPU engine; by default all cores. Use fewer if a trainer runs concurrently."""
     hang_timeout_seconds: float | None
-    """An engine with requests but no new token for this long (by default 300 s) is ended, and its requests raise
+    """Time without a new token (by default 300 s) after which an engine with requests is ended, and its requests raise
     EngineError. Pauses do not count. None disables the check."""
     log_level: str
     """Level of vLLM's logger, here and in its processes; by default `"ERROR"`."""
     engine_args: Mapping[str, object] | None
-    """Other arguments of `vllm.AsyncEngineArgs`. Those with which log-probs are not the trainer's are refused; with
-    those that llmrl's tests do not cover, training ends if the first batch's log-probs differ."""
+    """Other arguments of `vllm.AsyncEngineArgs`. Arguments with which log-probs are not the trainer's are refused; with
+    arguments that llmrl's tests do not cover, training ends if the first batch's log-probs differ."""
     num_devices: int
     """TorchRL's name of `tensor_parallel_size` in `engine_args`."""
     verbose: bool
@@ -161,7 +161,7 @@ class EngineOptions(TypedDict, total=False):
     compile: bool
     """TorchRL's inverse of `enforce_eager`."""
     enable_fp32_output: bool
-    """TorchRL's option; must be false, since `dtype="float32"` computes the whole model so."""
+    """TorchRL's option; must be false. `dtype="float32"` computes the whole model in float32."""
 
 
 _NAMED_AS_VLLM = (
@@ -179,7 +179,7 @@ def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
     """
     said = options.copy()
     if said.pop("enable_fp32_output", False):
-        raise ValueError("enable_fp32_output=True is not supported: pass dtype='float32', for all of the model.")
+        raise ValueError("enable_fp32_output=True is not supported: pass dtype='float32' for the whole model.")
     if "num_devices" in said:
         said["engine_args"] = {"tensor_parallel_size": said.pop("num_devices"), **(said.get("engine_args") or {})}
     if said.pop("verbose", False):
@@ -193,9 +193,9 @@ def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
 def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> AsyncEngineArgs:
     """Return vLLM's arguments for the model in a folder.
 
-    Raises TypeError if a name in `engine_args` is unknown to vLLM or has its own option, ValueError as
-    `check_passed_through` does, and EngineError as
-    `weight_transfer_backend` does, or if `enable_sleep` is used on CPU or without a backend that restores weights.
+    Raises TypeError if a name in `engine_args` is unknown to vLLM or is set by llmrl, ValueError as
+    `check_passed_through` does or if `speculative` is unknown, and EngineError as `weight_transfer_backend` does, or if
+    `enable_sleep` is used on CPU or without a backend that restores weights.
     """
     from llmrl.engines.vllm.private import AsyncEngineArgs, WeightTransferConfig
 
@@ -220,7 +220,7 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     if is_cpu:
         arguments.setdefault("max_num_seqs", 128)
     arguments.setdefault("enforce_eager", is_cpu)
-    # As in `TransformersWrapper`. On CPU bfloat16 is rarely faster, and loses small updates.
+    # The same default as in `TransformersWrapper`. On CPU bfloat16 is rarely faster, and loses small updates.
     arguments.setdefault("dtype", "float32" if is_cpu else _half_dtype())
     weight_transfer = options.get("weight_transfer", True)
     backend = weight_transfer_backend(weight_transfer, is_cpu=is_cpu)
@@ -260,13 +260,13 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
         arguments["distributed_executor_backend"] = EXECUTOR
     return AsyncEngineArgs(
         model=folder,
-        # Log-probs of the sampled distribution, so that on-policy importance ratios are 1.
+        # These are log-probs of the sampled distribution, so that on-policy importance ratios are 1.
         logprobs_mode="processed_logprobs",
-        structured_outputs_config={"backend": "xgrammar"},  # `Grammars` computes its masks again
+        structured_outputs_config={"backend": "xgrammar"},  # `Grammars` recomputes its masks
         disable_log_stats=True,
         enable_log_requests=False,
-        max_logprobs=-1,  # sampling masks are read from them
-        language_model_only=True,  # encoders of images are not trained, and need packages that text does not
+        max_logprobs=-1,  # no limit, because sampling masks are derived from the reported ids
+        language_model_only=True,  # image encoders are not trained, and need additional packages
         use_tqdm_on_load=False,
         **{**arguments, **engine_args},
     )
@@ -281,7 +281,7 @@ def _half_dtype() -> str:
 
 
 def _adapter_args(engine_args: Mapping[str, Any]) -> dict[str, int]:
-    """Return vLLM's number of adapters, and their rank, rounded up. Raises EngineError if it is above 512."""
+    """Return vLLM's number and rank of adapters, the rank rounded up. Raises EngineError if one is out of range."""
     max_loras = engine_args.get("max_loras", 4)
     rank = engine_args.get("max_lora_rank", 16)
     if max_loras < 2:
@@ -295,6 +295,6 @@ def _adapter_args(engine_args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _is_in_placement_group() -> bool:
-    """Return whether Ray has placed the workers, so that vLLM must leave them to Ray."""
+    """Return whether this process is in a Ray placement group, where Ray must start vLLM's workers."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized() and ray.util.get_current_placement_group() is not None

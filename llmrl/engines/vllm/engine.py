@@ -88,7 +88,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self.quantization: str | None = quantization_of(llm.vllm_config)
         """Quantisation of the engine's weights, or None."""
         self.untested_arguments: tuple[str, ...] = ()
-        """Arguments that llmrl has not compared with a trainer; the first batch is held to agree."""
+        """Arguments that llmrl has not compared with a trainer; training ends if the first batch's log-probs differ."""
         self.num_workers: int = llm.vllm_config.parallel_config.world_size_across_dp
         self.host = socket.gethostname()
         """Name of the engine's machine."""
@@ -102,7 +102,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._can_sleep: bool = llm.vllm_config.model_config.enable_sleep_mode
         self._is_asleep = False
         self.lacks_weights = False
-        """Whether the engine dropped its weights in `sleep` and has not received others."""
+        """Whether the engine dropped its weights in `sleep` and has not received new weights since."""
         self._watch = HangWatch(hang_timeout_seconds)
         self._finalizer = weakref.finalize(self, close_llm, llm, background)
 
@@ -123,9 +123,9 @@ class AsyncVLLM(KnownArguments, VLLMScores):
 
         Raises:
             ImportError: if vLLM is not installed.
-            TypeError: if an option, or a name in `engine_args`, is unknown; names the nearest one or an alternative.
-            ValueError: if `engine_args` holds an argument with which log-probs are not the trainer's; says why.
-            EngineError: if the engine does not start; its own log says why.
+            TypeError: if an option or a name in `engine_args` is unknown; the message suggests an alternative.
+            ValueError: if an argument in `engine_args` makes log-probs differ from the trainer's; the message says why.
+            EngineError: if the engine does not start; vLLM's log says why.
         """
         refuse_unknown("AsyncVLLM.from_pretrained", options, keywords_of(cls.from_pretrained) or ())
         options = translate_torchrl_options(options)
@@ -167,7 +167,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
 
     @property
     def llm(self) -> AsyncLLM:
-        """vLLM's own engine; calls that change weights or pause it go through this class."""
+        """vLLM's own engine; to change weights or pause it, call this class instead."""
         return self._llm
 
     @property
@@ -190,7 +190,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
 
-        `stream` gets the tokens as they are sampled. Raises ValueError if the prompt is empty, leaves no room for a
+        `stream` receives the tokens as they are sampled. Raises ValueError if the prompt is empty, leaves no room for a
         token or has an unknown token id, `request_id` is in flight, or vLLM cannot report the kept ids, and EngineError
         if the engine died, was shut down, sleeps, or returned tokens without their log-probs.
         """
@@ -210,14 +210,14 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         return completion
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ValueError for values that vLLM does not support, and for kept ids that it cannot report."""
+        """Raise ValueError for values that vLLM does not support, or if vLLM cannot report the kept ids."""
         num_reported(sampling, self._llm.vllm_config.model_config)
         sampling_params(sampling, 1)
         if sampling.grammar is not None:
             self._grammars.check(sampling.grammar)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Completion]:
-        """Sample one completion for each prompt concurrently; blocks, so do not call it in an event loop."""
+        """Sample one completion for each prompt concurrently; blocks, so it must not be called in an event loop."""
 
         async def generate_all() -> list[Completion]:
             return list(await asyncio.gather(*(self.generate(prompt, sampling) for prompt in prompts)))
@@ -243,7 +243,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         if not self.is_alive:
             raise EngineError(self._watch.why or "The vLLM engine is not running; start a new one.")
         if and_awake and self.lacks_weights:
-            raise EngineError("The engine sleeps: it has freed its weights, and continues after the next update.")
+            raise EngineError("The engine sleeps: it has freed its weights, and serves after the next update.")
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         return self._control(self._llm.reset_prefix_cache(reset_running_requests=reset_running_requests))
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
-        """Open the engine's side of a transfer. Raises EngineError if there is no backend or it refuses."""
+        """Open the engine's side of a transfer. Raises EngineError if the engine has no backend or refuses."""
         self._require_weight_transfer()
         self._control(self._updates.open_transfer(init_info))
 

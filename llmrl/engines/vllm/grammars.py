@@ -1,4 +1,4 @@
-"""Grammars of answers: which token ids vLLM kept, computed again from the sampled ones."""
+"""Sampling masks of grammars, recomputed from the sampled tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Grammars:
-    """Compiles grammars as an engine does, and follows them through sampled tokens; thread-safe.
+    """Compiler of grammars that recomputes the masks of an engine from its sampled tokens; thread-safe.
 
-    vLLM reports no mask of a grammar. It is a function of the grammar and of the tokens before, which vLLM's own
-    backend computes here for a second time.
+    vLLM does not report a grammar's masks. A mask is a function of the grammar and the preceding tokens, so vLLM's own
+    backend computes it here a second time.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -45,7 +45,7 @@ class Grammars:
         return self._backend.compile_grammar(kind, grammar, stop_token_ids=stop_token_ids)
 
     def check(self, grammar: str) -> None:
-        """Raise ValueError for a grammar that xgrammar cannot follow to the letter."""
+        """Raise ValueError for a grammar that xgrammar cannot follow exactly."""
         from llmrl.engines.vllm.private import has_xgrammar_unsupported_json_features
 
         with self._lock:
@@ -57,12 +57,12 @@ class Grammars:
             try:
                 self._compiled(grammar)
             except Exception as error:  # xgrammar's errors have no base class
-                raise ValueError(f"the JSON schema cannot be made a grammar: {error}") from error
+                raise ValueError(f"the JSON schema cannot be compiled to a grammar: {error}") from error
 
     def masks(self, grammar: str, token_ids: Sequence[int], params: SamplingParams) -> list[array[int]]:
-        """Return the sampling mask of an answer: the ids that the grammar kept at each token, or `~id` of the others.
+        """Return an answer's sampling mask: the ids that the grammar kept at each token, or `~id` of each removed id.
 
-        Equal masks are one object.
+        Equal masks share one array.
         """
         known: dict[bytes, array[int]] = {}
         masks = []

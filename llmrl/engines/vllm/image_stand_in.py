@@ -1,4 +1,4 @@
-"""Stand-in for torchvision, which vLLM's models with images import and a text-only engine never calls."""
+"""Stand-in for torchvision, which vLLM imports for models with images, but a text-only engine never calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MESSAGE = (
 
 
 class _Absent(type):
-    """Type of names of the stand-in; they can be imported, compared and subclassed, and calling one raises."""
+    """Type of the stand-in's names, which can be imported, compared and subclassed; calling them raises ImportError."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
@@ -46,9 +46,9 @@ class _StandIn(ModuleType):
 
 
 def stand_in_for_torchvision() -> bool:
-    """Make `import torchvision` succeed in this process if it is not installed; return whether the stand-in is there.
+    """Make `import torchvision` succeed in this process if it is not installed; return whether the stand-in is used.
 
-    transformers still finds torchvision missing, and keeps to processors that do without it. May be called again.
+    transformers still reports torchvision as missing, and uses processors that do not need it. May be called again.
     """
     if "torchvision" in sys.modules:
         return isinstance(sys.modules["torchvision"], _StandIn)
@@ -56,7 +56,7 @@ def stand_in_for_torchvision() -> bool:
         return False
     from transformers.utils import import_utils
 
-    # These remember their first answer, which must be the true one.
+    # These functions cache their first result, so they must run before the stand-in is there.
     import_utils.is_torchvision_available()
     import_utils.is_torchvision_v2_available()
     for name in _MODULES:

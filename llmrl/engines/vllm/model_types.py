@@ -1,4 +1,4 @@
-"""What a model's configuration says before an engine starts: why it is refused, and the size of its cache."""
+"""Checks of a model's configuration before an engine starts, and the size of its key-value cache."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from llmrl.engines.base import EngineError
 
 Config = dict[str, Any]
-"""What `config.json` holds."""
+"""Content of `config.json`."""
 
-# Class that a checkpoint names -> what vLLM's CPU build does not compute.
+# Class that a checkpoint names -> operation that vLLM's CPU build does not compute.
 _NOT_ON_CPU = {
     "DeepseekV32ForCausalLM": "sparse attention",
     "DeepseekV4ForCausalLM": "sparse attention",
@@ -34,25 +34,25 @@ _NOT_TAKEN = frozenset(
         "LongcatFlashForCausalLM", "Zamba2ForCausalLM",
     }
 )  # fmt: skip
-# Classes that vLLM computes otherwise than transformers, with the reason.
+# Classes that vLLM computes differently from transformers, with the difference.
 _OTHERWISE = {
-    "HrmTextForCausalLM": "lets the tokens of a prompt see what follows them",
+    "HrmTextForCausalLM": "lets the tokens of a prompt see what follows them, unlike the trainer",
     "Gemma3nForCausalLM": "has log-probs that were off by 1 nat in tiny random form",
     "Gemma3nForConditionalGeneration": "has log-probs that were off by 1 nat in tiny random form",
     "MiMoV2FlashForCausalLM": "has log-probs that were off by 6 nats in tiny random form",
 }
 
 _PLAIN_CACHES = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of models with keys and values of one size in all layers."""
+"""Model types with keys and values of one size in all layers."""
 
 
 def check_model(
     folder: str, max_model_len: int | None, *, dtype: str, is_cpu: bool, is_updated: bool, is_drafting: bool = False
 ) -> None:
-    """Raise EngineError if an engine of the model in `folder` does not start, or takes no updates and `is_updated`.
+    """Raise EngineError if vLLM cannot run the model in `folder` as requested.
 
-    So is one with updates where vLLM computes other log-probs than transformers, and one that drafts (`is_drafting`)
-    for layers with a state on a CPU. A model without a readable configuration passes; vLLM says what is wrong with it.
+    With `is_updated`, vLLM must take updates and compute the log-probs of transformers. With `is_drafting` on a CPU,
+    the model must not have layers with a state. A model without a readable configuration passes; vLLM refuses it.
     """
     config = read_config(folder)
     if problem := problem_of(config, dtype=dtype, is_cpu=is_cpu, is_updated=is_updated):
@@ -74,7 +74,7 @@ def check_model(
 
 
 def read_config(model: str) -> Config:
-    """Return the configuration of a model in a folder or on a hub; an empty one if it cannot be read."""
+    """Return the configuration of a model in a folder or on a hub; an empty dict if it cannot be read."""
     from transformers import PreTrainedConfig
 
     try:
@@ -85,7 +85,7 @@ def read_config(model: str) -> Config:
 
 
 def key_value_bytes(config: Config, dtype: str) -> int | None:
-    """Return the bytes of a token's keys and values; None if layers may keep others, or the dtype is unknown.
+    """Return the bytes of a token's keys and values; None if the model type or the dtype is not a known one.
 
     Example:
         >>> sizes = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
@@ -109,7 +109,7 @@ def _has_state(text: Config) -> bool:
 
 
 def exact_length_of(config: Config) -> tuple[float, str]:
-    """Return up to how many tokens of a row vLLM computes what transformers does, and why not beyond.
+    """Return the length of a row up to which vLLM computes the same as transformers, and the reason for the limit.
 
     Example:
         >>> exact_length_of({"model_type": "cohere2", "sliding_window": 4096})[0]
@@ -124,12 +124,12 @@ def exact_length_of(config: Config) -> tuple[float, str]:
     if kind == "llama4_text" and text.get("attn_temperature_tuning"):
         return text.get(
             "floor_scale", 8192
-        ), "vLLM does not scale attention by place unless max_model_len is above 32768"
+        ), "vLLM does not scale attention by position unless max_model_len is above 32768"
     return math.inf, ""
 
 
 def problem_of(config: Config, *, dtype: str, is_cpu: bool, is_updated: bool = True) -> str | None:
-    """Return why an engine of a model's configuration (`config.json`) is refused; None if it is not.
+    """Return the reason why an engine of a model's configuration (`config.json`) is refused, or None.
 
     Example:
         >>> qwen = {"text_config": {"linear_num_value_heads": 4}}
@@ -142,10 +142,10 @@ def problem_of(config: Config, *, dtype: str, is_cpu: bool, is_updated: bool = T
     if is_updated and names[0] in _NOT_TAKEN:
         return f"vLLM's class {names[0]} does not take the trainer's weights: train with TransformersEngine."
     if is_updated and names[0] in _OTHERWISE:
-        return f"vLLM's class {names[0]} {_OTHERWISE[names[0]]}, the trainer does not: train with TransformersEngine."
+        return f"vLLM's class {names[0]} {_OTHERWISE[names[0]]}: train with TransformersEngine."
     missing = _NOT_ON_CPU.get(names[0])
     if names[0] == "NemotronHForCausalLM" and "moe" not in (text.get("layers_block_type") or ()):
-        missing = None  # it is dense
+        missing = None  # the model is dense
     if is_cpu and missing:
         return f"vLLM's CPU build does not compute the {missing} of {names[0]}: it needs a GPU."
     if is_cpu and "linear_num_value_heads" in text and dtype not in ("bfloat16", "torch.bfloat16"):

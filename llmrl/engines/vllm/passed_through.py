@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Tests compare the log-probs of engines with these against the trainer's.
+# Tests compare log-probs of engines with these arguments with the trainer's.
 TESTED: frozenset[str] = frozenset(
     {
         "async_scheduling", "enable_chunked_prefill", "hf_overrides", "long_prefill_token_threshold", "max_lora_rank",
@@ -13,12 +13,12 @@ TESTED: frozenset[str] = frozenset(
     }
 )  # fmt: skip
 
-_SPECULATION = "llmrl compares drafts by n-grams alone with the trainer, which speculative='ngram' sets"
-_DISTRIBUTION = "it changes the distribution that tokens are sampled from, and the trainer does not compute that one"
+_SPECULATION = "llmrl compares drafts by n-grams alone with the trainer; set speculative='ngram' for these"
+_DISTRIBUTION = "it changes the distribution that tokens are sampled from, which the trainer cannot reproduce"
 _TEXT = "llmrl trains and serves text alone"
-_SAMPLING = "sampling is what SamplingConfig says; defaults of vLLM would replace it unseen"
-_ROUNDED = "it rounds what the engine keeps of earlier tokens, so that its log-probs are not the trainer's"
-_GRAMMAR = "llmrl computes again which tokens a grammar kept, with xgrammar and from the first token on"
+_SAMPLING = "SamplingConfig sets all sampling parameters; vLLM's defaults would silently replace them"
+_ROUNDED = "it rounds the engine's cache of earlier tokens, so that the engine's log-probs are not the trainer's"
+_GRAMMAR = "llmrl recomputes which tokens a grammar kept, with xgrammar and from the first token on"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATION),
     **dict.fromkeys(("logits_processors", "watermark_config", "diffusion_config"), _DISTRIBUTION),
@@ -37,7 +37,7 @@ REFUSED: dict[str, str] = {
 
 
 def check_passed_through(engine_args: Mapping[str, object]) -> None:
-    """Raise ValueError for arguments with which an engine's log-probs are not the trainer's, with the reason.
+    """Raise ValueError, with the reason, for arguments with which an engine's log-probs are not the trainer's.
 
     Example:
         >>> check_passed_through({"max_num_batched_tokens": 2048})
@@ -51,9 +51,9 @@ def check_passed_through(engine_args: Mapping[str, object]) -> None:
 
 
 def untested(engine_args: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the names of arguments that no test of llmrl compares with the trainer, sorted.
+    """Return the sorted names of arguments with which no test of llmrl compares an engine with the trainer.
 
-    Of `hf_overrides` tests cover `head_dtype`; others may make the engine's model another one than the trainer's.
+    Tests cover only `head_dtype` of `hf_overrides`; other overrides may make the engine's model another one.
 
     Example:
         >>> untested({"tensor_parallel_size": 2, "attention_backend": "CPU_ATTN"})

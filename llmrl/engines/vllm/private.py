@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 VLLM_VERSION = "0.32"
 """Version that the set-up installs and that the tests run with."""
 TRIED_VERSIONS = ("0.31", VLLM_VERSION)
-"""Versions with which engines and weight updates were tried; vLLM's weight-update API is not stable."""
+"""Versions with which engines and weight updates were tested; vLLM's weight-update API is not stable."""
 PLUGIN_GROUP = "vllm.general_plugins"
 """Group of the entry points that vLLM calls in each of its processes."""
 EXECUTOR = f"{__name__}.InStepExecutor"
@@ -136,7 +136,7 @@ def is_tried(version: str) -> bool:
 
 
 def missing_names() -> list[str]:
-    """Return what llmrl uses of vLLM and the installed one does not have, as dotted names."""
+    """Return the dotted names that llmrl uses and the installed vLLM lacks."""
     missing = []
     for name, module in _MODULES.items():
         try:
@@ -185,7 +185,7 @@ async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM
     """Start the engine; `stat_logger` receives statistics of each step."""
     llm = _find("AsyncLLM").from_engine_args(arguments, stat_loggers=[lambda config, index: stat_logger])
     manager = getattr(llm, "logger_manager", None)
-    if manager is not None:  # vLLM's Prometheus metrics are shown by its own server alone, and cost time in each step
+    if manager is not None:  # only vLLM's own server shows its Prometheus metrics, which cost time in each step
         prometheus = _find("PrometheusStatLogger")
         manager.stat_loggers[:] = [logger for logger in manager.stat_loggers if not isinstance(logger, prometheus)]
     if "weight_versions" not in _find("CompletionOutput").__dataclass_fields__:
@@ -195,10 +195,10 @@ async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM
 
 
 def _report_versions(llm: AsyncLLM) -> None:
-    """Report the version of each token, as vLLM 0.32 does, for vLLM 0.31.
+    """Make vLLM 0.31 report the version of each token, as vLLM 0.32 does.
 
     The engine's process sends its outputs and the answer to `set_weight_version` in order, and samples nothing while
-    weights change. So what is in the queue when the answer arrives has the version before, and what follows the new.
+    weights change. Outputs in the queue when the answer arrives are of the old version, and later outputs of the new.
     """
     client = llm.engine_core
     take = client.get_output_async
@@ -213,7 +213,7 @@ def _report_versions(llm: AsyncLLM) -> None:
         nonlocal current
         while isinstance(outputs := await take(), str):
             current = outputs
-        for output in outputs.outputs:  # all before them are counted, and none of them
+        for output in outputs.outputs:  # the detokenizers have counted all earlier outputs, but not these
             if (state := llm.output_processor.request_states.get(output.request_id)) is not None:
                 starts = vars(state).setdefault(_STARTS, [])
                 if not starts or starts[-1][0] != current:
@@ -242,7 +242,7 @@ def _add_versions_to_answers() -> None:
 
 
 def _segments_of(llm: AsyncLLM) -> set[str]:
-    """Return the names of the engine's shared memory."""
+    """Return the names of the engine's shared-memory segments."""
     import psutil
 
     names: set[str] = set()
@@ -259,7 +259,7 @@ def _remove_segments(names: set[str]) -> None:
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             Path(_SHARED_MEMORY, name).unlink()
-            resource_tracker.unregister(f"/{name}", "shared_memory")  # else it warns of a leak at exit
+            resource_tracker.unregister(f"/{name}", "shared_memory")  # avoids its warning of a leak at exit
 
 
 def processes_of(llm: AsyncLLM) -> list[BaseProcess]:
@@ -279,7 +279,7 @@ def close_llm(llm: AsyncLLM, background: BackgroundLoop) -> None:
         for process in processes:  # vLLM kills a process that does not end, and leaves a zombie
             process.join(10)
         _remove_segments(vars(llm).get(_SEGMENTS, set()))
-        # Its finalizer would shut it down again, perhaps during interpreter exit.
+        # vLLM's finalizer would shut the engine down again, perhaps during interpreter exit.
         llm.shutdown = lambda timeout=None: None
 
 
@@ -294,7 +294,7 @@ async def _shut_down(llm: AsyncLLM) -> None:
 
 
 def put_files_into(folder: str) -> None:
-    """Make vLLM put the rendezvous file of an engine's workers into a folder, but not its shared files."""
+    """Make vLLM put the rendezvous file of an engine's workers into a folder; its other temporary files do not move."""
     if "vllm" in sys.modules:
         network_utils = importlib.import_module("vllm.utils.network_utils")
         vars(network_utils)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
@@ -316,9 +316,9 @@ def forget_packing_of_experts(model: torch.nn.Module) -> None:
 
 
 def compute_int8_by_one_dnn() -> None:
-    """Let int8 layers on any CPU use oneDNN, and hold the scales that oneDNN has only the address of.
+    """Make int8 layers use oneDNN on any CPU, and keep a reference to the scales, which oneDNN knows by address only.
 
-    vLLM's own kernel for AMX ends an engine in float32, and a reload of weights frees the scales.
+    vLLM's own kernel for AMX makes an engine in float32 fail, and a reload of weights would free the scales.
     """
     if not _find("current_platform").is_cpu():
         return
@@ -333,11 +333,11 @@ def compute_int8_by_one_dnn() -> None:
 
 @functools.cache
 def replace_cpu_kernels() -> None:
-    """Replace what vLLM's CPU build computes wrongly, without a word: cuts of drafted tokens, and rotations of heads.
+    """Replace functions of vLLM's CPU build that silently compute wrong results: sampling of drafts, rotary embedding.
 
-    Its kernel writes temperature, top-k and top-p of drafted tokens into a copy in 64-bit integers, which it drops, so
-    that they are sampled and reported at what was in memory; with top-k it ends the engine in a step without drafts.
-    Its rotary embedding takes the heads of [num_tokens, num_heads, head_dim] for tokens.
+    The kernel behind `expand_batch_to_tokens` writes temperature, top-k and top-p of drafted tokens into a 64-bit
+    integer copy that it drops, so drafts are sampled with uninitialised values; with top-k, a step without drafts
+    makes the engine fail. The rotary embedding treats the heads of [num_tokens, num_heads, head_dim] as tokens.
     """
     if not _find("current_platform").is_cpu():
         return
@@ -378,7 +378,7 @@ def _make_executor() -> type:
     class InStepExecutor(_find("MultiprocExecutor")):  # type: ignore[misc]
         """vLLM's multiprocess executor, changed to wait for every worker before it raises an error.
 
-        vLLM 0.32 stops at the first error and takes the other workers' answers for those to the next call.
+        vLLM 0.32 stops at the first error, and then reads the other workers' answers as answers to the next call.
         """
 
         response_mqs: list[MessageQueue]
@@ -387,7 +387,7 @@ def _make_executor() -> type:
             super()._init_executor()
             self.response_mqs = _AllAnswers(self.response_mqs)
 
-    # It is pickled by name.
+    # vLLM pickles the class by its qualified name.
     InStepExecutor.__qualname__ = "InStepExecutor"
     return InStepExecutor
 

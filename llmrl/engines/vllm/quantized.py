@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmrl.engines.vllm.private import VllmConfig
 
 INT8 = "int8"
-"""All linear layers except the head in int8: weights symmetric per channel, activations per token."""
+"""All linear layers except the head in int8: weights symmetric per channel, activations symmetric per token."""
 
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -31,7 +31,7 @@ _CONFIG = {
 
 
 def quantization_of(config: VllmConfig) -> str | None:
-    """Return `INT8` for an int8 checkpoint on a CPU, otherwise vLLM's name of the quantization, or None."""
+    """Return `INT8` for an int8 checkpoint on a CPU; otherwise vLLM's name for the quantization, or None."""
     model = config.model_config
     given = getattr(model.hf_config, "quantization_config", None)
     is_known = model.quantization == "compressed-tensors" and isinstance(given, Mapping) and is_int8(given)
@@ -79,7 +79,7 @@ def int8_layers(model: torch.nn.Module) -> set[str]:
         is_linear = name.rpartition(".")[0] in linear or ".lora_" in name
         if weight.ndim > 1 and not is_linear and id(weight) not in kept:
             raise ValueError(
-                f"engines in int8 take linear layers, and {name} is the matrix of another kind of layer: start "
+                f"engines in int8 take linear layers, and {name} is the matrix of another kind of layer: start the "
                 "engines without quantization."
             )
     return linear
@@ -96,7 +96,7 @@ def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_
         return
     if quantization != INT8 or not is_cpu:
         raise ValueError(
-            f"quantization must be {INT8!r}, of an engine on a CPU: it was tested with those kernels; "
+            f"quantization must be {INT8!r}, for an engine on a CPU, or None: only vLLM's CPU kernels were tested; "
             f"got {quantization!r} on a {'CPU' if is_cpu else 'GPU'}."
         )
     if takes_adapters:
@@ -111,8 +111,8 @@ def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_
 def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
     """Write an int8 checkpoint of the folder `source`, and copies of its other files, into an existing folder.
 
-    One file is in memory at a time. Raises ValueError if `source` is no checkpoint in safetensors files, is already
-    quantised, or its model has other layers.
+    One file is in memory at a time. Raises ValueError if `source` is not a checkpoint in safetensors files, is already
+    quantised, lacks a weight, or has matrices in other layers.
     """
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -122,7 +122,7 @@ def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
     indexed = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
     files = [file for file in sorted(source.glob("*.safetensors")) if indexed is None or file.name in indexed]
     if not files or not (source / "config.json").is_file():
-        raise ValueError(f"quantization={INT8!r} takes a folder with config.json and *.safetensors, got {source}.")
+        raise ValueError(f"quantization={INT8!r} needs a folder with config.json and *.safetensors, got {source}.")
     config = json.loads((source / "config.json").read_text())
     if "quantization_config" in config:
         raise ValueError(f"the checkpoint in {source} is quantised already: leave out quantization={INT8!r}.")
@@ -137,7 +137,7 @@ def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
         missing -= weights.keys()
         save_file(weights, target / file.name, metadata={"format": "pt"})
     if missing:
-        raise ValueError(f"the checkpoint in {source} lacks {sorted(missing)[0]}, by which transformers knows it.")
+        raise ValueError(f"the checkpoint in {source} lacks the weight {sorted(missing)[0]} of the transformers model.")
     for path in source.iterdir():
         is_weights = path.suffix in (".safetensors", ".bin", ".pth") or path.name.endswith(".index.json")
         if path.is_file() and not is_weights:

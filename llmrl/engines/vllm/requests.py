@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
     """Return the number of likeliest ids to request from vLLM, from which the kept ids are derived.
 
-    It is 0 if vLLM reports them itself (`return_sampling_mask`), or `Grammars` derives them. Top-k keeps all ids that
-    tie with the last, which are many in bfloat16. Raises ValueError for top-p or min-p without top-k, which
-    keep any number of ids.
+    The number is 0 if vLLM reports the kept ids (`return_sampling_mask`), or `Grammars` derives them. It exceeds top-k,
+    because vLLM keeps all ids that tie with the last, which are many in bfloat16. Raises ValueError for top-p or min-p
+    without top-k, which keep any number of ids.
     """
     if not sampling.needs_sampling_mask or config.return_sampling_mask or is_cut_by_grammar_alone(sampling):
         return 0
     if not sampling.top_k:
         raise ValueError(
-            f"top_p={sampling.top_p:g} and min_p={sampling.min_p:g} may keep any number of tokens, which vLLM reports "
-            "only where top_k bounds it, so that the trainer can make the distribution again: add top_k=200, say; or "
-            "set replay=False, and train with importance ratios that are not 1 on-policy."
+            f"top_p={sampling.top_p:g} and min_p={sampling.min_p:g} may keep any number of tokens, and vLLM reports "
+            "the kept tokens, which the trainer needs, only if top_k bounds their number: add top_k=200, for example, "
+            "or set replay=False, and train with importance ratios that are not 1 on-policy."
         )
     return min(config.get_vocab_size(), sampling.top_k + sampling.top_k // 8 + 16)
 
 
 def is_cut_by_grammar_alone(sampling: SamplingConfig) -> bool:
-    """Return whether a grammar excludes tokens, and nothing else does."""
+    """Return whether a sampling mask is needed for a grammar alone, without top-k, top-p and min-p."""
     is_needed = sampling.grammar is not None and sampling.needs_sampling_mask
     return is_needed and not sampling.with_changes(grammar=None).is_truncated
 
@@ -58,7 +58,7 @@ def sampling_params(
     if sampling.seed is not None and sampling.temperature > 0 and current_platform.is_cpu():
         # vLLM rewinds the generator if a prompt is computed in parts, which fails on CPU.
         raise ValueError(
-            f"seed={sampling.seed}: vLLM's engine on CPU ends at a request with its own seed if the prompt is not "
+            f"seed={sampling.seed}: vLLM's engine on CPU dies at a request with its own seed if the prompt is not "
             "computed in one step; give the engine a seed, AsyncVLLM.from_pretrained(seed=...)."
         )
     kinds = RequestOutputKind
@@ -79,7 +79,7 @@ def sampling_params(
             flat_logprobs=True,
             # Text is needed only for stop strings.
             detokenize=bool(sampling.stop),
-            # The last output of a stream is that of a request without one.
+            # The last output of a streamed request is the only output of a request that is not streamed.
             output_kind=kinds.CUMULATIVE if is_streamed else kinds.FINAL_ONLY,
             structured_outputs=grammar,
         )
@@ -124,7 +124,7 @@ async def answer_of(
     weights: WholeWeights,
     stream: TokenStream | None = None,
 ) -> tuple[RequestOutput, int | None]:
-    """Await one request on the engine's own loop; return also the version of its weights, if vLLM does not report it.
+    """Await one request on the engine's own loop; also return the version of its weights, if vLLM does not report it.
 
     Raises ValueError if vLLM refuses the request, and EngineError if the engine died or did not finish it.
     """
@@ -157,7 +157,7 @@ async def answer_of(
 def read_completion(output: RequestOutput, vocab_size: int, *, version: int | None = None) -> Completion:
     """Read vLLM's answer. Raises EngineError if a token lacks its log-prob or version, or vLLM reports an error.
 
-    `version` is that of all its tokens; None if vLLM reports versions.
+    `version` is the version of all tokens; None if vLLM reports versions.
     """
     sample = output.outputs[0]
     token_ids = list(sample.token_ids)
@@ -183,14 +183,14 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
         finish_reason=cast(FinishReason, sample.finish_reason),
         stop_string=sample.stop_reason if isinstance(sample.stop_reason, str) else None,
         sampling_mask=_sampling_mask(sample, vocab_size),
-        # If the engine was started with `enable_return_routed_experts`, as uint8 or uint16.
+        # vLLM reports them as uint8 or uint16, if the engine was started with `enable_return_routed_experts`.
         routed_experts=None if sample.routed_experts is None else sample.routed_experts.astype("int16"),
         metrics={"num_cached_tokens": float(output.num_cached_tokens or 0)},
     )
 
 
 def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]] | None:
-    """Return the kept ids; None if not requested. Raises EngineError if others may have been kept, too."""
+    """Return the kept ids; None if not requested. Raises EngineError if more ids may have been kept."""
     if sample.sampling_mask is not None:
         return [array("i", ids) for ids in sample.sampling_mask.token_ids]
     flat: Any = sample.logprobs
@@ -202,8 +202,8 @@ def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]
         kept = [token_id for token_id, log_prob in log_prob_of.items() if log_prob > -math.inf]
         if len(kept) == len(log_prob_of) < vocab_size:
             raise EngineError(
-                f"vLLM kept all of the {len(kept)} likeliest tokens that were asked for: more of them tie at top_k "
-                "than expected. Compute in float32, or take a smaller top_k."
+                f"vLLM kept all of the {len(kept)} likeliest tokens that were requested: more tokens tie at top_k "
+                "than expected. Compute in float32, or use a smaller top_k."
             )
         mask.append(array("i", kept))
     return mask

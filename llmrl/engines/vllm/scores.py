@@ -39,7 +39,7 @@ class VLLMScores:
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
         """Return token scores as `ScoresTokens.score` does. Also raises EngineError if the engine sleeps.
 
-        vLLM recomputes all tokens, since its prefix cache has no log-probs.
+        vLLM computes all tokens anew, since its prefix cache has no log-probs.
         """
         check_scored(token_ids, top_k, self.max_model_len)
         self._check_alive(and_awake=True)
@@ -54,7 +54,7 @@ class VLLMScores:
         return read_scores(token_ids, ids, log_probs, engine="vLLM")
 
     async def _serve(self, request_id: str, request: Coroutine[None, None, T]) -> T:
-        """Await a request on the engine's loop, while it counts as in flight and is watched for hangs."""
+        """Await a request on the engine's loop; it counts as in flight, and the engine is watched for hangs."""
         self._in_flight.add(request_id)
         self._watch.begin(self, self._background)
         try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, BackgroundLoop, LoadMeter]:
-    """Start an engine; raises as `AsyncVLLM.from_pretrained` does."""
+    """Start an engine. Raises as `AsyncVLLM.from_pretrained` does."""
     log_level = options.get("log_level", "ERROR")
     cpu_threads = options.get("cpu_threads")
     weight_transfer = options.get("weight_transfer", True)
@@ -34,7 +34,7 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
             from llmrl.engines.vllm.private import current_platform
         except ImportError as error:
             raise ImportError(
-                "AsyncVLLM needs vLLM: make setup in a checkout (CPU), or pip install 'llmrl[gpu]'."
+                "AsyncVLLM needs vLLM: run `make setup` in a checkout (CPU), or pip install 'llmrl[gpu]'."
             ) from error
 
     is_cpu = bool(current_platform.is_cpu())

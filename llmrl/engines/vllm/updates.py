@@ -17,7 +17,7 @@ from llmrl.engines.base import TransferInfo
 if TYPE_CHECKING:
     from llmrl.engines.vllm.private import AsyncLLM, LoRARequest
 
-# Sizes that must match if one model uses the other's adapters.
+# Sizes that must be equal for one model to use the other's adapters.
 _SHAPE_OF_A_MODEL = (
     "hidden_size",
     "intermediate_size",
@@ -29,7 +29,7 @@ _SHAPE_OF_A_MODEL = (
 
 
 class WholeWeights:
-    """Weights that replace the model's for all requests at once."""
+    """Updates of the whole model's weights, for all requests at once."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -38,7 +38,7 @@ class WholeWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[tuple[LoRARequest | None, int | None]]:
-        """Yield the adapter of a request and its version; None if vLLM reports versions per token."""
+        """Yield a request's adapter and version; both are None, because vLLM reports the version of each token."""
         yield None, None
 
     async def open_transfer(self, info: TransferInfo) -> None:
@@ -67,8 +67,8 @@ class AdapterUpdates(WholeWeights):
     """LoRA adapters, one per version; a request keeps its adapter to the end while later ones use the next.
 
     vLLM holds at most `max_loras` adapters; if requests use all of them, an update waits. After `open_transfer` every
-    request has an adapter, initially one that adds nothing, because on a CPU vLLM may apply another one to requests
-    without any (vllm-project/vllm, pull 48421). All methods run on the engine's own loop.
+    request has an adapter, initially one that adds nothing, because on a CPU vLLM may apply another request's adapter
+    to requests without any (vllm-project/vllm, pull 48421). All methods run on the engine's own loop.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -100,20 +100,21 @@ class AdapterUpdates(WholeWeights):
     async def open_transfer(self, info: TransferInfo) -> None:
         """Compare the trainer's model and adapters with the engine's, and load an initial adapter that adds nothing.
 
-        Raises ValueError if the model or its layers do not match, the rank is too high, or it has experts on a CPU.
+        Raises ValueError if the models or their layers differ, the rank is too high, or a model on a CPU has experts.
         """
         from llmrl.engines.vllm.private import current_platform
 
         if current_platform.is_cpu() and self._llm.vllm_config.model_config.get_num_experts():
             raise ValueError(
-                "vLLM runs no adapters beside experts on a CPU, whichever layers are adapted: send merged weights."
+                "vLLM runs no adapters in a model with experts on a CPU, whichever layers are adapted: send merged "
+                "weights (lora='merged')."
             )
         own = self._llm.vllm_config.model_config.hf_text_config
         theirs = cast("dict[str, int]", info["model"])
         for name, value in theirs.items():
             if getattr(own, name, value) != value:
                 raise ValueError(
-                    f"the engine's model is another one: its {name} is {getattr(own, name)}, the trainer's {value}."
+                    f"the engine's model is another one: its {name} is {getattr(own, name)}, the trainer's is {value}."
                 )
         if cast("int", info["rank"]) > self._max_rank:
             raise ValueError(
@@ -124,7 +125,7 @@ class AdapterUpdates(WholeWeights):
             self._current = await self._load(cast("bytes", info["zeros"]), 1)
 
     async def start(self) -> None:
-        """Forget an adapter that was received and not activated."""
+        """Forget an adapter that was received but not activated."""
         self._taken = None
 
     async def take(self, info: TransferInfo | list[TransferInfo]) -> None:
@@ -137,7 +138,7 @@ class AdapterUpdates(WholeWeights):
         self._taken = await self._load(cast("bytes", info["weights"]), cast("int", info["rank"]))
 
     async def finish(self, version: int) -> None:
-        """Activate the received adapter for new requests; the old version cancels the update."""
+        """Activate the received adapter for new requests; the current version cancels the update."""
         taken = self._taken
         self._taken = None
         if taken is not None and version != self.version:
@@ -148,7 +149,7 @@ class AdapterUpdates(WholeWeights):
         from llmrl.engines.vllm.private import LoRARequest
 
         number = next(self._ids)
-        # The scale is already in B, so alpha / r must be 1.
+        # B already includes the scale, so alpha / r must be 1.
         config = {"r": rank, "lora_alpha": rank, "target_modules": [], "peft_type": "LORA"}
         with tempfile.TemporaryDirectory(prefix="llmrl-adapter-") as folder:
             Path(folder, "adapter_model.safetensors").write_bytes(weights)

@@ -25,10 +25,10 @@ _FIRST_TEST_SEED = 1_000_000
 class GymnasiumTextEnv(MessageEnv):
     """A `gymnasium.Env` as a conversation, for `MessageChatEnv`; it runs in a thread.
 
-    Observations are user messages: texts as they are, with the drawing of an environment that was made with
-    `render_mode="ansi"`, and anything else as JSON. The policy's answers are actions (`action_of`); an answer that is
-    none costs a turn and is answered with what would be one. Environments of GEM (`gem.make`), which have no spaces and
-    take texts, work, too.
+    Observations become user messages: strings unchanged, other values as JSON, below the rendered picture if the
+    environment was made with `render_mode="ansi"`. The policy's answers are parsed as actions (`action_of`); an invalid
+    answer costs a turn and is answered with a description of the actions. Environments of GEM (`gem.make`), which have
+    no spaces and take strings, also work.
 
     Example:
         >>> class Echo:
@@ -55,7 +55,7 @@ class GymnasiumTextEnv(MessageEnv):
         return [*opening, await asyncio.to_thread(self._reset)]
 
     async def step(self, message: Message) -> MessageStep:
-        """Take the message's text as the action; the final observation is discarded."""
+        """Apply the action in the message's text; the observation of a terminated episode is discarded."""
         return await asyncio.to_thread(self._step, text_of(message.get("content")))
 
     async def close(self) -> None:
@@ -87,21 +87,22 @@ class GymnasiumTextEnv(MessageEnv):
 class GymnasiumEnv(MessageChatEnv):
     """A registered environment of gymnasium, played in text; see `GymnasiumTextEnv`.
 
-    The system prompt is what the environment's documentation says of its task, actions, observations and rewards, and
-    what an action looks like. Rewards are the environment's: they add up over the turns. Its own time limit truncates.
+    The default system prompt consists of the sections of the environment's documentation about its task, actions,
+    observations and rewards, and a description of an action. The reward is the sum of the environment's rewards. The
+    environment's own time limit truncates the rollout.
 
     Args:
-        env_id: id as of `gymnasium.make`, such as `FrozenLake-v1`, or `MODULE:ID` with a module to import first.
+        env_id: id for `gymnasium.make`, such as `FrozenLake-v1`, or `MODULE:ID` with a module to import first.
         num_problems: number of seeds per epoch.
         split: `train` or `test`, which use different seeds.
-        system_prompt: in place of the documentation.
-        options: arguments of the environment, as of `gymnasium.make`.
+        system_prompt: system prompt in place of the documentation.
+        options: keyword arguments of the environment, passed to `gymnasium.make`.
         **draws: see `DatasetChatEnv`.
 
     Raises:
         MissingExtraError: if gymnasium is not installed.
         ValueError: if gymnasium cannot make the environment.
-        TypeError: if its observations have too many numbers for a text.
+        TypeError: if the observations have too many numbers to be written as text.
 
     Example:
         >>> env = GymnasiumEnv("FrozenLake-v1", options={"is_slippery": False})
@@ -131,7 +132,7 @@ class GymnasiumEnv(MessageChatEnv):
         env = self._make()
         if "render_mode" not in self._options and "ansi" in env.metadata.get("render_modes", ()):
             self._options["render_mode"] = "ansi"
-        observation_text(env.reset(seed=first)[0])  # its error is raised here
+        observation_text(env.reset(seed=first)[0])  # raises TypeError early
         if system_prompt is None:
             system_prompt = f"{about(env)}\n\nYour answer is your action: {action_words(env.action_space)}.".strip()
         self._system_prompt = system_prompt

@@ -1,4 +1,4 @@
-"""Observations and actions of gymnasium as text: what a policy reads, and which action its answer is."""
+"""Conversion of gymnasium's observations to text, and of a policy's answers to actions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _INTEGER = re.compile(r"(?<![\w.])-?\d+(?![\w.]*\d)")
 
 
 class NoAction(ValueError):
-    """An answer is no action; the message says what would be one."""
+    """An answer is not a valid action; the message describes the valid ones."""
 
 
 def observation_text(observation: object) -> str:
-    """Return an observation as it is if it is a text, and otherwise as JSON.
+    """Return a string observation unchanged, and any other observation as JSON.
 
-    Raises TypeError if it has more than a thousand numbers, as an image has.
+    Raises TypeError if the observation has more than a thousand numbers, such as an image.
 
     Example:
         >>> observation_text((11, 0))
@@ -37,16 +37,17 @@ def observation_text(observation: object) -> str:
     text = json.dumps(_plain(observation))
     if (number := text.count(",") + 1) > _MAX_NUMBERS:
         raise TypeError(
-            f"observations have {number} numbers, and at most {_MAX_NUMBERS} are written as text: wrap the environment "
+            f"observations have {number} numbers, but at most {_MAX_NUMBERS} are written as text: wrap the environment "
             "in a gymnasium.ObservationWrapper that describes them."
         )
     return text
 
 
 def action_of(space: Space, text: str) -> object:
-    """Return the action that an answer is. Raises NoAction if it is none.
+    """Return the action in an answer; raise NoAction if it is not valid.
 
-    A number is the last one in the answer; what consists of several is read as JSON; a text is taken as it is.
+    The action of a `Discrete` space is the last integer in the answer; that of a `Text` space is the whole answer. For
+    other spaces, the answer is parsed as JSON.
 
     Example:
         >>> from gymnasium import spaces
@@ -73,7 +74,7 @@ def action_of(space: Space, text: str) -> object:
 
 
 def action_words(space: Space) -> str:
-    """Return what an action looks like.
+    """Return a description of the actions of a space.
 
     Example:
         >>> from gymnasium import spaces
@@ -90,7 +91,7 @@ def action_words(space: Space) -> str:
 
 
 def about(env: gymnasium.Env) -> str:
-    """Return what an environment's documentation says of its task, its actions, observations and rewards."""
+    """Return the documentation of an environment's task, actions, observations and rewards."""
     whole = inspect.cleandoc(type(env.unwrapped).__doc__ or "")
     parts = _SECTION.split(whole)
     kept = [parts[0].strip()]
@@ -101,7 +102,7 @@ def about(env: gymnasium.Env) -> str:
 
 
 def drawn(env: gymnasium.Env) -> str:
-    """Return the environment's drawing in characters, in which coloured ones are in brackets; "" if it draws none."""
+    """Return the rendering of `render_mode="ansi"`, with coloured characters in brackets; "" in other modes."""
     if env.render_mode != "ansi":
         return ""
     picture = env.render()
@@ -109,7 +110,7 @@ def drawn(env: gymnasium.Env) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return numbers and arrays of numpy as Python's, inside of tuples and mappings, too."""
+    """Convert numpy's numbers and arrays, also nested in sequences and dicts, to Python's."""
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""`HarborEnv`: tasks in the form of Harbor and terminal-bench, played in sandboxes."""
+"""`HarborEnv`: tasks in the format of Harbor or terminal-bench, played in sandboxes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from llmrl.tools import ConversationSandbox, InstanceTools, StopSignal, ToolTran
 from llmrl.transforms import RubricReward
 
 MakeSandbox = Callable[[str | Path], Sandbox]
-"""Makes a sandbox of an image's name, or of the folder of a Dockerfile."""
+"""Function that creates a sandbox from the name of an image or the folder of a Dockerfile."""
 
 _LINKED = ("/app", "/logs", "/solution", "/tests")
 _LOGS = ("/logs/verifier", "/logs/agent", "/logs/artifacts")
@@ -47,27 +47,27 @@ _GOOD = ("PASSED", "SKIPPED", "XFAIL")
 
 
 class VerifierError(RuntimeError):
-    """A task's tests gave no reward: they took too long, or wrote none that is a number."""
+    """A task's tests gave no reward: they took too long, or did not write a number."""
 
 
 class HarborEnv(KnownArguments, TransformedEnv):
-    """Tasks in the form of Harbor or terminal-bench: an instruction, a sandbox with a shell, and tests that judge it.
+    """Tasks in the format of Harbor or terminal-bench: an instruction, a sandbox with a shell, and tests.
 
-    The model works with the tools `shell` and `file_read` until it answers without a call. Then the tests are brought
-    in and run, and what they write to `/logs/verifier/reward.txt` or `reward.json` is the reward. They are brought in
-    after the agent has ended, into a sandbox of their own if the task wants that.
+    The model works with the tools `shell` and `file_read` until it answers without a tool call. Only then are the tests
+    copied into the sandbox, or into a separate one if the task requests it, and run. The reward is read from
+    `/logs/verifier/reward.txt` or `reward.json`, or from pytest's summary for tasks of terminal-bench.
 
     Args:
-        folder: a task's folder, or a folder of tasks; a subfolder with the name of `split` is taken if there is one.
-        sandbox: makes a sandbox from an image's name or the folder of a Dockerfile, such as `ContainerSandbox`;
-            `"docker"` or `"podman"` for containers without network. By default, tasks that need no image are played
-            in a cage on this machine, with its programs.
+        folder: folder of a task or of several tasks; its subfolder with the name of `split` is used if it exists.
+        sandbox: function that creates a sandbox from the name of an image or the folder of a Dockerfile, such as
+            `ContainerSandbox`, or `"docker"` or `"podman"` for containers without network. By default, tasks that need
+            no image are played in a confined sandbox with the programs of this machine.
         rewards: weights of the entries of `reward.json`, which are normalised. By default the entry `reward`, or the
             only one.
         **draws: see `DatasetChatEnv`.
 
     Raises:
-        BadTask: if a folder is no task, or one that cannot be played so.
+        BadTask: if a folder is not a task, or if its task cannot be played with this `sandbox`.
         IsolationError: if this machine cannot confine commands.
 
     Example:
@@ -89,7 +89,7 @@ class HarborEnv(KnownArguments, TransformedEnv):
         if split is not None and (folder / split).is_dir():
             folder = folder / split
         self.tasks = {task.name: task for task in read_tasks(folder)}
-        """The tasks by name."""
+        """Tasks by name."""
         self._places = _Places(list(self.tasks.values()), sandbox)
         draws.setdefault("name", split or "train")
         rows = [{"query": task.instruction, "task": name} for name, task in self.tasks.items()]
@@ -127,7 +127,7 @@ class TaskSandbox(ConversationSandbox):
         await self.sandbox.start()
 
     async def _rewards(self) -> dict[str, float]:
-        """Run the tests, once."""
+        """Return the rewards of the tests, which run only once."""
         if self._verified is None:
             self._verified = asyncio.ensure_future(_verify(self.task, self.sandbox, self._places))
         return await self._verified
@@ -146,24 +146,24 @@ class _Entry:
             return rewards[self._name]
         if self._is_only and len(rewards) == 1:
             return next(iter(rewards.values()))
-        raise VerifierError(f"the tests gave {sorted(rewards)} and no {self._name!r}: name entries by rewards={{…}}.")
+        raise VerifierError(f"the tests gave {sorted(rewards)}, but no {self._name!r}: name entries by rewards={{…}}.")
 
 
 class _Place:
-    """A sandbox as a stage of a task has it: with its working folder, variables, files and time."""
+    """A sandbox with the working folder, environment variables, files and time limit of a task's stage."""
 
     def __init__(self, sandbox: Sandbox, stage: Stage, seconds: float, *, is_cage: bool) -> None:
         self._sandbox = sandbox
         self._stage = stage
         self._is_cage = is_cage
         self.seconds = seconds
-        """Time left for commands, which the model's own do not count in."""
+        """Time left for the agent's commands, in seconds; the model's generation does not count."""
 
     async def start(self) -> None:
         await self._sandbox.start()
         folders = [*_LOGS, "/tests", "/solution", self._stage.workdir]
         if self._is_cage:
-            # The links of the cage lead into its working folder.
+            # In a confined sandbox, these folders are links to folders of the same name in its working folder.
             await self._told(["mkdir", "-p", *(f".{folder}" for folder in folders)])
             for source, target in self._stage.copies:
                 await self.upload(source, target)
@@ -171,7 +171,7 @@ class _Place:
             await self._told(["mkdir", "-p", *folders])
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
-        """Run a command of the agent, in the time that it has left."""
+        """Run a command of the agent within the time left."""
         if self.seconds <= 0:
             raise StopSignal("The time for this task is over.")
         began = time.monotonic()
@@ -183,7 +183,7 @@ class _Place:
     async def execute(
         self, argv: Sequence[str], variables: Mapping[str, str], *, timeout: float, stdin: bytes = b""
     ) -> SandboxResult:
-        """Run a command in the stage's folder, with its variables."""
+        """Run a command in the stage's working folder, with the stage's and further environment variables."""
         given = {**self._stage.env, **variables}
         if self._is_cage:
             given["PATH"] = f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin"
@@ -201,7 +201,7 @@ class _Place:
         await self._sandbox.close()
 
     async def upload(self, source: Path, target: str) -> None:
-        """Copy a file, or the content of a folder, to an absolute path; a folder's files are written as they are."""
+        """Copy a file, or the content of a folder without `__pycache__`, to an absolute path."""
         is_folder = target.endswith("/") or source.is_dir()
         files = sorted(source.iterdir()) if source.is_dir() else [source]
         packed = io.BytesIO()
@@ -219,7 +219,7 @@ class _Place:
         await self._told(["sh", "-c", script, _UPLOAD, made])
 
     async def pack(self, paths: Sequence[str]) -> bytes:
-        """Return an archive of those paths that there are."""
+        """Return a tar archive of the paths that exist."""
         script = 'for path; do if [ -e "$path" ]; then echo "$path"; fi; done | tar -chf "$0" -P -T -'
         await self._told(["sh", "-c", script, _UPLOAD, *paths])
         return await self._sandbox.get(_UPLOAD)
@@ -231,7 +231,7 @@ class _Place:
 
 
 class _Places:
-    """Makes the sandboxes of the stages of tasks."""
+    """Factory of the sandboxes for the stages of tasks."""
 
     def __init__(self, tasks: Sequence[HarborTask], sandbox: MakeSandbox | str | None) -> None:
         if isinstance(sandbox, str) and sandbox not in _PROGRAMS:
@@ -244,25 +244,25 @@ class _Places:
         stages = [stage for task in tasks for stage in (task.agent, task.verifier) if stage is not None]
         if self._make is not None:
             if without := next((task for task in tasks if task.agent.image is None), None):
-                raise BadTask(f"the task {without.name!r} has no image and no Dockerfile: leave out sandbox.")
+                raise BadTask(f"the task {without.name!r} has neither an image nor a Dockerfile: leave out sandbox.")
             return
         if bound := [task for task in tasks if task.why_image]:
             raise BadTask(
                 f"{len(bound)} of {len(tasks)} tasks need an image, the first is {bound[0].name!r}: "
-                f"{bound[0].why_image}. Give sandbox='docker', or a function that makes a sandbox of an image."
+                f"{bound[0].why_image}. Pass sandbox='docker', or a function that creates a sandbox from an image."
             )
         targets = [path for stage in stages for path in (stage.workdir, *(target for _, target in stage.copies))]
         tops = {f"/{path.split('/')[1]}" for path in targets}
         self._links = tuple(sorted({*_LINKED, *tops} - {"/tmp"}))
         self._seconds = max(max(task.agent_seconds, task.verifier_seconds) for task in tasks)
-        shared_cages(self._links, self._seconds)  # an error of the machine is raised here
+        shared_cages(self._links, self._seconds)  # raises IsolationError early
 
     def agent(self, task: HarborTask) -> _Place:
-        """Return the place of a task's agent."""
+        """Return the sandbox of a task's agent."""
         return self._place(task.agent, task.agent_seconds)
 
     def verifier(self, task: HarborTask) -> _Place:
-        """Return the verifier's own place."""
+        """Return the sandbox of a task's separate verifier."""
         assert task.verifier is not None
         return self._place(task.verifier, task.verifier_seconds)
 
@@ -275,7 +275,7 @@ class _Places:
 
 @functools.cache
 def shared_cages(links: tuple[str, ...], seconds: float) -> PythonExecutorService:
-    """Return the cages of this process, which all environments share."""
+    """Return the service of confined sandboxes, which all environments of this process share."""
     limits = PythonLimits(
         cpu_seconds=seconds, num_processes=128, memory_bytes=2 << 30, file_bytes=256 << 20, folder_bytes=512 << 20
     )
@@ -297,7 +297,7 @@ async def _rewards_of(task: HarborTask, places: _Places, is_solved: bool) -> dic
 
 
 async def _verify(task: HarborTask, agent: _Place, places: _Places) -> dict[str, float]:
-    """Bring in the tests, run them, and return the rewards. Raises VerifierError if there are none."""
+    """Copy the tests into the sandbox, run them, and return the rewards; raise VerifierError if they give none."""
     if task.verifier is None:
         return await _judge(task, agent)
     own = places.verifier(task)
@@ -310,7 +310,7 @@ async def _verify(task: HarborTask, agent: _Place, places: _Places) -> dict[str,
 
 
 async def _judge(task: HarborTask, place: _Place) -> dict[str, float]:
-    # Whatever the agent has put there is no test and no reward.
+    # Remove the agent's files, which must count neither as tests nor as rewards.
     await place.execute(
         ["sh", "-c", "rm -rf /logs/verifier/* /logs/verifier/.[!.]* /tests/* /tests/.[!.]*"],
         {},
@@ -330,7 +330,7 @@ async def _judge(task: HarborTask, place: _Place) -> dict[str, float]:
         if found.exit_code == 0:
             return read(found.stdout, f"{file} of {task.name!r}")
     end = (result.stdout + result.stderr).strip()[-500:]
-    raise VerifierError(f"the tests of {task.name!r} wrote no reward.txt and no reward.json; they ended with: {end}")
+    raise VerifierError(f"the tests of {task.name!r} wrote no reward.txt or reward.json; their output ends with: {end}")
 
 
 async def _run_script(
@@ -360,7 +360,7 @@ def _read_json(text: str, what: str) -> dict[str, float]:
 
 
 def _pytest_reward(output: str) -> float:
-    """Return 1 if the summary that `pytest -rA` prints names a test and none that failed."""
+    """Return 1 if `pytest -rA` lists tests, all of which passed, were skipped or failed as expected, else 0."""
     parts = _SUMMARY.split(output)
     statuses = _STATUS.findall(parts[-1]) if len(parts) > 1 else []
     return float(bool(statuses) and all(status in _GOOD for status in statuses))

@@ -1,4 +1,4 @@
-"""`HarborTask`: a task's folder in the form of Harbor or terminal-bench, read and checked."""
+"""`HarborTask`: a task, read from a folder in the format of Harbor or terminal-bench."""
 
 from __future__ import annotations
 
@@ -16,70 +16,70 @@ from llmrl._utils.numbers import finite_number
 _FILES = ("task.toml", "task.yaml")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _PLAIN_IMAGE = re.compile(r"(?:docker\.io/)?(?:library/)?(?:ubuntu|debian|python|buildpack-deps)(?::[\w.-]+)?")
-"""Images of which a task's scripts need nothing but a shell, the usual programs and Python."""
+"""Images that only provide a shell, the usual programs and Python, so a task can be played without them."""
 _INSTALLS = re.compile(r"^[^#\n]*?\b(apt|apt-get|apk|curl|wget|uvx|uv|pip3? install|npm)\b", re.MULTILINE)
 _IGNORED = ("CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "SHELL", "USER", "MAINTAINER", "STOPSIGNAL")
 DEFAULT_WORKDIR = "/app"
 
 
 class BadTask(ValueError):
-    """A folder is no task, or one that cannot be played here; the message names the folder."""
+    """A folder is not a task, or its task cannot be played here; the message names the folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a stage of a task, the agent's or the verifier's, needs of its place."""
+    """Requirements of a task's stage (the agent's or the verifier's) for its sandbox."""
 
     image: str | Path | None
-    """Name of an image, or the folder of a Dockerfile; None if neither is there."""
+    """Name of an image, or the folder of a Dockerfile; None if the task has neither."""
     workdir: str
     copies: tuple[tuple[Path, str], ...] = ()
-    """Files and folders, and where they belong, if no image is built."""
+    """Sources and targets of the files and folders to copy if no image is built."""
     env: Mapping[str, str] = field(default_factory=dict)
     why_image: str = ""
-    """Why it needs an image; empty if it needs none."""
+    """Reason why the stage needs an image; empty if it needs none."""
 
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
-    """A task: an instruction, a place to work in, tests that judge it, and its own solution."""
+    """A task: an instruction, a sandbox to work in, tests, and possibly a solution."""
 
     name: str
     folder: Path
     instruction: str
     agent: Stage
     verifier: Stage | None
-    """The verifier's own place; None if it works where the agent did."""
+    """Stage of a separate verifier; None if the tests run in the agent's sandbox."""
     tests: Path
-    """Folder that goes to `/tests`."""
+    """Folder that is copied to `/tests`."""
     test_command: tuple[str, ...]
     agent_seconds: float
     verifier_seconds: float
     verifier_env: Mapping[str, str]
     artifacts: tuple[str, ...] = ()
-    """Paths that go from the agent's place to the verifier's own."""
+    """Paths that are copied from the agent's sandbox to the separate verifier's."""
     solution: Path | None = None
-    """Folder that goes to `/solution`."""
+    """Folder that is copied to `/solution`."""
     solve_command: tuple[str, ...] = ()
     solution_env: Mapping[str, str] = field(default_factory=dict)
     is_scored_by_pytest: bool = False
-    """Whether the reward is in pytest's summary, as with terminal-bench, and not in a file."""
+    """Whether the reward is computed from pytest's summary, as in terminal-bench, instead of read from a file."""
 
     @property
     def why_image(self) -> str:
-        """Why it cannot be played without an image; empty if it can."""
+        """Reason why the task cannot be played without an image; empty if it can."""
         if reason := self.agent.why_image or (self.verifier.why_image if self.verifier else ""):
             return reason
         script = self.folder / self.test_command[-1].lstrip("/")
         path = script if script.is_file() else self.folder / script.name
         found = _INSTALLS.search(path.read_text(errors="replace"))
-        return f"{path.name} calls {found[1]!r}, which wants a network" if found else ""
+        return f"{path.name} calls {found[1]!r}, which needs a network" if found else ""
 
 
 def read_tasks(folder: Path) -> list[HarborTask]:
-    """Return the task of a folder, or those of its subfolders, in the order of their names.
+    """Return the task of a folder, or the tasks of its subfolders in the order of their names.
 
-    Raises BadTask if there is none, or one is not valid.
+    Raises BadTask if there is no task, or if a task is invalid.
     """
     if not folder.is_dir():
         raise BadTask(f"there is no folder {str(folder)!r}; a folder of Harbor's tasks is expected.")
@@ -96,7 +96,7 @@ def _file_of(folder: Path) -> Path | None:
 
 
 def read_task(folder: Path) -> HarborTask:
-    """Return the task of a folder. Raises BadTask if it is not valid."""
+    """Return the task of a folder; raise BadTask if it is invalid."""
     file = _file_of(folder)
     assert file is not None
     try:
@@ -117,14 +117,14 @@ def _harbor_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
     is_separate = verifier.get("environment_mode", "separate" if "environment" in verifier else "shared") == "separate"
     for is_there, what in (
         (bool(config.get("steps")), "several steps"),
-        (environment.get("os", "linux") != "linux", "another system than Linux"),
+        (environment.get("os", "linux") != "linux", "an operating system other than Linux"),
         (bool(environment.get("mcp_servers")), "MCP servers"),
         (bool(verifier.get("collect")), "commands of verifier.collect"),
         ((folder / "environment" / "docker-compose.yaml").is_file(), "several containers (docker-compose.yaml)"),
         ((folder / "tests" / "docker-compose.yaml").is_file(), "several containers (docker-compose.yaml)"),
     ):
         if is_there:
-            raise BadTask(f"the task {str(folder)!r} has {what}, which are not played here.")
+            raise BadTask(f"the task {str(folder)!r} has {what}, which llmrl does not support.")
     instruction = _text(folder, "instruction.md")
     _text(folder, "tests/test.sh")
     agent = _stage(folder / "environment", environment, DEFAULT_WORKDIR)
@@ -156,7 +156,7 @@ def _harbor_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
 
 def _terminal_bench_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
     if (parser := config.get("parser_name", "pytest")) != "pytest":
-        raise BadTask(f"the task {str(folder)!r} has parser_name {parser!r}; only 'pytest' is read here.")
+        raise BadTask(f"the task {str(folder)!r} has parser_name {parser!r}; only 'pytest' is supported.")
     instruction = config.get("instruction")
     if not isinstance(instruction, str) or not instruction.strip():
         raise BadTask(f"the task {str(folder)!r} has no instruction in task.yaml.")
@@ -190,7 +190,7 @@ def _text(folder: Path, name: str) -> str:
     try:
         text = path.read_text() if path.is_file() else ""
     except UnicodeDecodeError as error:
-        raise BadTask(f"the task {str(folder)!r} has no UTF-8 in {name}: {error}") from None
+        raise BadTask(f"the task {str(folder)!r} has a file {name} that is not UTF-8: {error}") from None
     if not text.strip():
         raise BadTask(f"the task {str(folder)!r} has no {name}, or an empty one.")
     return text
@@ -207,7 +207,7 @@ def _seconds(folder: Path, value: object, name: str) -> float:
 
 
 def _variables(folder: Path, given: Mapping[str, object]) -> dict[str, str]:
-    """Return variables, with `${NAME}` and `${NAME:-default}` taken from this program's environment."""
+    """Return variables, with `${NAME}` and `${NAME:-default}` replaced from this process's environment."""
 
     def of_machine(found: re.Match[str]) -> str:
         value = os.environ.get(found[1], found[2])
@@ -219,7 +219,7 @@ def _variables(folder: Path, given: Mapping[str, object]) -> dict[str, str]:
 
 
 def _stage(place: Path, config: Mapping[str, Any], default_workdir: str) -> Stage:
-    """Return what a stage needs; `place` may have a Dockerfile."""
+    """Return the stage of a folder, which may have a Dockerfile."""
     variables = _variables(place, config.get("env", {}))
     workdir = config.get("workdir") or default_workdir
     dockerfile = place / "Dockerfile"
@@ -232,7 +232,10 @@ def _stage(place: Path, config: Mapping[str, Any], default_workdir: str) -> Stag
 
 
 def _of_dockerfile(dockerfile: Path, given: Mapping[str, str], given_workdir: str | None) -> Stage:
-    """Read a Dockerfile that only names a plain image, a folder, files and variables; others need their image."""
+    """Return the stage of a Dockerfile.
+
+    It needs an image unless the Dockerfile only has a plain base image, a working folder, copies and variables.
+    """
     place = dockerfile.parent
     lines = re.sub(r"\\\n", " ", dockerfile.read_text()).splitlines()
     workdir = "/"

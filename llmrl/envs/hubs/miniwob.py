@@ -32,15 +32,15 @@ _SYSTEM_PROMPT = (
     "Do the task on the web page with your tools. Selectors are CSS selectors of the page's HTML, or text=WORDS. The "
     "task ends when the page judges it."
 )
-# The page judges by the clock, too: its rewards shrink with time, and an episode ends after 10 s. A policy takes the
-# time that its engine takes, so the clock is put off and the reward read is the one without it.
+# A page's reward decreases with time, and an episode ends after 10 s. The time of an answer depends on the engine, not
+# on the policy, so the limit is raised and the reward without the time discount is read.
 _BEGIN = """([seed, mode]) => {
   Math.seedrandom(seed);
   core.setDataMode(mode);
   core.EPISODE_MAX_TIME = 2 ** 31 - 1;
   core.startEpisodeReal();
 }"""
-# The instruction leaves the page: a selector text=OK would find the words of "Click on OK." there.
+# The instruction is removed from the page, where the selector text=OK would match the words of "Click on OK.".
 _READ = """() => {
   const said = core.getUtterance();
   const query = document.getElementById('query');
@@ -49,7 +49,7 @@ _READ = """() => {
   return typeof said === 'string' ? said : said.utterance;
 }"""
 _OUTCOME = "() => ({done: WOB_DONE_GLOBAL, reward: WOB_RAW_REWARD_GLOBAL})"
-# What a person sees, as HTML: visible elements with their attributes, and the values of fields.
+# Returns the HTML of what a person sees: visible elements with their attributes, and the values of fields.
 _HTML = """most => {
   const parts = [];
   let size = 0;
@@ -83,27 +83,27 @@ _HTML = """most => {
 
 
 class MiniWoBEnv(ToolEnv):
-    """Tasks of MiniWoB++: a small web page, an instruction, and a page that judges what was done on it.
+    """Tasks of MiniWoB++: a small web page with an instruction, which judges the actions on it.
 
-    The model sees the instruction and the HTML of what is visible, and has the tools `click` and `type_text`. The
-    conversation ends when the page judges, or with an answer that calls no tool. The reward is the page's own without
-    its clock, at least 0: 1 for a task that was done, and of some tasks a part of it. A page that is lost, since the
-    browser died or a script of it never ends, leaves the rollout unscored.
+    The model sees the instruction and the HTML of the visible elements, and has the tools `click` and `type_text`. The
+    conversation ends when the page has judged the task, or with an answer that calls no tool. The reward is the page's
+    reward without its time discount, at least 0: 1 for a completed task, or a fraction in tasks with partial credit. If
+    the page is lost because the browser died or a script never ends, the rollout is not scored.
 
-    Pages run in Chromium, each conversation in one of its own, and reach no network.
+    Pages run in Chromium, one for each conversation, and have no access to a network.
 
     Args:
-        tasks: a task's name, such as `click-button`, or several, which take turns.
-        pages: folder with the pages: `miniwob/TASK.html` and what these load. By default that of the package `miniwob`,
-            which is installed into an environment of its own at the first use.
+        tasks: name of a task, such as `click-button`, or names of several tasks, which alternate.
+        pages: folder with the pages, `miniwob/TASK.html`, and the files that they load. By default that of the package
+            `miniwob`, which is installed into its own virtual environment at the first use.
         num_problems: number of problems per epoch and task. A problem is a seed of the page, as in the package.
-        split: `train` or `test`, which use different seeds. Tasks of few variants have the same problems in both.
-        timeout: seconds per action.
-        max_pages: number of open pages; further conversations wait for one.
+        split: `train` or `test`, which use different seeds. Tasks with few variants have the same problems in both.
+        timeout: time limit of an action, in seconds.
+        max_pages: maximum number of open pages; further conversations wait for one.
         **draws: see `DatasetChatEnv`.
 
     Raises:
-        ValueError: if there is no such task, or the package cannot be installed (`InstallError`).
+        ValueError: if a task is unknown, `pages` has no task, or the package cannot be installed (`InstallError`).
         FileNotFoundError: if no Chromium is installed.
 
     Example:
@@ -194,7 +194,7 @@ class WebTask:
         return await self._act(lambda actions: actions.type_text(selector, text, submit))
 
     async def get_reward(self) -> float:
-        """Return what the page pays. Raises PageLost if it is gone."""
+        """Return the page's reward; raise PageLost if the page is lost."""
         if not self._failure and not self._outcome["done"]:
             self._outcome = await self._read(lambda page: page.evaluate(_OUTCOME))
         if self._failure:
@@ -214,16 +214,16 @@ class WebTask:
         try:
             html = await self._read(on_page)
         except PageLost as error:
-            raise StopSignal(f"The task has no page any more: {error}") from error
+            raise StopSignal(f"The page of the task is lost: {error}") from error
         if self._outcome["done"]:
             raise StopSignal("The task has ended.")
         return html
 
     async def _read(self, action: Callable[[Page], Awaitable[Result]]) -> Result:
-        """Run an action on the page that was opened; note it if that is lost."""
+        """Run an action on the page that `reset` opened; if that page is lost, store the reason and raise PageLost."""
 
         async def on_the_same(page: Page) -> Result:
-            if page is not self._page:  # another was opened, after that one was closed
+            if page is not self._page:  # `act` replaced a closed page by a new one
                 raise PageLost("the page was closed before this action.")
             return await action(page)
 
@@ -236,6 +236,6 @@ class WebTask:
 
 @functools.cache
 def package_pages() -> Path:
-    """Return the folder of the package's pages."""
+    """Return the folder of the pages in the package `miniwob`, which is installed if needed."""
     python = python_with([_PACKAGE])
     return next(python.parent.parent.glob("lib/python*/site-packages/miniwob/html"))

@@ -89,7 +89,7 @@ class MLGymWrapper(MessageEnv):
             variables = [f"{name}={value}" for name, value in self.config.env_variables.items()]
             output = self.env.communicate("\n".join([self.config.state_command.code, *variables]))
             if self.env.returncode:
-                raise RuntimeError(f"MLGym's set-up ended with {self.env.returncode}: {output}")
+                raise RuntimeError(f"MLGym's set-up ended with exit code {self.env.returncode}: {output}")
             self.env.add_commands([_command_file(Path(path)) for path in self.config.command_files])
         system = self.config.system_template.format(**self._fields())
         templates = [self.config.task_template, self.config.strategy_template]
@@ -126,7 +126,7 @@ class MLGymWrapper(MessageEnv):
         try:
             fields = {**self._fields(), **json.loads(state)}
         except json.JSONDecodeError as error:
-            raise ValueError(f"MLGym's state command must print JSON, and printed {state!r:.200}.") from error
+            raise ValueError(f"MLGym's state command must print JSON, but printed {state!r:.200}.") from error
         fields["current_step"] = self.env.current_step
         fields["remaining_steps"] = self.env.max_steps - self.env.current_step
         return "\n".join(template.format(**fields, observation=observation) for template in templates)

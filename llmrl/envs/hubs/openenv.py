@@ -1,4 +1,4 @@
-"""`OpenEnvChatEnv`: conversations with the environments of an OpenEnv server, over a WebSocket."""
+"""`OpenEnvChatEnv`: conversations with the environments of an OpenEnv server, over WebSockets."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _LONGEST_WAIT_SECONDS = 2.0
 class OpenEnvChatEnv(MessageChatEnv):
     """Conversations with an OpenEnv server (https://github.com/meta-pytorch/OpenEnv); its package is not needed.
 
-    Each conversation has its own session, which is reset with a row of the dataset, for example a column `seed`.
+    Each conversation has its own session, which is reset with a row of the dataset (a column `seed`, for example).
     Observations are user messages, answers are actions, and the rewards of the steps are summed. Opening a session is
     retried while the server is unreachable or full. A lost session ends its rollout with an error. An action that the
     server refuses as invalid, or for which `action_adapter` raises ValueError, is answered with the reason.
 
     Args:
         dataset, **draws: see `MessageChatEnv`.
-        action_adapter: converts the text of an answer to the action, a dict. By default the text is the only required
-            field of the server's action schema.
-        observation_adapter: converts each observation, a dict, before it is used; if the result is a dict, it is
-            stored as `("next", "env_info")`.
-        history_content_adapter: converts an observation to a text; by default its only field besides `metadata`, or all
-            others as JSON.
+        action_adapter: function that converts the text of an answer to the action, a dict. By default the text is the
+            only required field of the server's action schema.
+        observation_adapter: function that converts each observation, a dict, before it is used; if the result is a
+            dict, it is stored as `("next", "env_info")`.
+        history_content_adapter: function that converts an observation to a text. By default the text is the only field
+            besides `metadata`, or all such fields as JSON.
         timeout: time limit of opening a session and of each answer, in seconds.
 
     Raises:
@@ -104,7 +104,7 @@ class _NotNow(Exception):
 
 
 class _InvalidAction(Exception):
-    """The server refused an action that does not have its schema; the model can be told the reason."""
+    """The server refused an action that does not match its schema; the reason is sent to the model."""
 
 
 class _Session(MessageEnv):
@@ -170,7 +170,7 @@ class _Session(MessageEnv):
         if len(asked) != 1 or fields[asked[0]].get("type") != "string":
             raise ValueError(
                 f"an action of {self._server.url} is not a text but has the fields {sorted(fields)}: pass "
-                "action_adapter, a function that makes them of the text of an answer."
+                "action_adapter, a function that converts the text of an answer to these fields."
             )
         return lambda text: {asked[0]: text}
 
@@ -179,7 +179,7 @@ class _Session(MessageEnv):
         try:
             action = self._server.action(text_of(message.get("content")))
             observation, step = await self._ask({"type": "step", "data": action})
-        except (ValueError, _InvalidAction) as error:  # of the adapter, or of the server
+        except (ValueError, _InvalidAction) as error:  # raised by the adapter, or on the server's refusal
             reason = str(error) if isinstance(error, _InvalidAction) else describe(error)
             told: Message = {"role": "user", "content": f"The action was refused: {reason}"}
             return MessageStep(messages=[told], info={"refused_action": reason})

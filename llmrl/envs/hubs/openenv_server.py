@@ -1,4 +1,4 @@
-"""`OpenEnvServer`: an environment of llmrl behind OpenEnv's protocol, for trainers of other libraries."""
+"""`OpenEnvServer`: serves an environment of llmrl by OpenEnv's protocol, for trainers of other libraries."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SCHEMAS: dict[str, JSON] = {
         "properties": {
             "content": _text("The text."),
             "tool_calls": {"type": "array", "items": {"type": "object"}, "description": "Calls, in OpenAI's form."},
-            "reasoning_content": _text("What precedes the text."),
+            "reasoning_content": _text("The reasoning that precedes the text."),
             "metadata": {"type": "object"},
         },
         "required": ["content"],
@@ -72,7 +72,7 @@ SCHEMAS: dict[str, JSON] = {
         "title": "ChatState",
         "type": "object",
         "properties": {
-            "episode_id": _text("The client's name of the episode, or the problem's."),
+            "episode_id": _text("The id that the client gave the episode, or the group id of the problem."),
             "step_count": {"type": "integer"},
             "num_problems": {"type": ["integer", "null"], "description": "Null for problems without end."},
         },
@@ -81,7 +81,7 @@ SCHEMAS: dict[str, JSON] = {
 
 
 class _Refused(Exception):
-    """A message of a client that cannot be answered."""
+    """Raised for a client's message that cannot be processed; `code` is OpenEnv's error code."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -106,19 +106,19 @@ class _Session:
 class OpenEnvServer:
     """Serves an environment by OpenEnv's protocol (https://github.com/meta-pytorch/OpenEnv), over WebSockets.
 
-    Each connection is a session. `reset` opens the next problem, or with `seed` the one at that place in the
-    environment's order. An action is a message of the assistant: `content`, and `tool_calls` where the environment has
-    tools. An observation has the `messages` since the last action. Rewards are those of the environment's steps, None
-    for a conversation that ended without a score; the last observation's metadata has the breakdown.
+    Each connection is a session. `reset` opens the next problem, or the one at the position `seed` of the environment's
+    order. An action is an assistant message: `content`, and `tool_calls` if the environment has tools. An observation
+    contains the `messages` since the last action. Rewards are those of the environment's steps, or None for a
+    conversation that ended without a score; the metadata of the last observation contains the breakdown.
 
     Args:
-        env: an environment with a dataset that reads messages.
-        name: its name for clients.
-        api_key: key that clients must send as `Authorization: Bearer KEY`.
+        env: environment over a dataset, with `input_mode="history"`.
+        name: name of the environment for clients.
+        api_key: key that clients must send as `Authorization: Bearer KEY`; None for no key.
         step_timeout_seconds: time limit of a reset or a step.
 
     Raises:
-        ValueError: if an environment cannot be played over the protocol.
+        ValueError: if the environment cannot be served over the protocol.
         MissingExtraError: if aiohttp is not installed.
 
     Example:
@@ -154,7 +154,7 @@ class OpenEnvServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen. Raises OSError if the port is taken."""
+        """Start to listen; raise OSError if the port is taken."""
         from aiohttp import web
 
         @web.middleware
@@ -182,7 +182,7 @@ class OpenEnvServer:
         self._runner = runner
 
     async def close(self) -> None:
-        """End all sessions, and the environment."""
+        """Close all sessions and the environment."""
         await asyncio.gather(*(socket.close(code=1001, message=b"the server ends") for socket in self._sockets))
         if self._runner is not None:
             await self._runner.cleanup()
@@ -225,7 +225,7 @@ class OpenEnvServer:
         return socket
 
     async def _answer(self, session: _Session, text: str) -> dict[str, JSON] | None:
-        """Answer a message; None for `close`."""
+        """Return the answer to a message; None for `close`."""
         try:
             kind, data = _read(text)
             if kind == "close":
@@ -239,7 +239,7 @@ class OpenEnvServer:
             raise _Refused("UNKNOWN_TYPE", f"Unknown message type: {kind!r:.80}")
         except _Refused as error:
             return _error(error.code, str(error))
-        except Exception as error:  # of the environment, which ends this conversation only
+        except Exception as error:  # the environment's error ends only this conversation
             if session.conversation is not None:
                 session.conversation.is_done = True
             return _error("EXECUTION_ERROR", describe(error))
@@ -249,7 +249,7 @@ class OpenEnvServer:
             raise _Refused("VALIDATION_ERROR", f"a reset takes {' and '.join(_RESET_FIELDS)}, got {unknown}.")
         seed = data.get("seed")
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
-            raise _Refused("VALIDATION_ERROR", f"seed must be the number of a problem, from 0, got {seed!r:.80}.")
+            raise _Refused("VALIDATION_ERROR", f"seed must be the position of a problem, from 0, got {seed!r:.80}.")
         await self._release(session)
         if seed is not None:
             await self._stepper.call(self._read_up_to, seed)
@@ -263,7 +263,7 @@ class OpenEnvServer:
         return {"observation": observation, "reward": None, "done": False}
 
     def _read_up_to(self, position: int) -> None:
-        """Read the rows of a stream that come before a problem, in the thread of the environment."""
+        """Read streamed rows up to the problem at a position; called in the thread of the environment."""
         if isinstance(self._prompts.items, StreamedRows):
             self._prompts.items.read(position // self._prompts.num_samples + 1)
 
@@ -316,15 +316,15 @@ def _playable_prompts(env: EnvBase) -> PromptSampler:
     inner = environment_parts(env)[0]
     rubric = joint_rubric(find_rubric_rewards(env))
     if drawing is None:
-        reason = "has no dataset, and so no problem to open"
+        reason = "has no dataset to open problems from"
     elif isinstance(inner, AgentEnv | GameEnv):
-        reason = "is played by an agent of its own, or by several players"
+        reason = "is played by its own agent, or by several players"
     elif not isinstance(inner, ChatEnv) or inner.input_mode != "history":
         reason = "does not read messages (input_mode='history')"
     elif not writes_reward(env):
-        reason = "writes no reward: append a RubricReward, for one"
+        reason = "writes no reward: append a RubricReward, for example"
     elif rubric is not None and rubric.is_group_scored:
-        reason = "scores whole groups, and a client plays single conversations"
+        reason = "scores whole groups, but a client plays single conversations"
     else:
         return drawing.prompts
     raise ValueError(f"{type(inner).__name__} cannot be served: it {reason}.")
@@ -338,7 +338,7 @@ def _read(text: str) -> tuple[str, dict[str, JSON]]:
         raise _Refused("INVALID_JSON", f"Invalid JSON: {error}") from None
     data = message.get("data", {}) if isinstance(message, dict) else None
     if not isinstance(data, dict) or not isinstance(message.get("type"), str):
-        raise _Refused("VALIDATION_ERROR", f'a message is {{"type": …, "data": {{…}}}}, got {text!r:.80}.')
+        raise _Refused("VALIDATION_ERROR", f'a message must be {{"type": …, "data": {{…}}}}, got {text!r:.80}.')
     return message["type"], data
 
 
@@ -353,7 +353,7 @@ def _message_of(action: dict[str, JSON]) -> Message:
     except RefusedRequest as error:
         raise _Refused("VALIDATION_ERROR", str(error)) from None
     for call in message.get("tool_calls", ()):
-        if not call["id"]:  # a template may write it
+        if not call["id"]:  # a chat template may render an empty id
             del call["id"]
     return message
 

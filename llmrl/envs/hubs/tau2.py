@@ -26,22 +26,23 @@ _FAILED = ("user_error", "infrastructure_error", "unexpected_error", "context_wi
 
 
 class Tau2Env(AgentEnv):
-    """A domain of tau2-bench (Barres et al. 2025, arXiv 2506.07982): customers, tools, a policy, and its evaluator.
+    """A domain of tau2-bench (Barres et al. 2025, arXiv 2506.07982), with simulated customers, tools and an evaluator.
 
-    The policy plays tau2's agent; the customer is another model behind a URL. Orchestrator, agent, user and evaluator
-    are those of a checkout of https://github.com/sierra-research/tau2-bench, unmodified, in a worker process with a
-    virtual environment of its own, which is made at the first use and kept. tau2 needs Python 3.12.
+    The policy plays tau2's agent, and another model behind a URL plays the customer. The orchestrator, agent, user and
+    evaluator are those of an unmodified checkout of https://github.com/sierra-research/tau2-bench. They run in a worker
+    process with its own virtual environment, which is created at the first use and kept. tau2 needs Python 3.12.
 
-    The reward is tau2's, and what it is a product of the breakdown. A conversation that reaches `max_steps` or the time
-    limit is truncated, with reward 0, as there. One that the customer's model fails is an error.
+    The reward is tau2's, and the breakdown contains its factors. A conversation that reaches `max_steps` or the time
+    limit is truncated, with reward 0, as in tau2. A conversation that fails, for example because of the customer's
+    model, is an error.
 
     Args:
-        domain: `airline`, `retail`, `telecom`, `mock`, ….
-        folder: the checkout.
-        user: the customer's model, as litellm takes it: `model`, and arguments of its requests, such as `api_base`.
-        task_ids: ids of the tasks to take; by default all of the split.
-        split: a split of the domain's tasks; by default `base`. A domain without `train` trains on `base`.
-        max_steps: number of messages and calls after which a conversation is cut.
+        domain: name of the domain, such as `airline`, `retail`, `telecom` or `mock`.
+        folder: folder of the checkout.
+        user: litellm's arguments for the customer's model: `model`, and options of its requests, such as `api_base`.
+        task_ids: ids of the tasks to use; by default all tasks of the split.
+        split: split of the domain's tasks; by default `base`, which is also used for `train` if there is no such split.
+        max_steps: number of messages and calls after which a conversation is truncated.
         timeout_seconds: time limit of a conversation.
         open_seconds: time limit for the worker to start.
         host, port, public_url: see `AgentEnv`.
@@ -77,12 +78,12 @@ class Tau2Env(AgentEnv):
         if not (checkout / "data" / "tau2" / "domains").is_dir():
             raise ValueError(f"folder must be a checkout of tau2-bench, with data/tau2/domains, got {str(folder)!r}.")
         if not isinstance(user.get("model"), str):
-            raise ValueError(f"user must have a `model`, such as 'openai/qwen', got {sorted(user)}.")
+            raise ValueError(f"user must have the entry `model`, such as 'openai/qwen', got {sorted(user)}.")
         self.domain = domain
         self.timeout_seconds = timeout_seconds
         """Time limit of a conversation."""
         self.grace_seconds = 10.0
-        """Time after it in which tau2, which looks at it between messages, ends the conversation itself."""
+        """Time after the limit for tau2, which checks the limit between messages, to end the conversation itself."""
         opening = {
             "data": str(checkout / "data"),
             "domain": domain,
@@ -124,6 +125,6 @@ class Tau2Env(AgentEnv):
         raise NotImplementedError("conversations are played by `run_agent`.")
 
     def close(self, **kwargs: object) -> None:
-        """End the worker."""
+        """End the worker process."""
         super().close(**kwargs)
         self._workers.close()

@@ -1,7 +1,7 @@
-"""Plays conversations of tau2-bench, as a player of `worker_program.py`.
+"""Player of `worker_program.py` for conversations of tau2-bench.
 
-`Tau2Env` starts it in a virtual environment in which llmrl is not installed: it imports the standard library and tau2,
-with its orchestrator, its agent, its user and its evaluator as they are.
+`Tau2Env` starts it in a virtual environment without llmrl, so this file imports only the standard library, tau2 and
+tau2's dependencies. tau2's orchestrator, agent, user and evaluator are unmodified.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Player:
         self._threads = ThreadPoolExecutor(_MAX_CONVERSATIONS, "conversations")
 
     async def play(self, task_id: str, url: str, key: str, model: str) -> Fields:
-        """Play one conversation and evaluate it. One that is cancelled ends with its next request."""
+        """Play one conversation and evaluate it. The thread of a cancelled one runs until its next request fails."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._play, task_id, url, key, model)
 
     def _play(self, task_id: str, url: str, key: str, model: str) -> Fields:
@@ -51,7 +51,7 @@ class Player:
         config = TextRunConfig(
             domain=self.domain,
             llm_agent=f"openai/{model}",
-            # A request that is repeated would be another answer of the policy.
+            # No retries, because a repeated request would get a second answer of the policy.
             llm_args_agent={"api_base": url, "api_key": key, "num_retries": 0, "max_retries": 0},
             llm_user=user.pop("model"),
             llm_args_user=user,
@@ -73,7 +73,7 @@ async def open_player(
 ) -> tuple[Fields, dict[str, Callable[..., Awaitable[object]]]]:
     """Read the tasks; called by `worker_program.py`."""
     os.environ["TAU2_DATA_DIR"] = data
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise it asks the internet while it is imported
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise litellm's import downloads prices
     from loguru import logger
 
     logger.remove()

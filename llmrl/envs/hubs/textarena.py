@@ -14,24 +14,24 @@ from llmrl.envs.sampler import OrderOptions
 Result = TypeVar("Result")
 
 _HOLD_SECONDS = 10.0
-"""Time after which a game that is computing no longer keeps the others from computing: it hangs."""
+"""Time after which a game that holds the random state is considered hung, and others no longer wait for it."""
 
 
 class _RandomNumbers:
-    """Python's global random numbers, which one game uses at a time."""
+    """Lock of Python's global random state, which one game uses at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def acquire(self) -> threading.Lock:
-        """Return the lock, held; one that a game does not give back is replaced."""
+        """Acquire the lock and return it; a lock that a hung game does not release is replaced."""
         while not (lock := self._lock).acquire(timeout=_HOLD_SECONDS):
             if self._lock is lock:
                 self._lock = threading.Lock()
         return lock
 
     def is_held(self, lock: threading.Lock) -> bool:
-        """Return whether a lock was not replaced."""
+        """Return whether a lock is still the current one."""
         return self._lock is lock
 
 
@@ -54,7 +54,7 @@ class TextArenaGame(Game):
         try:
             self._seeded(lambda: self._env.reset(num_players=num_players, seed=seed))
         except AssertionError as error:
-            raise ValueError(f"{env_id} is no game for num_players={num_players}: {error}") from error
+            raise ValueError(f"{env_id} is not a game for num_players={num_players}: {error}") from error
         self._results: dict[str, float] | None = None
 
     def _seeded(self, function: Callable[[], Result]) -> Result:

@@ -1,4 +1,4 @@
-"""`VerifiersEnv`: an environment written for verifiers, unmodified, in a process of its own."""
+"""`VerifiersEnv`: an unmodified environment of the verifiers library, in its own process."""
 
 from __future__ import annotations
 
@@ -26,36 +26,38 @@ _ROWS_PER_REQUEST = 256
 
 
 class VerifiersEnv(AgentEnv):
-    """An environment of the verifiers library (https://github.com/PrimeIntellect-ai/verifiers), as it is.
+    """An unmodified environment of the verifiers library (https://github.com/PrimeIntellect-ai/verifiers).
 
-    Its package runs in a worker process with a virtual environment of its own, which is made at the first use and kept.
-    Its tasks are the dataset, their fields the columns. An episode asks the policy at a collector's endpoint
-    (`AgentEnv`). Weighted rewards, which add up, and metrics are the breakdown; `info`, the state and what stopped the
-    episode are in the rollout's `info`; errors of verifiers make the rollout an error.
+    Its package runs in a worker process with its own virtual environment, which is created at the first use and kept.
+    The tasks are the dataset, and their fields are its columns. An episode sends requests to the policy at the endpoint
+    of a collector (`AgentEnv`). The reward is the sum of the weighted rewards, which are in the breakdown with the
+    metrics. The rollout's `info` contains the episode's `info`, state and stop condition. An error of verifiers makes
+    the rollout an error.
 
     The policy plays every seat for which the configuration names no `model` or `client`. If it plays several, each is a
-    rollout with a role, as in `GameEnv`, and `repeats` counts rollouts; seats that the environment does not train are
-    played by the policy, and not recorded. Seats that name no harness get messages and the environment's tools in the
-    worker, without a shell or a container: name one in `config` for more.
+    rollout with a role, as in `GameEnv`, and `repeats` counts rollouts. The policy also plays the seats that the
+    environment does not train, which are not recorded. A seat without a harness runs in the worker, with messages and
+    the environment's tools, but without a shell or a container; name a harness in `config` if it needs them.
 
-    The package runs with your rights. A worker that dies is replaced; the rollouts that it played are errors.
+    The package runs with the permissions of this process. A worker that dies is replaced, and its rollouts are errors.
 
     Args:
-        taskset: id of the taskset, as of `vf-eval`.
-        requirements: lines as of a `requirements.txt`, such as the package's name, or its folder (`./my_env`).
-            verifiers itself is always installed.
-        config: configuration of the environment, as under `[env]` of verifiers' files: `taskset`, seats, judges.
-        select: which tasks to take, as verifiers' `select`, such as `{"include": {"idx": ["0:100"]}}`.
+        taskset: id of the taskset, as for `vf-eval`.
+        requirements: lines of a `requirements.txt`, such as the package's name, or its folder (`./my_env`). verifiers
+            itself is always installed.
+        config: configuration of the environment, as in the section `[env]` of verifiers' files: `taskset`, seats,
+            judges.
+        select: selection of tasks in the format of verifiers' `select`, such as `{"include": {"idx": ["0:100"]}}`.
         split: value of the taskset's own field `split` or `dataset_split`; a taskset without one has only `train`. Also
             the prefix of group ids, unless `name` is given.
         timeout_seconds: time limit of an episode, which truncates its rollouts.
         open_seconds: time limit for the worker to start and to load the package.
         host, port, public_url: see `AgentEnv`.
-        **draws: see `DatasetChatEnv`. Tasksets without end cannot be shuffled.
+        **draws: see `DatasetChatEnv`. Infinite tasksets cannot be shuffled.
 
     Raises:
         ValueError: if the packages cannot be installed (`InstallError`), verifiers refuses the taskset or its
-            configuration, the policy plays no seat, or `repeats` is no multiple of the number of its seats.
+            configuration, the policy trains no seat, or `repeats` is not a multiple of the number of trained seats.
 
     Example:
         >>> VerifiersEnv("reverse-text", requirements="./reverse_text")
@@ -110,8 +112,8 @@ class VerifiersEnv(AgentEnv):
         seats = tuple(name for name, is_trained in opened["seats"].items() if is_trained)
         if not seats:
             raise ValueError(
-                f"the policy trains no seat of {taskset!r}: {sorted(opened['seats'])} are fixed, or have a model of "
-                "their own in config."
+                f"the policy trains no seat of {taskset!r}: the environment does not train {sorted(opened['seats'])}, "
+                "or config gives them a model or client."
             )
         self._seats = seats
         super().__init__(
@@ -150,8 +152,8 @@ class VerifiersEnv(AgentEnv):
         traces = [trace for trace in episode["traces"] if trace["seat"] == seat]
         if len(traces) > 1:
             raise ValueError(
-                f"the seat {seat!r} played {len(traces)} conversations in one episode, and a rollout is one with one "
-                "reward: configure the environment to play one."
+                f"the seat {seat!r} played {len(traces)} conversations in one episode, but a rollout is one "
+                "conversation with one reward: configure the environment to play one."
             )
         if not traces:
             return Score(0.0, is_scored=False)
@@ -175,13 +177,13 @@ class VerifiersEnv(AgentEnv):
         raise NotImplementedError("episodes are played by `run_agent`.")
 
     def close(self, **kwargs: object) -> None:
-        """End the worker."""
+        """End the worker process."""
         super().close(**kwargs)
         self._workers.close()
 
 
 class _Rows:
-    """Iterator of the tasks in parts, as rows."""
+    """Iterator over the tasks, in lists of rows."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers

@@ -1,7 +1,7 @@
-"""Plays episodes of a verifiers environment, as a player of `worker_program.py`.
+"""Player of `worker_program.py` for episodes of a verifiers environment.
 
-`VerifiersEnv` starts it in a virtual environment in which llmrl is not installed: it imports the standard library,
-verifiers and what verifiers depends on.
+`VerifiersEnv` starts it in a virtual environment without llmrl, so this file imports only the standard library,
+verifiers and verifiers' dependencies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Fields = dict[str, Any]
 _MAX_ROWS_BYTES = 4 << 20
 _MAX_INFO_BYTES = 64 << 10
 _CHAT = "llmrl_chat"
-_NO_KEY = "LLMRL_NO_KEY"  # the address of a seat holds its key
+_NO_KEY = "LLMRL_NO_KEY"  # a seat's key is part of its URL
 _SPLIT_FIELDS = ("split", "dataset_split")
 
 
@@ -67,7 +67,7 @@ class ChatHarness(Harness[HarnessConfig]):
         data: vf.TaskData,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        """Ask until an answer calls no tool; a refused request ends the loop, as it ends the program of `null`."""
+        """Send requests until an answer calls no tool; a failed request ends the loop, as it ends `null`'s program."""
         system_prompt, prompt = self.resolve_prompt(data)
         messages: list[Any] = []
         if system_prompt:
@@ -84,7 +84,7 @@ class ChatHarness(Harness[HarnessConfig]):
             while True:
                 try:
                     completion = await client.chat.completions.create(model=ctx.model, messages=messages, **options)
-                except Exception:  # verifiers keeps what its interception server answered, which is the cause
+                except Exception:  # verifiers' interception server has recorded the cause
                     return ProgramResult(1, "", traceback.format_exc())
                 message = completion.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
@@ -106,14 +106,14 @@ class ChatHarness(Harness[HarnessConfig]):
 
 
 def _client(endpoint: str, secret: str) -> AsyncOpenAI:
-    # Nothing is encrypted here, and reading certificates takes 30 ms.
+    # The connection is not encrypted, and reading certificates would take 30 ms.
     return AsyncOpenAI(
         base_url=endpoint, api_key=secret, timeout=None, http_client=DefaultAsyncHttpxClient(verify=False, timeout=None)
     )
 
 
 async def _called(function: Function, dispatch: dict[str, tuple[str, str]], connections: Fields) -> object:
-    """Return the result of a call, or what is wrong with it, in the words of verifiers' program."""
+    """Return the result of a call, or the error text that verifiers' `null` program would return."""
     try:
         arguments = json.loads(function.arguments or "{}")
     except json.JSONDecodeError as error:
@@ -127,7 +127,7 @@ async def _called(function: Function, dispatch: dict[str, tuple[str, str]], conn
 
 
 def register_harness() -> None:
-    """Make `ChatHarness` a plugin of verifiers, which it finds by the name of a module."""
+    """Register `ChatHarness` as a plugin of verifiers, which finds plugins by the names of modules."""
     module = ModuleType(_CHAT)
     module.ChatHarness = ChatHarness  # type: ignore[attr-defined]
     module.__all__ = ["ChatHarness"]  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def register_harness() -> None:
 
 
 def resolved_config(taskset: str, config: Fields, split: str | None) -> vf.EnvConfig:
-    """Return the environment's configuration; seats that leave it open chat in this process, without a sandbox."""
+    """Return the environment's configuration; by default, seats use `ChatHarness` without a sandbox."""
     data: Fields = copy.deepcopy(config)
     data["taskset"] = {**data.get("taskset", {}), "id": taskset}
     if split is not None:
@@ -165,7 +165,7 @@ def resolved_config(taskset: str, config: Fields, split: str | None) -> vf.EnvCo
             place = f"{name}.retries" if name else "retries"
             raise ValueError(
                 f"{place} must be left at 0: the answers of a failed attempt would be trained with the reward of the "
-                "next one. A rollout that fails is an error, and its group goes on without it."
+                "next one. A failed rollout is an error, and its group continues without it."
             )
     return resolved
 
@@ -180,7 +180,7 @@ class Player:
         self.data_class = self.task_class.data_type()
         if excluded := [name for name, field in self.data_class.model_fields.items() if field.exclude]:
             raise ValueError(
-                f"{self.data_class.__name__} excludes {excluded} from its JSON, so its tasks do not travel."
+                f"{self.data_class.__name__} excludes {excluded} from its JSON, so its tasks cannot be sent as rows."
             )
         self._rows: Iterator[vf.Task] = iter(())
         self._place = -1
@@ -196,7 +196,7 @@ class Player:
         }
 
     async def rows(self, start: int, count: int) -> Fields:
-        """Return the next tasks as rows; reading goes on where it was, or starts again."""
+        """Return tasks from index `start` as rows; unless `start` continues the last call, reading starts again."""
         if start != self._place:
             self._rows = itertools.islice(iter(self.tasks), start, None)
             self._place = start
@@ -252,7 +252,7 @@ def _error(error: vf.Error) -> dict[str, str]:
 
 
 def _short(value: object) -> object:
-    """Return a value as JSON, cut to a text if it is long."""
+    """Convert a value to JSON types; a long value becomes a truncated JSON text."""
     text = json.dumps(value, default=str, skipkeys=True)
     return json.loads(text) if len(text) <= _MAX_INFO_BYTES else text[:_MAX_INFO_BYTES] + "…"
 

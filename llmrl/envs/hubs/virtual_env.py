@@ -1,4 +1,4 @@
-"""`python_with`: virtual environments for other people's packages, made once and kept."""
+"""`python_with`: cached virtual environments for packages of other projects."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def cache_folder() -> Path:
 
 
 def python_with(requirements: Sequence[str], *, version: str = "") -> Path:
-    """Return the Python of a virtual environment with these packages; the first call makes it.
+    """Return the Python of a virtual environment with these packages, which the first call creates.
 
-    It is made by uv if that is installed, otherwise by `venv` and pip. Folders among the requirements are copied before
-    they are built, which writes into them; another environment is made when their files change.
+    The environment is created with uv if installed, otherwise with `venv` and pip. Folders among the requirements are
+    copied first, because a build writes into its folder; if their files change, a new environment is created.
 
     Args:
-        requirements: lines as of a `requirements.txt`: packages, folders, wheels, options such as `--index-url URL`.
-        version: versions of Python, such as `>=3.12`; by default this one. uv looks for another on this machine.
+        requirements: lines of a `requirements.txt`: packages, folders, wheels, options such as `--index-url URL`.
+        version: required versions of Python, such as `>=3.12`; by default this Python. Only uv can use another Python.
 
     Raises:
         InstallError: if the packages cannot be installed, with the end of the installer's output.
@@ -48,9 +48,9 @@ def python_with(requirements: Sequence[str], *, version: str = "") -> Path:
         return python
     folder.parent.mkdir(parents=True, exist_ok=True)
     with Path(f"{folder}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
         if not (folder / _DONE).exists():  # another process may have made it meanwhile
-            shutil.rmtree(folder, ignore_errors=True)  # left by one that was ended
+            shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted installation
             _make(folder, python, requirements, version)
             (folder / _DONE).touch()
     return python
@@ -76,7 +76,7 @@ def _make(folder: Path, python: Path, requirements: Sequence[str], version: str)
 
 
 def _ignored(folder: object, names: Iterable[str]) -> list[str]:
-    """Return the files of a folder that are not its source."""
+    """Return the names of a folder's entries that are not part of its source."""
     return [name for name in names if name.startswith(".") or name in _BUILT or name.endswith(".egg-info")]
 
 
@@ -93,7 +93,7 @@ def _run(words: list[str]) -> None:
 
 
 def _digest(requirements: Iterable[str], version: str) -> str:
-    """Hash what the environment consists of: Python, the lines, and the files of folders and wheels."""
+    """Return a hash of Python's version, the requirements, and the files of local folders and wheels."""
     content = hashlib.blake2b(f"{sys.version_info[:2]}{version}".encode(), digest_size=10)
     for line in requirements:
         content.update(f"\n{line}\n".encode())

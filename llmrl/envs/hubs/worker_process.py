@@ -1,4 +1,4 @@
-"""`WorkerProcess` and `Workers`: programs of another virtual environment that answer requests."""
+"""`WorkerProcess` and `Workers`: programs in another virtual environment that answer requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LEFT_OUT = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
 
 
 Answer = dict[str, Any]
-"""What a worker answers: an object of JSON."""
+"""Answer of a worker, a JSON object."""
 
 
 class WorkerDied(RuntimeError):
@@ -42,17 +42,17 @@ class WorkerError(RuntimeError):
 
 
 class Request(Future[Answer]):
-    """A request that was sent, and its answer to come."""
+    """A request that was sent, as a future of its answer."""
 
     number: int
 
 
 class Workers:
-    """A player's worker; one that died is replaced when it is asked for.
+    """A worker process for a player; a worker that died is replaced at the next use.
 
     Args:
-        python: returns the interpreter of the worker's virtual environment, which it may have to make.
-        player: the file that `worker_program.py` runs.
+        python: function that returns the interpreter of the worker's virtual environment, and may create it first.
+        player: name of the file that `worker_program.py` runs, in its folder.
         opening: arguments of the request `open`.
         open_seconds: time limit of `open`.
     """
@@ -68,11 +68,11 @@ class Workers:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[Workers], tuple[object, ...]]:
-        # Another process has its own.
+        # A copy in another process starts its own worker.
         return Workers, (self._python, self._player, self._opening, self.open_seconds)
 
     def current(self) -> WorkerProcess:
-        """Return the worker; waits for it to open."""
+        """Return the worker; start it and wait until it is open, if needed."""
         with self._lock:
             if self._worker is None or not self._worker.is_alive:
                 words = [str(_PROGRAM), str(_PROGRAM.with_name(self._player))]
@@ -80,7 +80,7 @@ class Workers:
             return self._worker
 
     async def ask(self, method: str, arguments: Mapping[str, object]) -> Answer:
-        """Ask the worker; cancelling this cancels the request. Raises as `WorkerProcess` does."""
+        """Return the answer to a request; raise WorkerError or WorkerDied. Cancelling this cancels the request."""
         worker = await asyncio.to_thread(self.current)
         request = await asyncio.to_thread(worker.ask, method, arguments)
         try:
@@ -97,15 +97,14 @@ class Workers:
 
 
 class WorkerProcess:
-    """A process that answers requests side by side; all that it started is ended with it.
+    """A process that answers requests concurrently; its descendants are ended with it.
 
-    It is given the descriptor of a socket as its last argument, receives
-    `{"number", "method", "arguments"}` and answers `{"number", "result" | "error", "traceback"?}`
-    (`llmrl.sandbox.frames`). The first request is `open`. Its standard output and error are read, and their end is part
-    of the error when it dies.
+    Its last argument is the descriptor of a socket, over which it receives `{"number", "method", "arguments"}` and
+    answers `{"number", "result" | "error", "traceback"?}` (`llmrl.sandbox.frames`). The first request is `open`. If the
+    process dies, the error contains the end of its standard output and error.
 
     Args:
-        python: interpreter of its virtual environment; the programs beside it come first in its `PATH`.
+        python: interpreter of its virtual environment; the interpreter's folder comes first in the worker's `PATH`.
         words: arguments of the interpreter.
         opening: arguments of the request `open`.
         open_seconds: time limit of `open`.
@@ -162,11 +161,11 @@ class WorkerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the worker accepts requests."""
         return not self._reason
 
     def ask(self, method: str, arguments: Mapping[str, object]) -> Request:
-        """Send a request. Its result raises WorkerError, or WorkerDied."""
+        """Send a request, the result of which may raise WorkerError or WorkerDied; raise WorkerDied after the end."""
         request = Request()
         request.number = next(self._numbers)
         with self._lock:
@@ -209,14 +208,14 @@ class WorkerProcess:
             self._channel.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the process and all that it started. May be called twice."""
+        """End the process and its descendants; may be called repeatedly."""
         self.fail("the worker was closed.")
 
     def _send(self, message: object) -> None:
         try:
             with self._lock:
                 self._channel.sendall(encode(message))
-        except OSError:  # the thread that reads notices the end
+        except OSError:  # the reading thread handles the worker's end
             pass
 
     def _said(self) -> str:
@@ -262,7 +261,7 @@ def _receive(me: weakref.ref[WorkerProcess], channel: socket.socket) -> None:
             worker._received(answer)
         if not data:
             if not reason:
-                # It ends with all that it started, and its last words are read.
+                # Wait for the end of the process, and read the rest of its output.
                 code = worker._process.wait()
                 worker._drain.join(_TERM_SECONDS)
                 how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
@@ -275,4 +274,4 @@ def _end(process: subprocess.Popen[bytes], ending: int) -> None:
     with contextlib.suppress(OSError):
         os.write(ending, b"x")
     os.close(ending)
-    threading.Thread(target=process.wait, daemon=True).start()  # no zombie is left
+    threading.Thread(target=process.wait, daemon=True).start()  # so that no zombie is left

@@ -1,10 +1,10 @@
-"""Answers the requests of a `WorkerProcess`; runs in a process and a virtual environment of its own.
+"""Program of a `WorkerProcess`, which answers its requests in another process and virtual environment.
 
     python worker_program.py PLAYER.py DESCRIPTOR
 
-llmrl is not installed there: this file imports the standard library, and a player what it plays. A player is a file
-with a coroutine `open_player(stack, **arguments)`, which returns the answer to the request `open` and its methods by
-name. Requests and answers are JSON frames on a socket.
+llmrl is not installed there, so this file imports only the standard library, and a player also the library that it
+plays. A player is a file with a coroutine `open_player(stack, **arguments)`, which returns the answer to the request
+`open` and the player's methods by name. Requests and answers are JSON frames on a socket.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEADER = struct.Struct("<I")
 
 
 def _without_nan(value: object) -> object:
-    """Return JSON in which numbers that are not finite are their names, which the other side refuses by."""
+    """Replace numbers that are not finite by their names (JSON has none), which llmrl then reports as invalid."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -41,7 +41,7 @@ def _without_nan(value: object) -> object:
 
 
 class Connection:
-    """Answers requests on the socket; each is a task, so that episodes are played side by side."""
+    """Answers the requests on a socket, each in its own task, so that episodes are played concurrently."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -61,7 +61,7 @@ class Connection:
         self._writer.write(_HEADER.pack(len(body)) + body)
 
     async def serve(self, methods: Methods) -> None:
-        """Answer until the other side hangs up."""
+        """Answer requests until the other side closes the socket."""
         while (request := await self.read()) is not None:
             number = request["number"]
             if request["method"] == "cancel":
@@ -85,7 +85,7 @@ def _failure(error: BaseException) -> dict[str, str]:
 
 
 def load_player(path: str) -> Callable[..., Awaitable[tuple[Fields, Methods]]]:
-    """Run a player's file and return its `open_player`. Its folder is not searched for modules."""
+    """Run a player's file and return its `open_player`; the file's folder is not on the module path."""
     spec = importlib.util.spec_from_file_location("llmrl_player", path)
     assert spec is not None and spec.loader is not None  # it is a Python file
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -23,8 +23,8 @@ _LIMITS = PythonLimits(
 _FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 _MAX_CHARACTERS = 20_000
 
-# The interpreter gets inputs and no expected values: what is not there cannot be read by the answer. The mark tells
-# results from what the answer prints.
+# The interpreter gets the inputs without the expected results, so the answer cannot read these. The random mark
+# distinguishes results from lines that the answer prints.
 _PROGRAM = """
 import json
 namespace = {{}}
@@ -59,7 +59,7 @@ def code_of(completion: str, *, reasoning: bool = False) -> str | None:
 
 
 async def run_tests(code: str, inputs: Sequence[object], expected: Sequence[str]) -> list[bool]:
-    """Return which tests a function `solve` passes; those after the time limit or the end of the process fail.
+    """Return whether `solve` passes each test; tests after the time limit or the end of the process fail.
 
     Args:
         code: untrusted code that defines `solve`.
@@ -92,7 +92,7 @@ def partial_credit(passed: Sequence[bool], expected: Sequence[str]) -> float:
 class CodeReward(RubricReward):
     """Rewards the share of hidden tests that the answer's function passes, beyond those that a constant passes.
 
-    An answer that was cut gets 0, and one that passes all tests 1.
+    A truncated answer gets 0, and an answer that passes all tests gets 1.
 
     Args:
         reasoning: whether the code is inside `<answer>` tags.
@@ -109,16 +109,16 @@ class CodeReward(RubricReward):
             code = code_of(completion, reasoning=reasoning)
             return 0.0 if code is None else partial_credit(await run_tests(code, hidden, expected), expected)
 
-        _interpreters()  # an error of the machine is raised here, not by every answer
+        _interpreters()  # raises IsolationError here instead of for every answer
         super().__init__(Rubric(RewardFn(tests), truncation_reward=0.0))
 
 
 class CodeEnv(DeclaredTaskEnv):
     """Functions to write, judged by hidden tests; see `DeclaredTaskEnv` and `code_problems` for the arguments.
 
-    Answers run in confined interpreters (`PythonExecutorService`), with a limit of four seconds and half a gibibyte.
-    They get the inputs of the tests; results are compared outside. A custom dataset has the columns `query`, `hidden`
-    (the argument of each call of `solve`) and `expected` (the JSON of each result).
+    Answers run in confined interpreters (`PythonExecutorService`), with limits of 4 s for all tests and 512 MiB. The
+    interpreters get the inputs of the tests; results are compared outside. A custom dataset has the columns `query`,
+    `hidden` (the argument of each call of `solve`) and `expected` (the JSON of each result).
 
     Raises IsolationError if this machine cannot confine code.
 

@@ -1,4 +1,4 @@
-"""Small functions to write: generated descriptions, examples, hidden tests and a right solution."""
+"""Small functions to write: generated descriptions, examples, hidden tests and a correct solution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmrl.envs.tasks.task import Split, is_in_split
 
 Solve: TypeAlias = Callable[[list[int]], object]
 
-# Words of a description, and the expression in Python.
+# Words of a description, and the Python expression for them.
 _KEEP = {
     "all": "True",
     "those that are even": "x % 2 == 0",
@@ -54,13 +54,13 @@ _SOLUTION = """def solve(numbers):
 def code_problems(
     num_problems: int = 400, *, split: Split = "train", num_parts: int = 2, seed: int = 0
 ) -> Sequence[Row]:
-    """Return functions of a list of integers to write, with two examples in the prompt and ten hidden tests.
+    """Return problems that ask for a function of a list of integers, with two examples and ten hidden tests.
 
-    A function keeps some numbers, changes them, and gives a list or a number; the splits share no function.
+    A function keeps some numbers, changes them, and returns a list or a number; the splits share no function.
 
     Args:
-        num_problems: number of problems, at most as many as there are functions of `num_parts` in the split.
-        num_parts: number of these three parts that do something, 1 to 3.
+        num_problems: number of problems; fewer are returned if the split has fewer functions of `num_parts`.
+        num_parts: number of these three parts that are not trivial, 1 to 3.
 
     Raises ValueError if `num_parts` is out of range.
 
@@ -86,7 +86,7 @@ def code_problems(
 
 
 def _described(keep: str, change: str, give: str, k: int) -> tuple[str, str]:
-    """Return what a function does, in words, and its code."""
+    """Return a function's description in words, and its code."""
     steps = [*([f"keep {keep}"] if keep != "all" else []), *([change] if change else []), f"return {give}"]
     text = ", then ".join(steps).format(k=k)
     parts = {"keep": _KEEP[keep], "change": _CHANGE[change], "give": _GIVE[give]}
@@ -95,7 +95,7 @@ def _described(keep: str, change: str, give: str, k: int) -> tuple[str, str]:
 
 def _problem(text: str, solution: str, generator: random.Random) -> dict[str, object]:
     namespace: dict[str, Solve] = {}
-    exec(solution, namespace)  # of the tables above
+    exec(solution, namespace)  # code from the tables above
     solve = namespace["solve"]
     tried = [[], *([generator.randint(-9, 20) for _ in range(generator.randint(1, 7))] for _ in range(60))]
     unique = [list(numbers) for numbers in dict.fromkeys(map(tuple, tried))]
@@ -111,7 +111,7 @@ def _problem(text: str, solution: str, generator: random.Random) -> dict[str, ob
 
 
 def _varied(inputs: Sequence[list[int]], solve: Solve) -> list[list[int]]:
-    """Return inputs with outputs that differ as far as possible, so that no constant passes many."""
+    """Return ten inputs with as many different outputs as possible, so that no constant passes many tests."""
     counts: Counter[str] = Counter()
     order = []
     for numbers in inputs:

@@ -23,7 +23,7 @@ def countdown_problems(
 ) -> Sequence[Row]:
     """Return problems with numbers, a reachable target and a solution; the splits share no problem.
 
-    ValueError is raised if the bounds leave no problem.
+    ValueError is raised if the bounds are invalid or leave too few problems.
 
     Example:
         >>> countdown_problems(1, num_count=2, max_number=9)[0].keys()
@@ -39,7 +39,7 @@ def countdown_problems(
     chosen = (problem for problem in problems if is_in_split(problem["query"], split))
     rows = list(itertools.islice(chosen, num_problems))
     if len(rows) < num_problems:
-        raise ValueError(f"the bounds leave no problems to the split {split!r}; raise max_number or num_count.")
+        raise ValueError(f"the bounds leave too few problems in the split {split!r}; raise max_number or num_count.")
     return rows
 
 

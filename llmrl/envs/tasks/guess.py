@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\d{1,9}")
 
 
 def guess_problems(highest: int = 10, *, seed: int = 0) -> list[dict[str, object]]:
-    """Return one game for each number from 1 to `highest`, which is at least 2, in random order.
+    """Return one game for each number from 1 to `highest` (at least 2), in random order.
 
     Example:
         >>> guess_problems(2)[0].keys()

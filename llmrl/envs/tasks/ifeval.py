@@ -53,7 +53,7 @@ class IfEvalScorer(RubricReward):
             raise ValueError(f"format_weights must be {len(_SHARES)} numbers, one for each of {list(_SHARES)}.")
         if not aggregate_reward:
             raise ValueError(
-                "aggregate_reward must be true or a function: there is one reward; the shares are entries next to it."
+                "aggregate_reward must be true or a function: there is one reward, and the shares are in its breakdown."
             )
 
         def followed(completion: str, instruction_id_list: list[str], kwargs: Kwargs) -> IFEvalScoreData:

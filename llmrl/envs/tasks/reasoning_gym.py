@@ -66,7 +66,7 @@ class ReasoningGymProblems:
             raise ValueError(f"tasks must have non-negative weights with a positive sum, got {self.weights}.")
         without = sorted(task for task in self.weights if not factory.has_curriculum(task))
         if curriculum and without:
-            raise ValueError(f"curriculum is set, and reasoning-gym has none for {without}.")
+            raise ValueError(f"curriculum is set, but reasoning-gym has none for {without}.")
         self.num_problems = num_problems
         self.split = check_split(split)
         self.seed = seed
@@ -76,7 +76,7 @@ class ReasoningGymProblems:
         self.config = config or {}
         self.levels = dict.fromkeys(self.weights, 0)
         self._scores: dict[str, deque[float]] = {task: deque(maxlen=window) for task in self.weights}
-        # Not all problems, so that the next epoch generates them at the current level.
+        # Not all problems are cached, so that the next epoch generates them at the current level.
         self._num_kept = max(1, min(_NUM_KEPT, num_problems // 2))
         self._drawn: dict[int, Row] = {}
         self._drawn_levels: dict[int, int] = {}
@@ -105,8 +105,8 @@ class ReasoningGymProblems:
         generator = random.Random(f"{self.seed}/{index}")
         task = generator.choices(list(self.weights), list(self.weights.values()))[0]
         level = self.levels[task] if level is None else level
-        for _ in range(_MAX_DRAWS):  # a data set may ask the same in each problem
-            # Even seeds train, odd ones test.
+        for _ in range(_MAX_DRAWS):  # bounded, because all questions of a task may be equal
+            # Training uses even seeds, the test split odd ones.
             entry = self._dataset(task, level, seed=2 * generator.randrange(2**30) + (self.split == "test"))[0]
             if zlib.crc32(entry["question"].encode()) % 2 == (self.split == "test"):
                 break
@@ -156,7 +156,7 @@ def _check_names(known: Row, tasks: Mapping[str, float], config: Mapping[str, Ro
     for task, arguments in config.items():
         if task not in tasks:
             raise ValueError(f"config has {task!r}, which is not among the tasks {sorted(tasks)}.")
-        own = {"seed": "the environment's seed draws problems", "size": "num_problems says how many there are"}
+        own = {"seed": "the environment's seed draws problems", "size": "num_problems sets the number of problems"}
         names = {field.name for field in dataclasses.fields(known[task][1])} - set(own)
         refuse_unknown(f"config of the task {task!r}", arguments, names, own)
 
@@ -241,7 +241,7 @@ class ReasoningGymEnv(TaskEnv):
             return score_reasoning_gym(completion, task, entry, reasoning=reasoning)
 
         super().__init__(
-            problems,  # type: ignore[arg-type]  # a sequence but for slices
+            problems,  # type: ignore[arg-type]  # a sequence without slices
             system_prompt="Reply with the final answer only." if not reasoning else None,
             reward=RubricReward(_CurriculumRubric(problems, RewardFn(right), truncation_reward=0.0)),
             reasoning=reasoning,

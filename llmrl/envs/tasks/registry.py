@@ -1,4 +1,4 @@
-"""Environments by name: tasks of llmrl, other libraries', installed packages' and files of one's own."""
+"""Environments by name: tasks of llmrl, and environments of other libraries, installed packages and your files."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ HUBS: Mapping[str, tuple[Callable[..., EnvBase], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class NamedEnv:
-    """What makes the environment of a name."""
+    """A named environment, and the function that makes it."""
 
     name: str
     make: Callable[..., object]
     origin: str
-    """`llmrl`, the library, the distribution and its version, or the file."""
+    """`llmrl`, a key of `HUBS`, a distribution with its version, or a file."""
     about: str = ""
     is_foreign: bool = False
-    """Whether `make` need not take `split`, `repeats`, `data` and `seed`."""
+    """Whether `make` comes from a package or a file, so it need not take `split`, `repeats`, `data` and `seed`."""
 
     @property
     def argument_names(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class NamedEnv:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The splits of the data that `make` can be asked for; empty if it takes no split."""
+        """Splits of the data that `make` accepts; empty if it takes no split."""
         return ("train", "test") if "split" in self.argument_names else ()
 
 
@@ -73,18 +73,18 @@ def task_environments() -> dict[str, str]:
 
 
 def announced_environments() -> dict[str, EntryPoint]:
-    """Return the environments that installed packages announce, by their names `PACKAGE/NAME`; imports none of them.
+    """Return the environments that installed packages announce, by their names `PACKAGE/NAME`; import none of them.
 
-    A package does so in its `pyproject.toml`, with a function or a class that returns an environment:
+    A package announces a function or class that returns an environment in its `pyproject.toml`:
 
         [project.entry-points."llmrl.environments"]
         NAME = "module:function"
 
-    Raises ValueError if one name stands for two of them.
+    Raises ValueError if a name is announced with two different functions.
     """
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=ENTRY_POINTS):
-        assert point.dist is not None  # it was read from one
+        assert point.dist is not None  # entry points are read from installed distributions
         name = f"{canonicalize_name(point.dist.name)}/{point.name}"
         other = found.setdefault(name, point)
         if other.value != point.value:
@@ -111,9 +111,9 @@ def is_env_name(name: str) -> bool:
 
 
 def find_env(name: str) -> NamedEnv:
-    """Return what makes the environment of a name; files are executed, packages imported.
+    """Return the environment of a name; its file is executed, or its package imported.
 
-    Raises as `make_task_env` does.
+    Raises the errors of `make_task_env` for names, files and packages.
 
     Example:
         >>> find_env("addition").origin
@@ -132,7 +132,7 @@ def find_env(name: str) -> NamedEnv:
         raise ValueError(_unknown(name))
     try:
         return NamedEnv(name, point.load(), origin_of(point), point.value, is_foreign=True)
-    except Exception as error:  # a package may raise any when it is imported
+    except Exception as error:  # importing a package may raise any exception
         raise ImportError(
             f"the environment {name!r}, {point.value!r} of {origin_of(point)}, cannot be imported: {describe(error)}"
         ) from error
@@ -153,7 +153,7 @@ def _unknown(name: str) -> str:
     known = [*TASKS, *(f"{hub}:{about.partition(',')[0]}" for hub, (_, about) in HUBS.items()), *announced]
     same = [one for one in announced if one.partition("/")[2] == name]
     near = same or [one for one in (nearest(name, known),) if one is not None]
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "One of your own is FILE.py:FUNCTION."
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else "Name your own environment FILE.py:FUNCTION."
     return f"there is no task environment {name!r}, only {', '.join(known)}. {hint}"
 
 
@@ -187,7 +187,7 @@ def make_task_env(
     """
     found = find_env(name)
     if data is not None and "data" not in found.argument_names:
-        raise ValueError(f"data is given, and the environment {name!r} makes its own problems: it takes no data.")
+        raise ValueError(f"data is given, but the environment {name!r} makes its own problems: it takes no data.")
     given: dict[str, object] = {"split": split, "repeats": repeats}
     if data is not None:
         given["data"] = data
@@ -198,7 +198,7 @@ def make_task_env(
         refuse_unknown(f"the environment {name!r}", options, options if known is None else known)
     env = found.make(**given, **options)
     if not isinstance(env, EnvBase):
-        raise TypeError(f"the environment {name!r} must be an EnvBase, its function returned {type(env).__name__}.")
+        raise TypeError(f"the environment {name!r} must be an EnvBase, but its function returned {type(env).__name__}.")
     return env
 
 

@@ -245,10 +245,10 @@ def task_rows(
 
 
 def refuse_generator_options(given: Mapping[str, object]) -> None:
-    """Raise ValueError if options of a generator are given together with a dataset, which they do not change."""
+    """Raise ValueError if options of a generator are given together with a dataset, on which they have no effect."""
     if given:
         options = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise ValueError(f"{options} is for generated problems, and the problems are given as data: leave one out.")
+        raise ValueError(f"{options} is for generated problems, but the problems are given as data: leave one out.")
 
 
 def is_in_split(problem: str, split: Split) -> bool:

@@ -32,8 +32,9 @@ class MCAdvantageSelector(KnownArguments):
 
     Args:
         strategy: one of the strategies above.
-        max_combinations: most subsets that `balanced` compares; above it only unions of lowest and highest returns.
-        in_keys: entries for `select`: `return` and, for subclasses, `trajectories`, the candidates' rows.
+        max_combinations: maximum number of subsets that `balanced` compares; beyond it, only unions of the lowest and
+            the highest returns are compared.
+        in_keys: entries that `select` reads: `return` and, for subclasses, `trajectories`, the candidates' rows.
 
     Example:
         >>> MCAdvantageSelector("max_variance").select([0.5, 0.0, 0.6, 1.0], group_size=2)
@@ -64,14 +65,15 @@ class MCAdvantageSelector(KnownArguments):
     ) -> list[int] | None:
         """Return the indices of the selected candidates in ascending order; all if there are at most `group_size`.
 
-        `candidates` are returns, or a TensorDict with the returns in the first of `in_keys`. Returns None unless the
-        selected mean is strictly within `keep_return_bounds` (DAPO, arXiv:2503.14476, equation 11).
+        `candidates` are returns, or a TensorDict with the returns in the first of `in_keys`. Returns None without
+        candidates, or if the selected mean is not strictly within `keep_return_bounds` (DAPO, arXiv:2503.14476,
+        equation 11).
         """
         returns = candidates
         if isinstance(candidates, TensorDictBase):
             found = candidates.get(self.in_keys[0])
             if found.numel() != candidates.numel():
-                raise ValueError(f"{self.in_keys[0]!r} must be one number a candidate, got the shape {found.shape}.")
+                raise ValueError(f"{self.in_keys[0]!r} must have one number per candidate, got shape {found.shape}.")
             returns = found.flatten().tolist()
         if not len(returns):
             return None
@@ -154,7 +156,7 @@ class CandidateChoice:
     def choose(
         self, returns: Sequence[float], rollouts: Callable[[], Sequence[TensorDictBase]] | None = None
     ) -> Sequence[int] | None:
-        """Return the indices of the rollouts to train on, None if out of bounds; `rollouts` returns their rows."""
+        """Return the indices of the rollouts to train on, or None if out of bounds; `rollouts` returns their rows."""
         if self.num_candidates is None and self.bounds is None:
             return range(len(returns))
         candidates = TensorDict({"return": torch.tensor(returns, dtype=torch.float64)}, batch_size=[len(returns)])

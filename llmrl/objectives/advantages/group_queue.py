@@ -1,4 +1,4 @@
-"""Queue of rows of incomplete groups."""
+"""Queue of the rows of incomplete groups."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class GroupQueue:
 
     Args:
         keys: entries that identify groups and rollouts.
-        num_rollouts: rollouts per group, scored or not, if the rows do not contain the number.
-        max_num_waiting: maximum number of incomplete groups; beyond it the oldest is dropped with a warning.
+        num_rollouts: number of rollouts per group, scored or not, if the rows do not contain it.
+        max_num_waiting: maximum number of incomplete groups; beyond it, the oldest group is dropped with a warning.
 
     Example:
         >>> from tensordict import TensorDict
@@ -77,7 +77,7 @@ class GroupQueue:
         for row in rows:
             touched.setdefault(self.keys.group_id(row), []).append(row)
         ready: list[TensorDictBase] = []
-        # After all rows are added, so that a rollout's rows stay together.
+        # Groups are checked only after all rows are added, so that the rows of a rollout stay together.
         for group, new in touched.items():
             known = [*self.waiting.get(group, ()), *new]
             if len(set(map(self.keys.rollout_id, known))) < self.keys.size(new[-1], self.num_rollouts):
@@ -101,6 +101,6 @@ class GroupQueue:
             self.num_abandoned += 1
             warnings.warn(
                 f"Group {oldest!r} was dropped: it stayed incomplete with {len(rows)} rows while "
-                f"{self.max_num_waiting} later groups came (it has {size} rollouts).",
+                f"{self.max_num_waiting} later groups arrived (it has {size} rollouts).",
                 stacklevel=5,
             )

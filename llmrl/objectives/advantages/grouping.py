@@ -16,7 +16,7 @@ from llmrl.data.ragged import check_entry, flat_batch, has_entry, write_column
 from llmrl.data.tensordicts import non_tensor, plain
 
 GROUP_KEY: NestedKey = ("rollout", "group_id")
-# Written into turns, which have no rollout id: their trajectory's name, and the group of its first turn.
+# Entries written into turns, which have no rollout id: name of the trajectory, and group of its first turn.
 _TRAJECTORY: NestedKey = ("rollout", "trajectory")
 _TRAJECTORY_GROUP: NestedKey = ("rollout", "trajectory_group")
 _REDUCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sum": torch.sum, "max": torch.max, "mean": torch.mean}
@@ -39,11 +39,11 @@ class GroupKeys:
 
     @property
     def read(self) -> list[NestedKey]:
-        """Required entries of rows: group and reward."""
+        """Required entries of rows: group (or else the rollout id) and reward."""
         return [self.group or self.rollout, self.rewards]
 
     def rows(self, tensordict: TensorDictBase) -> list[TensorDictBase]:
-        """Return a batch's rows, with turns assigned to trajectories; raises RuntimeError if one does not end."""
+        """Return a batch's rows, with turns assigned to trajectories; raise RuntimeError if the last does not end."""
         rows = list(flat_batch(tensordict).unbind(0)) if tensordict.batch_size.numel() else []
         turns = [row for row in rows if not has_entry(row, self.rollout) and has_entry(row, self.done)]
         name = ""
@@ -58,8 +58,8 @@ class GroupKeys:
                 name = ""
         if name:
             raise RuntimeError(
-                f"the last turn is not done ({self.done!r}), and groups are made of whole trajectories: collect them "
-                "with yield_completed_trajectories=True."
+                f"the last turn is not done ({self.done!r}), but groups consist of whole trajectories: collect with "
+                "yield_completed_trajectories=True."
             )
         return rows
 
@@ -68,7 +68,7 @@ class GroupKeys:
         return has_entry(rows[0], _TRAJECTORY)
 
     def scored(self, row: TensorDictBase) -> bool:
-        """Return whether the row's rollout was scored, which is the default, with a finite reward."""
+        """Return whether the row's rollout was scored (assumed if the entry is missing) with a finite reward."""
         is_scored = not has_entry(row, self.is_scored) or bool(row.get(self.is_scored))
         return is_scored and (not has_entry(row, self.rewards) or bool(row.get(self.rewards).isfinite().all()))
 
@@ -89,7 +89,7 @@ class GroupKeys:
         return self.group_id(row) if self.by is None else (self.group_id(row), _identifier(row, self.by))
 
     def size(self, row: TensorDictBase, default: int) -> int:
-        """Return the number of rollouts in the row's group, as its collector counted them, or the default."""
+        """Return the number of rollouts in the row's group, as counted by its collector, or the default."""
         return int(row.get(self.num_in_group)) if has_entry(row, self.num_in_group) else default
 
     def rollout_values(

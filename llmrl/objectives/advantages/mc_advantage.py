@@ -31,7 +31,7 @@ from llmrl.objectives.penalties.kl_penalty import KLPenalty
 
 LOSS_MASK_KEY: NestedKey = ("masks", "all_assistant_mask")
 Settled = tuple[dict[Hashable, float], set[Hashable]]
-"""The advantages of a group's rollouts, if each has one, and the rollouts that stay in the batch."""
+"""Advantages of a group's rollouts (empty if written per turn or token already), and the rollouts that are kept."""
 
 
 class MCAdvantage(KnownArguments, GroupCounters):
@@ -47,24 +47,25 @@ class MCAdvantage(KnownArguments, GroupCounters):
     rows or `grpo_size`; without `grpo_size` every group counts as complete.
 
     Turns without a rollout id, such as those of TorchRL's collectors, have their own rewards. Their trajectories end
-    at `("next", "done")`; RuntimeError is raised if the last one does not end.
+    at `("next", "done")`; RuntimeError is raised if the last trajectory does not end.
 
     REINFORCE++ (arXiv:2501.03262) is `normalization="none", normalize_batch=True, kl_penalty=KLPenalty(coeff)`; its
     variant with a group baseline is `normalization="mean", normalize_batch=True` with a KL in the loss. The batch's
     mean and deviation include groups without signal.
 
     Args:
-        grpo_size: rollouts in a group, scored or not; with candidates, the number to train on. A collector requires
-            that it matches the environment's `repeats`.
+        grpo_size: number of rollouts in a group, scored or not; with candidates, number to train on. A collector
+            requires that it matches the environment's `repeats`.
         prompt_key: entry that identifies groups instead of the group id.
         rewards_key, advantage_key, done_key: entries read and written.
-        verbose: print statistics of groups to stderr.
+        verbose: whether to print statistics of groups to stderr.
         normalization: normalization of `group_advantages`.
-        normalize_batch: also normalize over the batch (`batch_normalized`); only for whole batches.
-        kl_penalty: subtract the KL of each token and all later ones (`KLPenalty.to_go`) before normalizing over the
-            batch's trained tokens. The advantage is then `[num_tokens]` per row, and every group has signal.
-        component_weights: weights of entries of `("reward_breakdown", NAME)`, each normalized separately in its group,
-            then summed (GDPO, arXiv:2601.05242). By default the total reward is used.
+        normalize_batch: whether to also normalize over the batch (`batch_normalized`); only for whole batches.
+        kl_penalty: penalty for the KL of each token and all later ones (`KLPenalty.to_go`), subtracted before the
+            normalization over the batch's trained tokens. The advantage is then `[num_tokens]` per row, and every group
+            has signal.
+        component_weights: weights of the entries `("reward_breakdown", NAME)`, which are normalized separately in the
+            group and then summed (GDPO, arXiv:2601.05242). By default the total reward is used.
         by: `"role"` compares each rollout only with those of its group in the same role (SPIRAL, arXiv:2506.24119,
             section 3.3, with the group's mean instead of a running mean).
         gamma: discount per turn, for rows with turn rewards: each turn's return-to-go is compared with that of the
@@ -72,12 +73,13 @@ class MCAdvantage(KnownArguments, GroupCounters):
             `[num_tokens]` per row. None gives each rollout one advantage.
         trajectory_return: reduction of turn rewards to the return of a trajectory; None compares each turn's reward
             with all turns of the group. Only for turns.
-        candidate_group_size: rollouts sampled per group, of which `candidate_selector` selects `grpo_size`.
-        candidate_selection_min_size: rollouts required for a first selection in a replay buffer, by default
+        candidate_group_size: number of rollouts sampled per group, from which `candidate_selector` selects `grpo_size`.
+        candidate_selection_min_size: number of rollouts required for a first selection in a replay buffer, by default
             `grpo_size`; if the selection is out of bounds, more rollouts are awaited, up to `candidate_group_size`.
         candidate_selector: selection rule.
-        keep_return_bounds: drop groups with a mean return not strictly within these bounds.
-        drop_constant_groups: drop groups with equal returns (DAPO, equation 11); not for `normalization="none"`.
+        keep_return_bounds: exclusive bounds of the mean return; other groups are dropped.
+        drop_constant_groups: whether to drop groups with equal returns (DAPO, equation 11); without effect for
+            `normalization="none"` and `kl_penalty`.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -156,7 +158,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         is_chosen = self.candidates.num_candidates is not None or self.candidates.min_candidates is not None
         if by is not None and is_chosen:
             raise ValueError(
-                "candidates are chosen within a group, and by='role' compares parts of a group: pass one of them."
+                "candidates are chosen within a group, but by='role' compares parts of a group: pass only one of them."
             )
         if self.gamma is None:
             return
@@ -166,7 +168,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         if self.trajectory_return is not None:
             given.append("trajectory_return")
         if given:
-            raise ValueError(f"gamma compares turns, and {', '.join(given)} compare rollouts: leave one out.")
+            raise ValueError(f"gamma compares turns, and {', '.join(given)} compare rollouts: pass only one kind.")
 
     def _options_of_rollouts(self) -> list[str]:
         """Return the given options that require one return per rollout."""
@@ -198,8 +200,8 @@ class MCAdvantage(KnownArguments, GroupCounters):
         """Queue rows and return complete groups, or None."""
         if self.normalize_batch:
             raise ValueError(
-                "normalize_batch needs whole batches, and a replay buffer is written group by group: give "
-                "MCAdvantage to the collector (postproc) instead of appending it to the buffer."
+                "normalize_batch needs whole batches, but a replay buffer is written group by group: pass MCAdvantage "
+                "to the collector (postproc) instead of appending it to the buffer."
             )
         with self._lock:
             rows = self.keys.rows(tensordict)
@@ -244,7 +246,7 @@ class MCAdvantage(KnownArguments, GroupCounters):
         return stack_rows(kept)
 
     def _penalize(self, batch: TensorDictBase, kl_penalty: KLPenalty) -> None:
-        """Replace the rollouts' advantages with normalized advantages of tokens."""
+        """Replace the rollouts' advantages with token advantages, penalized by the KL and normalized over the batch."""
         masks = [mask.bool() for mask in ragged_column(batch, LOSS_MASK_KEY)]
         columns = zip(batch.unbind(0), kl_penalty.to_go(batch), masks, strict=True)
         values = [float(row[self.advantage_key]) - penalty[mask] for row, penalty, mask in columns]

@@ -18,8 +18,8 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
 
     - `std`: `(r - mean) / std` with the unbiased standard deviation (GRPO, arXiv:2402.03300, section 4.1.2);
     - `mean`: `r - mean` (Dr. GRPO, arXiv:2503.20783, section 3.2);
-    - `leave_one_out`: `r` minus the mean of the others (RLOO, arXiv:2402.14740, section 3.3);
-    - `relative`: `(r - mean) / mean`, for nonnegative rewards (MaxRL, arXiv:2602.02710); raises ValueError for others;
+    - `leave_one_out`: `r` minus the mean of the other rewards (RLOO, arXiv:2402.14740, section 3.3);
+    - `relative`: `(r - mean) / mean` (MaxRL, arXiv:2602.02710); raises ValueError for negative rewards;
     - `none`: `r`, for a baseline over the whole batch (`batch_normalized`).
 
     Except with `none`, a group of one rollout or with equal rewards gets zeros.
@@ -41,8 +41,8 @@ def group_advantages(rewards: Sequence[float], normalization: Normalization = "s
     elif normalization == "relative":
         if min(rewards) < 0:
             raise ValueError(
-                f"normalization='relative' divides by the mean of rewards from 0 on, got {min(rewards)}; shift them, "
-                "or take 'mean' or 'std'."
+                f"normalization='relative' needs rewards from 0 on, got {min(rewards)}; shift them, or use 'mean' or "
+                "'std'."
             )
         centred = centred / values.mean()
     elif normalization == "leave_one_out":

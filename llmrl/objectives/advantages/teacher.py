@@ -12,8 +12,8 @@ from llmrl.objectives.kl import masked_kl
 class TeacherAdvantage(Transform):
     """Writes the advantage `coeff * (log pi_teacher - log pi)` of each trained token that the student sampled.
 
-    Its policy gradient is that of the reverse KL at each token, without a token's effect on later ones (on-policy
-    distillation, arXiv:2306.13649). An existing advantage, such as `MCAdvantage`'s, is added.
+    Its policy gradient is that of the reverse KL at each token, without the effect of a token on later ones (on-policy
+    distillation, arXiv:2306.13649). An existing advantage, such as that of `MCAdvantage`, is added.
 
     The student's log-probs are the sampler's; `write_log_probs` writes the teacher's under
     `("next", "teacher_log_probs", "full")`. Writes `"advantage"` and `"kl_to_teacher"` (`log pi - log pi_teacher`),

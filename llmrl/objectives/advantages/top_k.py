@@ -19,7 +19,7 @@ class TopKRewardSelector(KnownArguments, Transform):
     until `total_dialog_turns` rollouts of their group have arrived. A collector takes `postproc=selector.select`.
 
     Args:
-        total_dialog_turns: rollouts in a group, scored or not.
+        total_dialog_turns: number of rollouts in a group, scored or not.
         topk_size: maximum number of rollouts kept per group.
         prompt_key: entry that identifies groups instead of the group id.
         rewards_key, done_key: entries read; turns are handled as in `MCAdvantage`.
@@ -53,7 +53,7 @@ class TopKRewardSelector(KnownArguments, Transform):
         self.in_keys = self.keys.read
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Do nothing: sampled batches were selected when they were written."""
+        """Return the batch unchanged; its rows were selected when they were written."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:

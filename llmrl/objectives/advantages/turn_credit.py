@@ -22,8 +22,8 @@ TOKEN_REWARD_KEY: NestedKey = ("turns", "token_reward")
 def returns_to_go(rewards: Sequence[float], gamma: float, parents: Sequence[int] = ()) -> list[float]:
     """Return the sum of the rewards of each turn and all later ones, discounted by `gamma` per turn.
 
-    With `parents`, the index of the turn before each or -1, the turns are a tree: a reward counts for its turn and for
-    those that lead to it, and the last reward, which scores the rollout, for all turns.
+    `parents` has for each turn the index of the turn before it, or -1. The turns then form a tree: a reward counts for
+    its turn and the turns that lead to it, and the last reward, which scores the rollout, for all turns.
 
     Example:
         >>> returns_to_go([1.0, 0.0, 4.0], 0.5), returns_to_go([0.0, 2.0, 4.0], 0.5, [-1, 0, -1])
@@ -31,7 +31,7 @@ def returns_to_go(rewards: Sequence[float], gamma: float, parents: Sequence[int]
     """
     if parents:
         along = [*rewards[:-1], 0.0]
-        for place in range(len(parents) - 1, -1, -1):  # turns come after those that lead to them
+        for place in range(len(parents) - 1, -1, -1):  # children come after their parents
             if parents[place] >= 0:
                 along[parents[place]] += gamma * along[place]
         score = returns_to_go([0.0] * (len(rewards) - 1) + [rewards[-1]], gamma)
@@ -45,7 +45,7 @@ def returns_to_go(rewards: Sequence[float], gamma: float, parents: Sequence[int]
 
 
 def turns_of(returns: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the returns of each turn over the rollouts that have it: `[[1, 3], [2]]` for `[[1, 2], [3]]`."""
+    """Return the returns of each turn in the rollouts that have this turn: `[[1, 3], [2]]` for `[[1, 2], [3]]`."""
     num_turns = max(map(len, returns), default=0)
     return [[one[place] for one in returns if place < len(one)] for place in range(num_turns)]
 
@@ -85,14 +85,14 @@ def turn_scales(returns: Mapping[Hashable, Sequence[float]], normalization: Norm
 
 
 def turn_rewards(row: TensorDictBase) -> list[float]:
-    """Return the rewards of the turns of a row's rollout, `[num_turns]`; raises KeyError if the row has none."""
+    """Return the rewards of the turns of a row's rollout, `[num_turns]`; raise KeyError if the row has none."""
     check_entry(row, REWARD_KEY, owner="A row")
     rewards: list[float] = row.get(REWARD_KEY).double().tolist()
     return rewards
 
 
 def turn_returns(row: TensorDictBase, gamma: float) -> list[float]:
-    """Return the returns-to-go of the turns of a row's rollout, `[num_turns]`; raises KeyError without rewards."""
+    """Return the returns-to-go of the turns of a row's rollout, `[num_turns]`; raise KeyError without rewards."""
     parents: list[int] = row.get(PARENT_KEY).tolist() if has_entry(row, PARENT_KEY) else []
     return returns_to_go(turn_rewards(row), gamma, parents)
 
@@ -102,7 +102,7 @@ def on_tokens(
 ) -> torch.Tensor:
     """Return each turn's advantage at the tokens that it sampled, `[num_tokens]`; 0 elsewhere.
 
-    For dense rewards, the rewards at earlier tokens of the turn are subtracted.
+    With dense rewards, the rewards at earlier tokens of the turn, divided by the turn's scale, are subtracted.
     """
     mask = row.get(mask_key).bool()
     starts = row.get(START_KEY)

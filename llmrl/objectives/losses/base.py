@@ -34,7 +34,7 @@ class MicroLoss:
     log_probs: torch.Tensor | None = None
     """[num_tokens]: log-probs of the policy before the update, detached."""
     is_repeated: bool = False
-    """Whether another rank counts this micro-batch, so that its gradient is zero here."""
+    """Whether another rank counts this micro-batch; its gradient is then zero on this rank."""
 
     def total(self) -> torch.Tensor:
         """Return the scalar to call `backward` on."""
@@ -103,7 +103,7 @@ class LLMLoss(LossModule):
 
     @property
     def _mask_keys(self) -> list[NestedKey]:
-        """Entries that say which tokens are trained."""
+        """Entries that determine which tokens are trained."""
         keys: dict[MaskingStrategy, list[NestedKey]] = {
             "rlhf": [self.tensor_keys.assistant_mask],
             "sft": [("tokens", "prompt")],
@@ -129,7 +129,7 @@ class LLMLoss(LossModule):
         )
 
     def leave_out_idle_rows(self, inputs: LossInputs) -> None:
-        """Exclude rows without gradient from the computation; the weights of the other tokens stay the same."""
+        """Exclude rows without gradient (by default none) from the computation; the weights of other tokens stay."""
 
     @abstractmethod
     def token_loss(
@@ -171,9 +171,9 @@ class LLMLoss(LossModule):
         rank: int = 0,
         num_ranks: int = 1,
     ) -> Iterable[MicroLoss]:
-        """Yield the losses of this rank's micro-batches; a policy that cannot pack rows has a single one."""
+        """Yield the losses of this rank's micro-batches; a policy that cannot pack rows has one micro-batch."""
         if self.actor_network is None:
-            raise ValueError("The loss has no policy: give actor_network.")
+            raise ValueError("The loss has no policy: pass actor_network.")
         if hasattr(self.actor_network, "packed_log_probs"):
             batches = self.actor_network.pack(
                 inputs.token_ids, inputs.scored_masks, token_budget=token_budget, **inputs.replay
@@ -181,7 +181,7 @@ class LLMLoss(LossModule):
             for packed, is_repeated in share_of(batches, rank, num_ranks):
                 yield replace(self.packed_loss(inputs, packed), is_repeated=is_repeated)
         elif num_ranks > 1:
-            raise ValueError("Only a policy that packs rows, such as TransformersWrapper, can share a batch by ranks.")
+            raise ValueError("Only a policy that packs rows, such as TransformersWrapper, can split a batch by ranks.")
         else:
             yield self._plain_policy_loss(inputs, tensordict)
 
@@ -236,7 +236,7 @@ class LLMLoss(LossModule):
         return losses.sum() if self.is_scalar else losses
 
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
-        """Return the loss of a whole batch, with its graph; raises KeyError or ValueError if the batch is invalid."""
+        """Return the loss of a whole batch, with its graph; raise KeyError or ValueError if the batch is invalid."""
         if not tensordict.batch_size.numel():
             raise ValueError("The batch has no row: there is nothing to compute a loss from.")
         inputs = self.prepare(tensordict)

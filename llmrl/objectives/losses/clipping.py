@@ -14,7 +14,7 @@ _SMALLEST = 1e-12
 
 
 def clip_bounds(clip_epsilon: float | tuple[float, float]) -> tuple[float, float]:
-    """Return `(epsilon_low, epsilon_high)` from one or two numbers; raises ValueError if they are out of range."""
+    """Return `(epsilon_low, epsilon_high)` from one or two numbers; raise ValueError if they are out of range."""
     low, high = clip_epsilon if isinstance(clip_epsilon, (tuple, list)) else (clip_epsilon, clip_epsilon)
     if not 0 <= low <= 1 or not high >= 0:
         raise ValueError(
@@ -62,9 +62,9 @@ def is_within_trust_region(
     """Return which tokens an update may move (DPPO, arXiv:2602.04879), `[num_tokens]` bool.
 
     The divergence is that of the binary distributions "this token or another" with probabilities `mu` (old) and `pi`:
-    `|mu - pi|` (`tv`), or `mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))` (`kl`). It is a lower bound of that of
-    the full distributions. A token beyond `max_divergence` is excluded only if its advantage moves it further away.
-    `old_log_probs` are the sampler's; the bound is a probability for `tv`, in nats for `kl`.
+    `|mu - pi|` (`tv`), or `mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))` (`kl`). It is a lower bound of the
+    divergence of the full distributions. A token beyond `max_divergence` is excluded only if its advantage moves it
+    further away. `old_log_probs` are the sampler's; `max_divergence` is a probability for `tv`, and in nats for `kl`.
 
     Example:
         >>> old, new = torch.tensor([0.5, 0.001]).log(), torch.tensor([0.8, 0.003]).log()

@@ -30,7 +30,7 @@ class GivesDivergence(Protocol):
 
     @property
     def packed_divergence(self) -> Callable[..., torch.Tensor]:
-        """Function of a student, a micro-batch, a direction and scored entries that returns `[num_scored]` numbers."""
+        """Function of student, micro-batch, direction and columns of `in_keys` that returns `[num_scored]` numbers."""
 
 
 class DistillationLoss(KnownArguments, SequenceLoss):
@@ -38,7 +38,7 @@ class DistillationLoss(KnownArguments, SequenceLoss):
 
     Without `teacher`, the KL is estimated from the teacher's log-probs of the same tokens:
     `write_log_probs(teacher, batch, ("next", "teacher_log_probs", "full"))`. For tokens that the student sampled, `k2`
-    has the gradient of the reverse KL and `k3`, TorchRL's, that of the forward KL; that of `k1` ignores the teacher.
+    has the gradient of the reverse KL, and `k3`, as in TorchRL, that of the forward KL.
 
     With `teacher`, the divergence of both distributions at each trained token is computed exactly (GKD, equation 3),
     whichever model sampled the token. `TeacherDistribution` uses whole distributions and no entries of the batch;
@@ -52,7 +52,7 @@ class DistillationLoss(KnownArguments, SequenceLoss):
             student), for tokens that the teacher sampled; with `teacher` also `js`, for any tokens.
         kl_estimator: `k2` or `k3` (`kl_estimate`); ignored with `teacher`.
         teacher: `TeacherDistribution` or `TeacherTopK` of `llmrl.trainer`.
-        masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
+        masking_strategy: trained tokens: `rlhf` the loss mask, `sft` those after `("tokens", "prompt")`, `generic` all.
         reduction, normalize_by_seq_length, tokenizer, tokenizer_kwargs: as in `SequenceLoss`.
     """
 
@@ -122,11 +122,11 @@ class DistillationLoss(KnownArguments, SequenceLoss):
         return keys
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
-        """Read a whole batch and compute token weights; `teacher` requires a policy that packs rows (TypeError)."""
+        """Read a batch and compute token weights; raise TypeError if `teacher=` lacks a policy that packs rows."""
         if self.teacher is not None and not hasattr(self.actor_network, "packed_head"):
             raise TypeError(
-                f"teacher= compares distributions, and actor_network is a {type(self.actor_network).__name__}, which "
-                "writes the log-probs of tokens alone: give a TransformersWrapper, or leave teacher= out and write the "
+                f"teacher= compares distributions, but actor_network is a {type(self.actor_network).__name__}, which "
+                "writes the log-probs of tokens alone: pass a TransformersWrapper, or leave teacher= out and write the "
                 "teacher's log-probs into the batch."
             )
         keys = self.tensor_keys

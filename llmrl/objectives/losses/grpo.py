@@ -45,21 +45,22 @@ class GRPOLoss(LLMLoss):
     Args:
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `sample_log_prob`'s entry with
             gradients (`[num_tokens]` per row).
-        clip_epsilon: one bound or (low, high).
+        clip_epsilon: one bound for both sides, or `(low, high)`.
         dual_clip: bound above 1 on the ratio where the advantage is negative (`clipped_surrogate`).
-        kl_mask_threshold: exclude tokens with `0.5 * (log pi - log pi_sampler)^2` above it from the objective.
-        max_staleness: exclude tokens sampled by a policy more than this many versions old. The current version is
-            `self.policy_version`, or the newest in the batch if that is None.
+        kl_mask_threshold: largest `0.5 * (log pi - log pi_sampler)^2` of tokens that stay in the objective.
+        max_staleness: largest number of versions between the policy that sampled a token and the current one; older
+            tokens are excluded. The current version is `self.policy_version`, or if None the newest in the batch.
         aggregation: method of `aggregation_weights`; a sequence is a rollout with all its rows. Excluded tokens still
             count in the denominator, so that micro-batches add up.
         fixed_length: sequence length for `aggregation="fixed_length"`.
-        entropy_bonus, entropy_coeff: subtract `entropy_coeff * entropy` (0.01 by default); a coefficient implies it.
+        entropy_bonus, entropy_coeff: whether to subtract `entropy_coeff * entropy`, and the coefficient (default 0.01);
+            a given coefficient implies the bonus.
         kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_probs`.
         kl_to_inference_coeff: coefficient of the KL to the sampler.
         kl_estimator: `k1`, `k2` or `k3` (`kl_estimate`); `KLPenalty` puts the KL into the reward instead.
         importance_cap: upper bound of each token's trainer-to-sampler weight, or an `ImportanceBound`, which can also
             mask tokens or weight sequences; a sequence is a row here.
-        masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
+        masking_strategy: trained tokens: `rlhf` the loss mask, `sft` those after `("tokens", "prompt")`, `generic` all.
     """
 
     output_type: type[LLMLossOutput] = GRPOLossOutput
@@ -115,7 +116,7 @@ class GRPOLoss(LLMLoss):
                 raise ValueError(f"{name} must be a finite number of at least 0, got {number}.")
         if dual_clip is not None and not dual_clip > 1:
             raise ValueError(f"dual_clip must be above 1, got {dual_clip}.")
-        # Raises for wrong arguments now rather than at the first batch.
+        # Raises ValueError for invalid arguments now rather than at the first batch.
         aggregation_weights(torch.zeros(1, dtype=torch.int64), 1, aggregation, fixed_length=fixed_length)
         if importance_cap is not None and not isinstance(importance_cap, ImportanceBound):
             importance_cap = ImportanceBound(importance_cap)
@@ -137,7 +138,7 @@ class GRPOLoss(LLMLoss):
         self.importance = importance_cap
         self.masking_strategy: MaskingStrategy = masking_strategy
         self.policy_version: int | None = None
-        """The version being trained, for `max_staleness`."""
+        """Version being trained, for `max_staleness`."""
 
     @property
     def _leaves_tokens_out(self) -> bool:

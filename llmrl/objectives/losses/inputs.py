@@ -27,7 +27,7 @@ class NonFiniteColumnError(ValueError):
     def __init__(self, column: str, key: NestedKey, num_tokens: int, rows: Sequence[int]) -> None:
         super().__init__(
             f"The batch's {column} are not finite at every trained token: {key!r} has NaN or infinities at "
-            f"{num_tokens} of them, in rows {_listed(rows)}. Leave these rows out, or find what wrote them."
+            f"{num_tokens} of them, in rows {_listed(rows)}. Remove these rows, or correct the source of the values."
         )
         self.column = column
         """Name of the column in `TokenInputs.columns`."""
@@ -106,7 +106,7 @@ def read_inputs(
     Args:
         tensordict: the rows.
         tokens_key, mask_key: entries of the token ids and, for the strategy `rlhf`, of the loss mask.
-        masking_strategy: tokens to train.
+        masking_strategy: rule that selects the trained tokens.
         token_columns: entries with one number per token, by column name.
         row_columns: entries with one number per row or per token, by column name.
         device: device of the flat columns.
@@ -151,14 +151,14 @@ def read_inputs(
 
 
 def has_column(tensordict: TensorDictBase, key: NestedKey) -> bool:
-    """Return whether a batch has an optional entry; raises ValueError if only some of its rows have it."""
+    """Return whether a batch has an optional entry; raise ValueError if only some of its rows have it."""
     if has_entry(tensordict, key):
         return True
     has_one = [has_entry(row, key) for row in flat_batch(tensordict).unbind(0)]
     if any(has_one):
         lacking = [index for index, has in enumerate(has_one) if not has]
         raise ValueError(
-            f"some rows of the batch have {key!r}, and rows {_listed(lacking)} do not: write it into all rows, or into "
+            f"some rows of the batch have {key!r}, and rows {_listed(lacking)} do not: write it into all rows or into "
             "none."
         )
     return False
@@ -173,7 +173,7 @@ def read_vectors(tensordict: TensorDictBase, key: NestedKey, inputs: LossInputs)
     shapes = [tuple(row.shape) for row in rows]
     expected = [(len(ids), *shapes[0][1:]) for ids in inputs.token_ids]
     if shapes != expected:
-        raise ValueError(f"{key!r} must have one vector per token, of one length; want {expected}, got {shapes}.")
+        raise ValueError(f"{key!r} must have one vector per token, of equal length; expected {expected}, got {shapes}.")
     return torch.cat(rows)
 
 
@@ -216,12 +216,12 @@ def _check_scored(
     is_unmasked: torch.Tensor,
     masking_strategy: MaskingStrategy,
 ) -> None:
-    """Raise ValueError if log-probs were only computed at the loss mask's tokens, but others are trained, too."""
+    """Raise ValueError if log-probs are zero at all trained tokens outside the loss mask: they were not computed."""
     for name, key in keys.items():
         outside = columns[name].cpu()[is_unmasked]
         if name.endswith("log_probs") and len(outside) and not outside.any():
             raise ValueError(
-                f"masking_strategy={masking_strategy!r} trains on tokens outside the mask, and {key!r} is 0 there; "
+                f"masking_strategy={masking_strategy!r} trains on tokens outside the mask, but {key!r} is 0 there: "
                 "they were not scored. Score all tokens with write_log_probs(..., assistant_only=False), or use "
                 "'rlhf'."
             )
@@ -244,7 +244,7 @@ def _flat(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torc
         if row.numel() != length:
             raise ValueError(f"{key!r} must have one entry per token, {length}, got shape {tuple(row.shape)}.")
         if row.requires_grad:
-            raise ValueError(f"{key!r} of the batch requires grad: it must be data, detach it.")
+            raise ValueError(f"{key!r} of the batch requires grad: detach it.")
         rows.append(at_least_float32(row.reshape(length)))
     return torch.cat(rows) if rows else torch.zeros(0)
 
@@ -260,7 +260,7 @@ def _spread(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> to
 
 
 def _numbered(batch: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, int]:
-    """Return a number for each distinct id and the count of numbers; without ids each row has its own number."""
+    """Return a number per row, equal for equal ids, and the count of numbers; without ids each row has its own."""
     if not has_entry(batch, key):
         return torch.arange(batch.batch_size[0]), batch.batch_size[0]
     numbers: dict[object, int] = {}

@@ -38,13 +38,13 @@ class LLMLossOutput(LossOutput):
     ratio: torch.Tensor
     """[] mean of `pi / pi_old`; 1 at the first update on a batch if the old log-probs are the trainer's."""
     clip_fraction: torch.Tensor
-    """[] fraction of tokens with a ratio outside the clip bounds."""
+    """[] fraction of tokens with a ratio outside the clip bounds, or for `DPPOLoss` outside the trust region."""
     kl_approx: torch.Tensor
     """[] mean of `log pi_old - log pi`."""
     ESS: torch.Tensor
-    """[] effective sample size divided by the number of tokens, for ratio times importance weight before bounding."""
+    """[] effective sample size divided by the number of tokens, of ratio times importance weight before bounding."""
     log_prob_difference_mean: torch.Tensor
-    """[] mean of `|log pi - log pi_sampler|`, with the trainer's old log-probs as `log pi` if the batch has them."""
+    """[] mean of `|log pi - log pi_sampler|`, where `log pi` is the trainer's old log-prob if the batch has it."""
     log_prob_difference_max: torch.Tensor
     """[] maximum of `|log pi - log pi_sampler|`."""
     num_clamped_tokens: torch.Tensor
@@ -59,7 +59,7 @@ class LLMLossOutput(LossOutput):
     importance_weight: torch.Tensor | None = None
     """[] mean of the bounded weights of old policy to sampler."""
     importance_clip_fraction: torch.Tensor | None = None
-    """[] fraction of tokens with a weight that the bounds changed."""
+    """[] fraction of tokens with weights that the bounds changed."""
     staleness: torch.Tensor | None = None
     """[] mean number of versions between the sampling policy and the current one."""
     masked_fraction: torch.Tensor | None = None

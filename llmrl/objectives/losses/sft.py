@@ -31,11 +31,12 @@ class SFTLoss(KnownArguments, SequenceLoss):
     Args:
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `log_probs`' entry with gradients.
         kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_prob`.
-        kl_estimator: estimator of `kl_estimate`; an estimate of the KL only for tokens that the policy sampled.
+        kl_estimator: estimator of `kl_estimate`; it estimates the KL only for tokens that the policy sampled.
         loss_function: `sft`, or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of a row's log-likelihoods
-            (arXiv:2408.10642, equation 8), which sets `kl_to_ref_coeff` to 0 with a warning and excludes `token_mean`.
+            (arXiv:2408.10642, equation 8), which sets a given `kl_to_ref_coeff` to 0 with a warning and does not allow
+            `token_mean`.
         beta: coefficient of `minor_sft`.
-        masking_strategy: `rlhf` loss mask, `sft` tokens after `("tokens", "prompt")`, `generic` all.
+        masking_strategy: trained tokens: `rlhf` the loss mask, `sft` those after `("tokens", "prompt")`, `generic` all.
         reduction, normalize_by_seq_length, tokenizer, tokenizer_kwargs: as in `SequenceLoss`. Most trainers of
             language models use the reduction `token_mean`.
     """
@@ -77,14 +78,14 @@ class SFTLoss(KnownArguments, SequenceLoss):
             if kl_to_ref_coeff is not None:
                 warnings.warn(
                     f"kl_to_ref_coeff={kl_to_ref_coeff} has no meaning with loss_function='minor_sft', in which the "
-                    "reference is a regularizer already; it is set to 0.",
+                    "reference is already a regularizer; the coefficient is set to 0.",
                     stacklevel=3,
                 )
-                kl_to_ref_coeff = 0.0  # as in TorchRL: the output has the KL, which its scripts log
+                kl_to_ref_coeff = 0.0  # as in TorchRL, so that the output has the KL, which scripts log
             if reduction == "token_mean":
                 raise ValueError(
-                    "reduction='token_mean' has no meaning with loss_function='minor_sft': its loss is a sequence's; "
-                    "use 'mean'."
+                    "reduction='token_mean' has no meaning with loss_function='minor_sft', which has one loss per "
+                    "sequence; use 'mean'."
                 )
             # A row has one loss, which is spread over its tokens.
             self.aggregation = "sequence_mean"
@@ -153,5 +154,5 @@ class SFTLoss(KnownArguments, SequenceLoss):
         return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> SFTLossOutput:
-        """Return the losses, and the mean KL over trained tokens."""
+        """Return the losses, and means over trained tokens."""
         return SFTLossOutput(**losses, **summarized(measured))

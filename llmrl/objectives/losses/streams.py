@@ -28,7 +28,7 @@ def trained_tokens(row: TensorDictBase) -> torch.Tensor:
 
 def observed_tokens(row: TensorDictBase) -> torch.Tensor:
     """Return 1 at all tokens outside the loss mask after its first token, `[num_tokens]` float32."""
-    # These are the environment's messages after the first answer, with the template's text around them.
+    # These are the environment's messages after the first answer, including the template's text around them.
     mask = row.get(_MASK).bool()
     return (~mask & (mask.cumsum(0) > 0)).float()
 
@@ -36,7 +36,7 @@ def observed_tokens(row: TensorDictBase) -> torch.Tensor:
 def write_loss_weights(batch: TensorDictBase, **streams: Callable[[TensorDictBase], torch.Tensor]) -> TensorDictBase:
     """Write `("loss_weights", NAME)` into the rows of a batch, in place, for `StreamsLoss`; return the batch.
 
-    Each stream's function returns the `[num_tokens]` weights of a row; ValueError is raised if they are not finite.
+    Each stream's function returns the weights of a row, `[num_tokens]`; raises ValueError if they are not finite.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -94,7 +94,7 @@ class StreamsLossOutput:
         return torch.stack([output.total_loss() for output in self.streams.values()]).sum()
 
     def measurements(self) -> dict[str, float]:
-        """Return the measurements of all streams; names have the prefix `NAME_` except for the first stream."""
+        """Return the measurements of all streams; names have the prefix `NAME_`, except those of the first stream."""
         first = next(iter(self.num_tokens))
         measured = {f"{name}_num_tokens": float(number) for name, number in self.num_tokens.items()}
         for stream, output in self.streams.items():
@@ -115,7 +115,7 @@ class StreamsLoss(LLMLoss):
     - a KL with its own denominator: `DistillationLoss` with the reference's entry as `teacher_log_prob`.
 
     Args:
-        actor_network: the policy, as for `GRPOLoss`.
+        actor_network: policy, as for `GRPOLoss`.
         streams: distinct scalar losses by name, without a policy or `teacher`, and with `masking_strategy="rlhf"`.
         coeffs: factor of each stream's loss, 1 by default.
 
@@ -151,10 +151,10 @@ class StreamsLoss(LLMLoss):
         for name, loss in streams.items():
             is_whole = getattr(loss, "teacher", None) is not None
             checks = {
-                "has a policy of its own: give actor_network to StreamsLoss": loss.actor_network is not None,
-                "must have masking_strategy='rlhf': its tokens have a weight": loss.masking_strategy != "rlhf",
+                "has a policy of its own: pass actor_network only to StreamsLoss": loss.actor_network is not None,
+                "must have masking_strategy='rlhf': loss weights select its tokens": loss.masking_strategy != "rlhf",
                 "must be one number: its aggregation or reduction is 'none'": not loss.is_scalar,
-                "compares whole distributions (teacher=), which takes a pass by itself: train on it apart": is_whole,
+                "compares whole distributions (teacher=), which needs its own pass: train on it separately": is_whole,
             }
             if broken := [what for what, is_wrong in checks.items() if is_wrong]:
                 raise ValueError(f"the stream {name!r} {broken[0]}.")
@@ -176,6 +176,7 @@ class StreamsLoss(LLMLoss):
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
         """Read a whole batch; each stream reads the rows that belong to it."""
         rows = flat_batch(tensordict).unbind(0)
+        # These rows have an empty mask: `read_inputs` gives ids and indices, and each stream adds its own columns.
         mask_key = (LOSS_WEIGHTS, "")
         lengths = [len(row.get(self.tensor_keys.action)) for row in rows]
         shells = lazy_stack(
@@ -261,8 +262,8 @@ class StreamsLoss(LLMLoss):
         return StreamsLossOutput(outputs, num_tokens)
 
     def output(self, losses: dict[str, torch.Tensor], measured: dict[str, torch.Tensor]) -> LossOutput:
-        """Raise NotImplementedError; `collect` returns the output of each stream."""
-        raise NotImplementedError("StreamsLoss.collect gives the output of each stream.")
+        """Raise NotImplementedError, as `collect` returns the output of each stream."""
+        raise NotImplementedError("use StreamsLoss.collect, which returns the output of each stream.")
 
 
 def _own_columns(columns: Mapping[str, torch.Tensor], stream: str) -> dict[str, torch.Tensor]:

@@ -32,8 +32,9 @@ class DPPOLoss(GRPOLoss):
 
     A token's loss is `-r A`, or 0 if its update would leave the region (`is_within_trust_region`); `clip_fraction` is
     the fraction of such tokens. Region and ratio are relative to the sampler's policy, as in the paper, even if the
-    batch has `old_log_prob`. With `importance_cap` only the ratio is to the trainer's log-probs before the update,
-    times their bounded weight. Keywords are those of `GRPOLoss` except `clip_epsilon` and `dual_clip`.
+    batch has `old_log_prob`. With `importance_cap`, the region stays relative to the sampler, but the ratio is to the
+    trainer's log-probs before the update and is multiplied by the bounded weight. Keywords are those of `GRPOLoss`
+    except `clip_epsilon` and `dual_clip`.
     """
 
     _is_around_sampler = True
@@ -48,7 +49,7 @@ class DPPOLoss(GRPOLoss):
     ) -> None:
         for name in ("clip_epsilon", "dual_clip"):
             if name in arguments:
-                raise TypeError(f"DPPOLoss has no argument {name!r}: max_divergence bounds an update.")
+                raise TypeError(f"DPPOLoss has no argument {name!r}: use max_divergence to bound an update.")
         check_positive(max_divergence=max_divergence)
         check_choice(get_args(BinaryDivergence), divergence=divergence)
         super().__init__(actor_network, clip_epsilon=(1.0, float("inf")), **arguments)

@@ -29,8 +29,9 @@ class KLPenalty(Transform):
     rewards. For single turns use `llmrl.transforms.KLComputation`.
 
     Args:
-        log_prob_key: the policy's log-probs, by default the sampler's; `("old_log_probs", "full")` are the trainer's.
-        other_log_prob_key: the other's, by default the reference's; `("log_probs", "full")` are the sampler's.
+        log_prob_key: log-probs of the policy, by default the sampler's; `("old_log_probs", "full")` are the trainer's.
+        other_log_prob_key: log-probs of the other model, by default the reference; `("log_probs", "full")` are the
+            sampler's.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -82,8 +83,8 @@ class KLPenalty(Transform):
         """
         if has_entry(batch, _KL):
             raise ValueError(
-                f"The rewards of the batch were penalized already ({_KL!r} is there), and would be twice: "
-                "apply KLPenalty to the reward, or give it to MCAdvantage, not both."
+                f"The rewards of the batch are already penalized (the batch has {_KL!r}): apply KLPenalty to the "
+                "reward, or pass it to MCAdvantage, not both."
             )
         later: dict[Hashable, torch.Tensor] = {}
         penalties = []

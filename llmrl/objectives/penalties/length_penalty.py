@@ -80,14 +80,14 @@ class LengthPenalty(Transform):
         self.out_keys = [self.keys.rewards, _WRITTEN]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Change the rewards of a batch of complete groups in place; raises ValueError for turns."""
+        """Change the rewards of a batch of complete groups in place; raise ValueError for turns."""
         batch = flat_batch(tensordict)
         if not batch.batch_size.numel() or has_entry(batch, _WRITTEN):
             return tensordict
         rows = self.keys.rows(batch)
         lengths: dict[Hashable, int] = {}
         if self.keys.are_turns(rows):
-            raise ValueError("LengthPenalty changes rewards of rollouts, and these rows are turns: give training rows.")
+            raise ValueError("LengthPenalty changes rewards of rollouts, but these rows are turns: pass training rows.")
         for row, mask in zip(rows, ragged_column(batch, _MASK), strict=True):
             name = self.keys.rollout_id(row)
             lengths[name] = lengths.get(name, 0) + int(mask.sum())
@@ -96,7 +96,7 @@ class LengthPenalty(Transform):
             rewards = self.keys.rollout_values([row for row in group if self.keys.scored(row)], self.keys.rewards)
             given = list(self.length_reward([lengths[name] for name in rewards], list(rewards.values())))
             if len(given) != len(rewards):
-                raise ValueError(f"length_reward must give a number for each of {len(rewards)} rollouts, got {given}.")
+                raise ValueError(f"length_reward must return {len(rewards)} numbers, one per rollout, got {given}.")
             added |= {name: self.coeff * value for name, value in zip(rewards, given, strict=True)}
         changes = [added.get(self.keys.rollout_id(row), 0.0) for row in rows]
         add_to_rewards(tensordict, changes, self.keys.rewards)

@@ -1,4 +1,4 @@
-"""The names of `torchrl.collectors`; those of its `llm` are llmrl's."""
+"""The names of `torchrl.collectors`, with llmrl's classes for those of `torchrl.collectors.llm`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""TorchRL's collector with what its calls need: a pool of environments."""
+"""Collector for TorchRL's calls, which also accepts a pool of environments."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from llmrl import collectors
 
 
 class LLMCollector(collectors.LLMCollector):
-    """`llmrl.collectors.LLMCollector`, which also takes an `AsyncEnvPool`: as many rollouts of its first environment.
+    """`llmrl.collectors.LLMCollector`, which also accepts an `AsyncEnvPool`.
 
-    Finished conversations are then yielded one by one.
+    The collector plays the pool's first environment, with as many concurrent rollouts as the pool has environments.
+    Completed trajectories and last steps of a pool are yielded one by one.
     """
 
     __signature__ = inspect.signature(collectors.LLMCollector.__init__)

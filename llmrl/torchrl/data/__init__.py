@@ -1,4 +1,4 @@
-"""The names of `torchrl.data`; those of its `llm` are llmrl's."""
+"""The names of `torchrl.data`, with llmrl's classes for those of `torchrl.data.llm`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The names of `torchrl.envs`; those of its `llm` are llmrl's."""
+"""The names of `torchrl.envs`, with llmrl's classes for those of `torchrl.envs.llm`."""
 
 from typing import TYPE_CHECKING
 

@@ -21,8 +21,8 @@ from llmrl.envs.tasks.task import REASONING_PROMPT
 class LLMEnv(KnownArguments, EnvBase):
     """An environment of any batch shape that appends the policy's output, text or token ids, to the prompt.
 
-    For conversations use `ChatEnv`, which keeps multi-turn tokens exact. Only `eos_token_id` ends an episode; append
-    a transform for other conditions.
+    For conversations use `ChatEnv`, which keeps the sampled tokens of earlier turns. Only `eos_token_id` ends an
+    episode; append a transform for other conditions.
 
     Args:
         str_key, token_key: entry of the text, or of the tokens `[num_tokens]`.
@@ -56,14 +56,14 @@ class LLMEnv(KnownArguments, EnvBase):
     ) -> None:
         if from_text and eos_token_id is not None:
             raise ValueError(
-                "eos_token_id ends an episode of tokens; with from_text=True append a transform that does."
+                "eos_token_id ends an episode of tokens only; with from_text=True, append a transform that ends them."
             )
         super().__init__(batch_size=(), device=device, allow_done_after_reset=True)
         self._batch_locked = False
         self.from_text = from_text
         self.eos_token_id = eos_token_id
         self.prompt_key = str_key if from_text else token_key
-        # `EnvBase.action_key` already exists and is derived from the specs below.
+        # Not `action_key`, a property of `EnvBase` that is derived from the specs below.
         self._response_key = action_key or ("text_response" if from_text else "tokens_response")
         spec = NonTensor(shape=(), example_data="") if from_text else Unbounded((-1,), dtype=torch.int64)
         self.observation_spec = Composite({self.prompt_key: spec})
@@ -90,14 +90,14 @@ class LLMEnv(KnownArguments, EnvBase):
             return lazy_stack([self._step(element) for element in tensordict.unbind(0)], 0)
         prompt, response = (tensordict.get(key, None) for key in (self.prompt_key, self._response_key))
         if response is None:
-            raise ValueError(f"step needs {self._response_key!r}, which a policy writes.")
+            raise ValueError(f"step needs the entry {self._response_key!r}, which a policy writes.")
         is_done = self.eos_token_id is not None and bool((response == self.eos_token_id).any())
         grown = non_tensor(plain(prompt) + plain(response)) if self.from_text else torch.cat([prompt, response], -1)
         flags = {key: torch.full((1,), is_done) for key in ("done", "terminated")}
         return tensordict_of({self.prompt_key: grown, "reward": torch.zeros(1, 1), **flags})
 
     def _set_seed(self, seed: int | None) -> None:
-        # Nothing is drawn here.
+        # The environment draws no random numbers.
         return None
 
 
@@ -140,9 +140,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         super().__init__(batch_size=())
         self._batch_locked = False
         if tokenizer is None and (vocab_size is None or text_output):
-            raise TypeError(
-                "tokenizer is needed for vocab_size and for text; or give vocab_size and text_output=False."
-            )
+            raise TypeError("tokenizer is missing: pass it, or pass vocab_size and text_output=False.")
         self.vocab_size: int = len(tokenizer) if tokenizer is not None and vocab_size is None else vocab_size  # type: ignore[assignment]
         self.observation_key = observation_key
         self.text_key = text_key
@@ -160,9 +158,9 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         self.reward_spec = Unbounded((1,))
 
     def make_tensordict(self, input: str | list[str]) -> TensorDictBase:
-        """Reset with texts, which must have equal numbers of tokens."""
+        """Reset with one text, or with several of equal numbers of tokens."""
         if self._tokenizer is None:
-            raise TypeError("make_tensordict needs a tokenizer; give LLMHashingEnv one.")
+            raise TypeError("make_tensordict needs a tokenizer; pass tokenizer= to LLMHashingEnv.")
         texts = [input] if isinstance(input, str) else input
         rows = torch.tensor([self._tokenizer.encode(one) for one in texts], dtype=torch.int64)
         tokens = rows[0] if isinstance(input, str) else rows
@@ -197,12 +195,12 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         return observed
 
     def _set_seed(self, seed: int | None) -> None:
-        # Nothing is drawn here.
+        # The environment draws no random numbers.
         return None
 
 
 class GSM8KPrepareQuestion(KnownArguments, Transform):
-    """Writes the question of `in_keys`, in DeepSeek-R1's prompt, to `out_keys` at reset; both default to `["text"]`.
+    """At reset, writes each question of `in_keys` as DeepSeek-R1's prompt to `out_keys`; both default to `["text"]`.
 
     Example:
         >>> from tensordict import TensorDict

@@ -1,4 +1,4 @@
-"""TorchRL's tasks with arguments that only its calls pass, and the parsers' functions for one answer."""
+"""Tasks for TorchRL's calls: with arguments that only these calls pass, and with the parsers' static functions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from llmrl.rewards import (
 class _ReadsTags:
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """Return what is in the `<think>` and the `<answer>` tags of a completion, `""` for missing ones."""
+        """Return the content of the `<think>` and the `<answer>` tags of a completion; `""` for a missing tag."""
         return extract_tag(text, "think") or "", extract_tag(text, "answer") or ""
 
 
 class GSM8KRewardParser(_ReadsTags, envs.GSM8KRewardParser):
-    """`llmrl.envs.GSM8KRewardParser` with TorchRL's functions for one answer."""
+    """`llmrl.envs.GSM8KRewardParser` with TorchRL's functions for a single answer."""
 
     @staticmethod
     def normalize_answer(answer: str) -> str:
@@ -49,7 +49,7 @@ class GSM8KRewardParser(_ReadsTags, envs.GSM8KRewardParser):
 
 
 class MATHRewardParser(_ReadsTags, envs.MATHRewardParser):
-    """`llmrl.envs.MATHRewardParser` with TorchRL's functions for one answer."""
+    """`llmrl.envs.MATHRewardParser` with TorchRL's functions for a single answer."""
 
     @staticmethod
     def extract_boxed(text: str) -> str:
@@ -74,11 +74,11 @@ class MATHRewardParser(_ReadsTags, envs.MATHRewardParser):
 
 
 class CountdownRewardParser(_ReadsTags, envs.CountdownRewardParser):
-    """`llmrl.envs.CountdownRewardParser` with TorchRL's function for one expression."""
+    """`llmrl.envs.CountdownRewardParser` with TorchRL's function for a single expression."""
 
     @staticmethod
     def validate_expression(expression: str, target: int, numbers: list[int]) -> bool:
-        """Return whether an expression has the target's value and uses each number at most once.
+        """Return whether an expression equals the target and uses each number at most once.
 
         Example:
             >>> CountdownRewardParser.validate_expression("(25 + 3) * 4", 112, [25, 3, 4])
@@ -133,7 +133,7 @@ class IfEvalScorer(envs.IfEvalScorer):
         answer_blocks: list[str] | None = None,
         complete: bool | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the weighted mean of the accuracies, plus 0.1 for a single answer and 0.05 for a single thought."""
+        """Return the weighted sum of the accuracies, plus 0.1 for exactly one answer and 0.05 for one thought."""
         given = [score.prompt_level_strict_acc, score.inst_level_strict_acc]
         given += [score.prompt_level_loose_acc, score.inst_level_loose_acc]
         zero = torch.zeros(1)
@@ -147,7 +147,7 @@ _ACCURACIES = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level
 
 
 class _TakesFixed:
-    """Takes arguments that have one value here and refuses others; `apply_template=` is ignored, as in TorchRL."""
+    """Mixin that accepts some of TorchRL's arguments, each with one value only; `apply_template=` is ignored."""
 
     _fixed: ClassVar = {"group_repeats": True, "ray_backend": False}
 
@@ -166,7 +166,7 @@ class _TakesFixed:
 
 
 class ChatEnv(envs.ChatEnv):
-    """`llmrl.envs.ChatEnv` with a `from_dataloader` that also takes `group_repeats=True`."""
+    """`llmrl.envs.ChatEnv` with a `from_dataloader` that also accepts `group_repeats=True`."""
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], *, repeats: int = 1, **options: object) -> EnvBase:
@@ -175,29 +175,29 @@ class ChatEnv(envs.ChatEnv):
 
 
 class DatasetChatEnv(_TakesFixed, envs.DatasetChatEnv):
-    """`llmrl.envs.DatasetChatEnv`, with the arguments of `_TakesFixed`."""
+    """`llmrl.envs.DatasetChatEnv`, which also accepts `group_repeats=True`, `ray_backend=False`, `apply_template=`."""
 
 
 class GSM8KEnv(_TakesFixed, envs.GSM8KEnv):
-    """`llmrl.envs.GSM8KEnv`, with the arguments of `_TakesFixed`."""
+    """`llmrl.envs.GSM8KEnv`, which also accepts `group_repeats=True`, `ray_backend=False`, `apply_template=`."""
 
     task = dataclasses.replace(envs.GSM8KEnv.task, reward=GSM8KRewardParser)
 
 
 class IFEvalEnv(_TakesFixed, envs.IFEvalEnv):
-    """`llmrl.envs.IFEvalEnv`, with the arguments of `_TakesFixed`."""
+    """`llmrl.envs.IFEvalEnv`, which also accepts `group_repeats=True`, `ray_backend=False`, `apply_template=`."""
 
     task = dataclasses.replace(envs.IFEvalEnv.task, reward=IfEvalScorer)
 
 
 class MATHEnv(_TakesFixed, envs.MATHEnv):
-    """`llmrl.envs.MATHEnv`, with the arguments of `_TakesFixed`."""
+    """`llmrl.envs.MATHEnv`, which also accepts `group_repeats=True`, `ray_backend=False`, `apply_template=`."""
 
     task = dataclasses.replace(envs.MATHEnv.task, reward=MATHRewardParser)
 
 
 class CountdownEnv(_TakesFixed, envs.CountdownEnv):
-    """`llmrl.envs.CountdownEnv`, with the arguments of `_TakesFixed`."""
+    """`llmrl.envs.CountdownEnv`, which also accepts `group_repeats=True` and `apply_template=`."""
 
     _fixed: ClassVar = {"group_repeats": True}
     task = dataclasses.replace(envs.CountdownEnv.task, reward=CountdownRewardParser)

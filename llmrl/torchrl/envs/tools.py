@@ -41,7 +41,7 @@ class ToolCall:
 
 
 class ParseResult(TypedDict):
-    """A parser's output: the text without its calls, and the calls."""
+    """A parser's output: the text without the calls, and the calls."""
 
     text: str
     calls: list[ToolCall]
@@ -69,7 +69,7 @@ class ToolRegistry:
 
 
 class XMLBlockParser:
-    """Parses calls `<tool name="add" tag="A">{"a": 1}</tool>`; a body that is not a JSON object is the argument `raw`.
+    """Parses calls `<tool name="add" tag="A">{"a": 1}</tool>`; other bodies than JSON objects become argument `raw`.
 
     Example:
         >>> XMLBlockParser()('Let me see. <tool name="add">{"a": 1}</tool>')
@@ -86,7 +86,7 @@ class XMLBlockParser:
 
 
 class JSONCallParser:
-    """Parses calls in an object, or in its JSON: `{"message": "...", "tools": [{"tool": "add", "args": {"a": 1}}]}`.
+    """Parses calls in a mapping, or in its JSON: `{"message": "...", "tools": [{"tool": "add", "args": {"a": 1}}]}`.
 
     Example:
         >>> JSONCallParser()('{"message": "Hi", "tools": []}')
@@ -114,7 +114,8 @@ class ExecuteToolsInOrder(ToolTransform):
     model and do not end the rollout.
 
     Args:
-        parser: returns the calls of a message, such as `XMLBlockParser` and `JSONCallParser`.
+        registry: the tools.
+        parser: function that returns the calls of a message, such as an `XMLBlockParser` or a `JSONCallParser`.
         stop_on_error: whether to skip the calls after a failed one.
         pass_state_to_tools: whether to pass `_state`, a dict of the conversation, to each tool.
 
@@ -143,14 +144,14 @@ class ExecuteToolsInOrder(ToolTransform):
     async def answer(
         self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
     ) -> list[Message]:
-        """Return one message for all calls, or an empty list without calls; never raise."""
+        """Return one message for all calls, or an empty list without calls. Never raises."""
         if not session.claim(turn, "in order"):
             return []
         try:
             calls = self.parser(text_of(message.get("content")))["calls"]
         except Exception as error:
             self.count("malformed", session)
-            return [self.tool_message(f"Error: the tool calls cannot be read: {describe(error)}")]
+            return [self.tool_message(f"Error: the tool calls cannot be parsed: {describe(error)}")]
         lines = []
         for call in calls:
             is_done, text = await self._result(call, session)
@@ -181,8 +182,9 @@ class SimpleToolTransform(ExecuteToolsInOrder):
     r"""Runs functions by name sequentially and answers each call in its own message.
 
     Args:
+        tools: functions by name.
         tool_schemas: schemas of the tools, which are not shown to the model.
-        parser: returns the calls of a message; by default uses `tool_call_pattern`.
+        parser: function that returns the calls of a message; the default uses `tool_call_pattern`.
         tool_call_pattern: regular expression with two groups, a tool's name and its arguments as JSON.
         tool_name: role of the answers.
         timeout: time limit of one call, in seconds.

@@ -34,21 +34,23 @@ _AS_USER = (
 class AddThinkingPrompt(KnownArguments, Transform):
     """Asks for another attempt after an answer that meets a condition, and lets the conversation continue.
 
-    Append it after the transform that writes the reward. The prompt replaces the answer's last `<answer>` and what
-    follows, or is added to its end; without `edit_last_turn` it is a new message. The rest of the answer keeps its
-    sampled tokens; if more than half of it is replaced, the original answer becomes a separate row.
+    Append this transform after the transform that writes the reward. The prompt replaces the text from the answer's
+    last `<answer>` to its end, or is appended if there is no `<answer>`; without `edit_last_turn` it is a new message.
+    The rest of the answer keeps its sampled tokens. If more than half of the answer is replaced, the original answer
+    becomes a separate row.
 
     Args:
-        cond: function of the `next` entries of one conversation; True asks again.
+        cond: function of the `next` entries of one conversation; it returns whether to ask again.
         prompt: text of the prompt; by default a built-in one.
         random_prompt: whether to choose randomly among the built-in prompts.
         role: `assistant` for a prompt in the first person, or `user`.
-        edit_last_turn: whether the prompt is written into the last answer.
+        edit_last_turn: whether to write the prompt into the last answer.
         zero_reward: whether to set the reward of the answer to 0; by default the value of `edit_last_turn`.
         undo_done: whether to clear the done flags.
 
     Raises:
-        ValueError: if the role is unknown or excludes `edit_last_turn`, or if both prompt options are given.
+        ValueError: if the role is unknown, if `edit_last_turn` is combined with the role `user`, or if both prompt
+            options are given.
         KeyError: at a step, if `cond` reads a reward that no transform before this one writes.
 
     Example:
@@ -84,7 +86,8 @@ class AddThinkingPrompt(KnownArguments, Transform):
             raise ValueError(f"role must be 'user' or 'assistant', got {role!r}.")
         if edit_last_turn and role != "assistant":
             raise ValueError(
-                "edit_last_turn=True, the default, needs role='assistant': the prompt becomes a part of its answer."
+                "edit_last_turn=True, the default, needs role='assistant', because the prompt becomes a part of the "
+                "answer; for role='user' set edit_last_turn=False."
             )
         if prompt is not None and random_prompt:
             raise ValueError("prompt and random_prompt exclude each other; give one of them.")
@@ -120,8 +123,8 @@ class AddThinkingPrompt(KnownArguments, Transform):
             if "reward" in element:
                 raise
             raise KeyError(
-                "the condition of AddThinkingPrompt reads an entry that is not there. If it reads the reward: no "
-                "transform before AddThinkingPrompt writes one; append it after that transform."
+                "the condition of AddThinkingPrompt reads an entry that does not exist. If it reads the reward, append "
+                "AddThinkingPrompt after the transform that writes the reward."
             ) from error
 
     def _ask_again(self, element: TensorDictBase) -> None:
@@ -148,8 +151,8 @@ class AddThinkingPrompt(KnownArguments, Transform):
 class Tokenizer(KnownArguments, Transform):
     """Tokenizes text entries to `[num_tokens]`, and decodes a policy's tokens for the environment.
 
-    Use it for text that is not a conversation, such as in an `LLMEnv`. For a `ChatEnv`, the policy or an
-    `IncrementalTokenizer` keeps tokens as they were sampled.
+    Use it for text that is not a conversation, such as in an `LLMEnv`. In a `ChatEnv`, the policy or an
+    `IncrementalTokenizer` tokenizes conversations and keeps the sampled tokens.
 
     Args:
         in_keys, out_keys: text entries of the environment's output, and entries for their token ids.
@@ -161,7 +164,7 @@ class Tokenizer(KnownArguments, Transform):
             insert this transform before the primer.
 
     Raises:
-        ValueError: if keys have no counterparts.
+        ValueError: if two lists of keys that belong together differ in length.
         KeyError: if an entry is missing.
 
     Example:
@@ -192,7 +195,7 @@ class Tokenizer(KnownArguments, Transform):
         pairs = {"in_keys": (in_keys, out_keys), "in_keys_inv": (in_keys_inv, out_keys_inv)}
         for name, (left, right) in pairs.items():
             if len(left or ()) != len(right or ()):
-                raise ValueError(f"{name} and its out_keys must be as many, got {left} and {right}.")
+                raise ValueError(f"{name} and its out_keys must be equally many, got {left} and {right}.")
         super().__init__(*(list(keys or ()) for keys in (in_keys, out_keys, in_keys_inv, out_keys_inv)))
         if isinstance(tokenizer, str):
             from transformers import AutoTokenizer
@@ -238,7 +241,7 @@ class Tokenizer(KnownArguments, Transform):
         return self._call(tensordict_reset)
 
     def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        # Without a tensordict, the environment draws a prompt or raises.
+        # Without a tensordict there is no text yet: the environment draws a prompt or raises.
         if tensordict is None or not self.call_before_reset:
             return tensordict
         return self._each(tensordict, self._tokenize)
@@ -272,7 +275,7 @@ def _mask_key(out_key: NestedKey) -> NestedKey:
 def _entry(element: TensorDictBase, key: NestedKey) -> torch.Tensor | NonTensorData:
     value = element.get(key, None)
     if value is None:
-        raise KeyError(f"there is no {key!r} to read, only {sorted(map(str, element.keys()))}.")
+        raise KeyError(f"there is no entry {key!r} to read, only {sorted(map(str, element.keys()))}.")
     return value
 
 
@@ -280,12 +283,13 @@ class TemplateTransform(Transform):
     r"""Renders the conversation to `("text", "prompt")`, with the generation prompt, and parses the policy's answer.
 
     The policy's `("text", "response")` is parsed (reasoning, tool calls) and appended as an assistant message in
-    `("history", "full")`. Append this transform last. Prompts are rendered and tokenized afresh at each turn; to keep
-    sampled tokens, and in collectors, let the policy read the history instead.
+    `("history", "full")`. Append this transform last. Each turn renders and tokenizes the whole prompt again; to keep
+    the sampled tokens, and in collectors, let the policy read the history instead.
 
     Args:
-        tokenizer: a tokenizer; `chat_template`, a Jinja template, replaces its own.
-        renderer: converts messages to text and back; alternative to `tokenizer`.
+        tokenizer: tokenizer with a chat template.
+        chat_template: Jinja template that replaces the tokenizer's own.
+        renderer: renderer of messages to text and back, instead of `tokenizer`.
 
     Raises:
         ValueError: unless exactly one of tokenizer and renderer is given.
@@ -315,7 +319,9 @@ class TemplateTransform(Transform):
         if tokenizer is not None and renderer is None:
             renderer = TemplateRenderer(tokenizer, chat_template=chat_template)
         elif renderer is None or tokenizer is not None or chat_template is not None:
-            raise ValueError("either a tokenizer (and its chat_template) or a renderer is needed.")
+            raise ValueError(
+                "pass either a tokenizer (and optionally chat_template) or a renderer, not both or neither."
+            )
         self.renderer = renderer
 
     def _render(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -341,7 +347,9 @@ class TemplateTransform(Transform):
         for element in elements:
             response = plain(element.get(("text", "response"), None))
             if response is None:
-                raise KeyError("there is no ('text', 'response'), which a policy writes; make it one of text.")
+                raise KeyError(
+                    "there is no ('text', 'response'); use a policy with input_mode='text', which writes it."
+                )
             parsed = self.renderer.parse(self.renderer.encode(response), tools=plain(element.get("tools", None)))
             messages = (*element.get(("history", "prompt")).chats, parsed.message)
             element.set(("history", "full"), History.from_chats(messages, check=False))
@@ -361,7 +369,7 @@ class TemplateTransform(Transform):
 
 
 def _replace_input(input_spec: Composite, inner: NestedKey, outer: NestedKey, spec: TensorSpec) -> None:
-    """Replace the input entry `inner` by `outer` in place; raise KeyError if the environment does not read `inner`."""
+    """Replace the input entry `inner` by `outer` in place. Raises KeyError if the environment does not read it."""
     parts = [input_spec[name] for name in ("full_action_spec", "full_state_spec") if name in input_spec]
     for part in parts:
         if inner in part.keys(True):
@@ -371,4 +379,4 @@ def _replace_input(input_spec: Composite, inner: NestedKey, outer: NestedKey, sp
             part[outer] = spec
             return
     known = sorted(str(key) for part in parts for key in part.keys(True, True))
-    raise KeyError(f"the environment reads no {inner!r}, only {known}; name one of them in in_keys_inv.")
+    raise KeyError(f"the environment does not read {inner!r}, only {known}; name one of these in in_keys_inv.")

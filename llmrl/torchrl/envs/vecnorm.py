@@ -9,9 +9,9 @@ from llmrl.data.tensordicts import batch_elements, restacked
 
 
 class VecNormV2(transforms.VecNormV2):
-    """TorchRL's `VecNormV2` with the statistics of single conversations, taken one after another.
+    """TorchRL's `VecNormV2`, which here updates its statistics with one conversation after another.
 
-    TorchRL's own cannot read lazily stacked batches, which ragged conversations are.
+    TorchRL's class cannot read the lazily stacked batches of ragged conversations.
     """
 
     def _maybe_stateful_init(self, data: TensorDictBase) -> None:

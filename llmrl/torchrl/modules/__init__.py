@@ -1,4 +1,4 @@
-"""The names of `torchrl.modules`; those of its `llm` are llmrl's."""
+"""The names of `torchrl.modules`, with llmrl's classes for those of `torchrl.modules.llm`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""A `vllm.LLM` that the caller has made, as an engine of a policy."""
+"""A `vllm.LLM` that the caller has created, as an engine for a policy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 
-# A `vllm.LLM` is not safe for threads: two calls at once end the process.
+# A `vllm.LLM` is not thread-safe: two concurrent calls end the process.
 _LOCKS: WeakKeyDictionary[object, threading.Lock] = WeakKeyDictionary()
 
 
@@ -33,10 +33,10 @@ class _Request(NamedTuple):
 
 
 class GivenLLM:
-    """Engine over a `vllm.LLM`, which generates what waits in one call, in a thread; its weights are not updated.
+    """Engine over a `vllm.LLM`, which serves all waiting requests in one call, in a thread. Weights are not updated.
 
     Args:
-        llm: the caller's, who also ends it.
+        llm: the `vllm.LLM`, which the caller also ends.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -45,25 +45,25 @@ class GivenLLM:
         """Maximum number of tokens of prompt and completion together."""
         self.vocab_size: int = llm.model_config.get_vocab_size()
         self.policy_version = 0
-        """Version of the weights, as its owner says."""
+        """Version of the weights; the caller may set it."""
         self._lock = _LOCKS.setdefault(llm, threading.Lock())
         self._waiting: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmrl-given-llm")
         self.is_alive = True
-        """Whether it serves requests."""
+        """Whether the engine serves requests."""
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer."""
         return self.llm.get_tokenizer()
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ValueError where the engine's log-probs are not those of the distribution that is sampled."""
+        """Raise ValueError if the engine's log-probs would not be those of the sampling distribution."""
         is_raw = self.llm.model_config.logprobs_mode != "processed_logprobs"
         is_changed = sampling.temperature not in (0, 1) or sampling.repetition_penalty != 1
         if is_raw and (is_changed or sampling.is_truncated):
             raise ValueError(
-                "vllm.LLM gives log-probs before temperature, penalties and truncation: make it with "
-                "logprobs_mode='processed_logprobs', or take AsyncVLLM.from_pretrained, which does."
+                "this vllm.LLM returns log-probs before temperature, penalties and truncation: create it with "
+                "logprobs_mode='processed_logprobs', or use AsyncVLLM.from_pretrained, which does so."
             )
         num_reported(sampling, self.llm.model_config)
         sampling_params(sampling, 1)
@@ -76,7 +76,7 @@ class GivenLLM:
         request_id: str | None = None,
         routing_key: str | None = None,
     ) -> Completion:
-        """Sample one completion of `prompt_ids` ([num_prompt_tokens]); the names have no effect on one engine.
+        """Sample one completion of `prompt_ids` (`[num_prompt_tokens]`); `request_id` and `routing_key` have no effect.
 
         Raises ValueError if there is no room for a token, and EngineError if vLLM fails or the engine was shut down.
         """
@@ -88,7 +88,7 @@ class GivenLLM:
 
     async def _answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         if not self.is_alive:
-            raise EngineError("This engine was shut down; make a policy of the vllm.LLM again.")
+            raise EngineError("This engine was shut down; create another policy with the vllm.LLM.")
         request = _Request(list(prompt_ids), params, Future())
         self._waiting.put(request)
         self._thread.submit(self._generate_waiting)
@@ -113,10 +113,10 @@ class GivenLLM:
             request.answer.set_result(output)
 
     async def abort(self, request_id: str) -> None:
-        """Do nothing: a call of `vllm.LLM` cannot be cut short."""
+        """Do nothing, because a call of a `vllm.LLM` cannot be interrupted."""
 
     def shutdown(self) -> None:
-        """End the thread, but not the `vllm.LLM`, which is its owner's. May be called twice."""
+        """End the thread, but not the `vllm.LLM`, which the caller owns. May be called twice."""
         self.is_alive = False
         self._thread.shutdown(wait=False)
 

@@ -1,4 +1,4 @@
-"""Adapters to Hugging Face's trainers: a reward model as a module, and a replay buffer as a data set."""
+"""Adapters to TRL: a reward model as a TensorDict module, and a replay buffer as a data set."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 class HFRewardModelWrapper(KnownArguments, TensorDictModuleBase):
     """Module that scores rows with a sequence classifier, such as one that TRL's `RewardTrainer` trained.
 
-    All rows of a batch are scored in one call. Ragged rows are padded on the right for it, with the id
-    `model.config.pad_token_id`, or 0, and an attention mask.
+    All rows of a batch are scored in one call. Ragged rows are padded on the right with `model.config.pad_token_id`,
+    or 0, and an attention mask is made for them.
 
     Args:
         model: module that takes `input_ids` and `attention_mask`, `[num_rows, num_tokens]`, and returns the scores, or
             an output with them in `logits` or `rewards`: `[num_rows]` or `[num_rows, 1]`.
         token_key: entry of the token ids.
-        attention_mask_key: entry of the mask of rows that are padded; None calls the model without a mask.
+        attention_mask_key: entry of the attention mask of padded rows; None calls the model without a mask.
         reward_key: entry for the scores, float32 `[num_rows]`.
         inference_mode: whether to compute without gradients.
 
@@ -84,7 +84,7 @@ class HFRewardModelWrapper(KnownArguments, TensorDictModuleBase):
     def _padded(
         self, batch: TensorDictBase, token_key: NestedKey, mask_key: NestedKey | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the token ids and, if there is a `mask_key`, their mask."""
+        """Return the token ids and, if `mask_key` is given or rows were padded, their mask."""
         check_entry(batch, token_key, owner=type(self).__name__)
         if not (is_lazy(batch) or (isinstance(token_key, tuple) and is_lazy(batch.get(token_key[0])))):
             if mask_key is None:
@@ -93,24 +93,24 @@ class HFRewardModelWrapper(KnownArguments, TensorDictModuleBase):
             return batch.get(token_key), batch.get(mask_key)
         rows = ragged_column(batch, token_key)
         if mask_key is None and len({len(row) for row in rows}) > 1:
-            raise ValueError("rows of different lengths are scored with a mask: leave attention_mask_key=None out.")
+            raise ValueError("rows of different lengths need an attention mask: leave attention_mask_key=None out.")
         pad_id = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         return pad_sequence(rows, batch_first=True, padding_value=pad_id), mask
 
 
 class TorchRLBufferDataset(KnownArguments, torch.utils.data.IterableDataset):
-    """Data set of samples of a replay buffer, one dict per row; nested keys are joined by dots.
+    """Data set of samples from a replay buffer, one dict per row; nested keys are joined by dots.
 
     Args:
         replay_buffer: buffer to draw from.
-        batch_size: number of rows drawn at a time.
-        keys: entries of a row; by default all.
-        device: device for tensors; by default theirs.
-        num_batches: number of draws of an iteration; None draws without end.
+        batch_size: number of rows per sample of the buffer.
+        keys: entries of a row; all entries by default.
+        device: device to move tensors to; by default they are not moved.
+        num_batches: number of samples per iteration of the data set; None samples endlessly.
 
     Raises:
-        TypeError: if `replay_buffer` is no ReplayBuffer.
+        TypeError: if `replay_buffer` is not a ReplayBuffer.
         ValueError: if a number is not positive.
         KeyError: on iteration, if a row lacks one of `keys`.
 
@@ -164,9 +164,9 @@ class TorchRLBufferDataset(KnownArguments, torch.utils.data.IterableDataset):
         return fields
 
     def as_hf_dataset(self) -> IterableDataset:
-        """Return a `datasets.IterableDataset` of the same rows, which TRL's trainers take.
+        """Return a `datasets.IterableDataset` of the same rows, which TRL's trainers accept.
 
-        MissingExtraError is raised if the package `datasets` is not installed.
+        Raises MissingExtraError if the package `datasets` is not installed.
         """
         return require("datasets", extra="data").IterableDataset.from_generator(self.__iter__)
 

@@ -1,4 +1,4 @@
-"""TorchRL's wrappers with what its calls need: a `vllm.LLM`, scores by vLLM, templates, arguments of batching."""
+"""Policy wrappers for TorchRL's calls: with a `vllm.LLM`, scoring by vLLM, default templates and batching arguments."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _BATCHING = {"batching", "batching_timeout", "max_batch_size", "min_batch_size"}
 
 
 class _LikeTorchRL:
-    """Ignores TorchRL's arguments of batching, and has its templates for tokenizers without one.
+    """Mixin that ignores TorchRL's batching arguments and, as TorchRL, chooses a chat template by the model's name.
 
-    An engine batches the requests of all threads.
+    Batching arguments are not needed, because an engine batches the requests of all threads.
     """
 
     _takes: tuple[str, ...]
@@ -45,11 +45,13 @@ class _LikeTorchRL:
         name = str(getattr(tokenizer, "name_or_path", ""))
         template = template_of_model(name, has_own=bool(getattr(tokenizer, "chat_template", None)))
         if template is not None:
-            warnings.warn(f"The chat template of {name!r} is chosen by its name; chat_template= says it.", stacklevel=2)
+            warnings.warn(
+                f"The chat template of {name!r} is chosen by its name; pass chat_template= instead.", stacklevel=2
+            )
         return template
 
     def cleanup_batching(self) -> None:
-        """Do nothing: nothing waits for other requests."""
+        """Do nothing, because no request waits for others."""
 
 
 def _others(options: dict[str, object]) -> dict[str, object]:
@@ -57,7 +59,7 @@ def _others(options: dict[str, object]) -> dict[str, object]:
 
 
 class TransformersWrapper(_LikeTorchRL, trainer.TransformersWrapper):
-    """`llmrl.trainer.TransformersWrapper`, which also takes TorchRL's arguments of batching."""
+    """`llmrl.trainer.TransformersWrapper`, which also accepts TorchRL's batching arguments."""
 
     _takes = keywords_of(trainer.TransformersWrapper.__init__) or ()
 
@@ -93,9 +95,9 @@ class _ScoresByEngine(policies.vLLMWrapper, ScoresRows):
 
 
 class vLLMWrapper(_LikeTorchRL, _ScoresByEngine):
-    """`llmrl.policies.vLLMWrapper`, which also takes a `vllm.LLM` and batching's arguments, and may score.
+    """`llmrl.policies.vLLMWrapper`, which also accepts a `vllm.LLM` and batching arguments, and can score tokens.
 
-    A `vllm.LLM` generates what waits in one call; an `AsyncVLLM` is faster, and takes new weights.
+    A `vllm.LLM` serves all waiting requests in one call. An `AsyncVLLM` is faster, and accepts new weights.
     """
 
     _takes = keywords_of(policies.vLLMWrapper.__init__) or ()

@@ -1,4 +1,4 @@
-"""The names of `torchrl.objectives`; those of its `llm` are llmrl's."""
+"""The names of `torchrl.objectives`, with llmrl's classes for those of `torchrl.objectives.llm`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The names of `torchrl.weight_update`; those of its `llm` are llmrl's."""
+"""The names of `torchrl.weight_update`, with llmrl's classes for those of `torchrl.weight_update.llm`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """Divergences of two models' next-token distributions, computed without storing their logits.
 
-Both heads are applied to a chunk of positions at a time, forward and again backward. With the student's `p` and the
-teacher's `q`, the gradient with respect to the student's logits is
+Both heads are applied to one chunk of positions at a time, in the forward pass and again in the backward pass. With the
+student's `p` and the teacher's `q`, the gradient with respect to the student's logits is
 
 - reverse, KL(p || q): `p (log p - log q - KL)`;
 - forward, KL(q || p): `p - q`;
@@ -61,8 +61,8 @@ def chunked_divergence(
     """Return the divergence at each position, `[num_positions]` float32, differentiable with respect to the student.
 
     Args:
-        teacher: the teacher's distributions at the same positions, or its most likely ids, with all others merged. The
-            further ids of a larger vocabulary are ignored as padding.
+        teacher: the teacher's distributions at the same positions, or its most likely ids, with all others merged. Of
+            two vocabularies, the additional ids of the larger one are treated as padding and ignored.
         divergence: `reverse`, KL(student || teacher); `forward`, KL(teacher || student); or `js`, between the two.
         beta: weight of `js`; near 0 it is `beta` times forward, near 1 `1 - beta` times reverse.
         chunk_size: number of positions with logits in memory at once; `default_chunk_size` by default.
@@ -79,19 +79,19 @@ def chunked_divergence(
     if divergence not in ("reverse", "forward", "js"):
         raise ValueError(f"divergence must be 'reverse', 'forward' or 'js', got {divergence!r}.")
     if divergence == "js" and not 0 < beta < 1:
-        raise ValueError(f"beta must be between 0 and 1, got {beta}; at its ends it is 'forward' and 'reverse'.")
+        raise ValueError(f"beta must be between 0 and 1, got {beta}; in place of 0 or 1, use 'forward' or 'reverse'.")
     num_taught = len(teacher.token_ids if isinstance(teacher, TopK) else teacher.states)
     if len(student.states) != num_taught:
         raise ValueError(f"student and teacher have {len(student.states)} and {num_taught} positions.")
     if isinstance(teacher, TopK) and not 0 < teacher.token_ids.shape[1] < len(student.weight):
         raise ValueError(
-            f"top_k must be from 1 to below the {len(student.weight)} ids of the vocabulary, got "
-            f"{teacher.token_ids.shape[1]}; a teacher's whole distribution is that of its Head."
+            f"top_k must be at least 1 and less than the {len(student.weight)} ids of the vocabulary, got "
+            f"{teacher.token_ids.shape[1]}; pass the teacher's Head to compare whole distributions."
         )
     if isinstance(teacher, TopK) and num_taught and int(teacher.token_ids.max()) >= len(student.weight):
         raise ValueError(
-            f"the teacher's likeliest ids go up to {int(teacher.token_ids.max())}, beyond the student's "
-            f"{len(student.weight)}: padding of a larger head is likely to it; take a smaller top_k."
+            f"the teacher's most likely ids go up to {int(teacher.token_ids.max())}, beyond the student's "
+            f"{len(student.weight)} ids: they include padding of a larger head; use a smaller top_k."
         )
     size = chunk_size or default_chunk_size(student.weight.shape[0], is_gpu=student.states.is_cuda)
     return _ChunkedDivergence.apply(
@@ -118,7 +118,7 @@ class _Compared:
     log_q: torch.Tensor
     """`[num_positions, num_compared]`: the teacher's log-probs."""
     derivative: torch.Tensor | float
-    """Derivative of the student's logits with respect to its head's output."""
+    """Derivative of the student's transformed logits with respect to the output of its head."""
     log_p_of_all: torch.Tensor
     """`[num_positions, vocab_size]`: the student's log-probs."""
     token_ids: torch.Tensor | None
@@ -248,7 +248,7 @@ class TeacherDistribution:
     """Teacher with its whole distribution as the target of each trained token: `DistillationLoss(teacher=...)`.
 
     Args:
-        policy: wrapper of the teacher's model, as returned by `load_teacher`.
+        policy: wrapper of the teacher's model, as `load_teacher` returns it.
         beta: weight of the divergence `js`.
 
     Example:
@@ -260,12 +260,12 @@ class TeacherDistribution:
         self.policy = policy
         self.beta = beta
         self.in_keys: list[NestedKey] = []
-        """Entries of `[num_tokens, ...]` per row that it reads besides the tokens: none."""
+        """Entries read besides the tokens; always empty."""
 
     def packed_divergence(
         self, student: TransformersWrapper, packed: PackedRows, divergence: Divergence
     ) -> torch.Tensor:
-        """Return the divergence at each scored token, `[num_scored]`; ValueError for truncated distributions."""
+        """Return the divergence at each scored token, `[num_scored]`; raise ValueError for truncated distributions."""
         _check_whole(packed)
         if not packed.num_scored:
             return torch.zeros(0, device=student.device)
@@ -278,7 +278,7 @@ class TeacherDistribution:
 class TeacherTopK:
     """Teacher with the most likely ids written by `write_top_k` as the target: `DistillationLoss(teacher=...)`.
 
-    All other ids are merged into one; see `chunked_divergence`.
+    The divergence merges all other ids into one; see `chunked_divergence`.
 
     Args:
         beta: weight of the divergence `js`.
@@ -292,7 +292,7 @@ class TeacherTopK:
     def __init__(self, *, beta: float = 0.5, key: tuple[str, ...] = TOP_K_KEY) -> None:
         self.beta = beta
         self.in_keys: list[NestedKey] = [(*key, "token_ids"), (*key, "log_probs")]
-        """Entries of `[num_tokens, top_k]` per row that it reads besides the tokens."""
+        """Entries read besides the tokens, `[num_tokens, top_k]` per row."""
 
     def packed_divergence(
         self,
@@ -311,8 +311,8 @@ class TeacherTopK:
             return torch.zeros(0, device=student.device)
         if bool((token_ids < 0).any()):
             raise ValueError(
-                f"{self.in_keys[0]!r} has no ids at some of the trained tokens: write_top_k scores those of the loss "
-                "mask, so train on these (masking_strategy='rlhf')."
+                f"{self.in_keys[0]!r} has no ids at some of the trained tokens: write_top_k scores only the tokens of "
+                "the loss mask, so use masking_strategy='rlhf'."
             )
         ours, positions = student.packed_head(packed)
         # One position per token: tokens that share a position may have different teacher scores (hints).
@@ -324,6 +324,6 @@ class TeacherTopK:
 def _check_whole(packed: PackedRows) -> None:
     if packed.sampling_mask is not None:
         raise ValueError(
-            "a divergence over the vocabulary compares whole distributions, and these rows were sampled from "
+            "a divergence over the vocabulary compares whole distributions, but these rows were sampled from "
             "truncated ones: sample with top_p=1, top_k=0 and min_p=0."
         )

@@ -1,7 +1,7 @@
 """Log-probs of chosen tokens from hidden states, computed without storing `[num_tokens, vocab_size]`.
 
-The output head is applied to a chunk of positions at a time, forward and again backward. The gradient of
-`log p(t) = z_t - logsumexp(z)` with respect to the logits is `onehot(t) - softmax(z)`; that of the entropy
+The output head is applied to one chunk of positions at a time, in the forward pass and again in the backward pass. The
+gradient of `log p(t) = z_t - logsumexp(z)` with respect to the logits is `onehot(t) - softmax(z)`; that of the entropy
 `H = -sum_k p_k log p_k` is `-p_k (log p_k + H)`. Products of low-precision operands are summed in float32, and
 logits are never rounded to the operands' dtype.
 """
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 MIN_LOG_PROB = -1e4
-"""Lower bound of log-probs, at which `p log p` is 0 in any dtype; it would be NaN for minus infinity."""
+"""Lower bound of log-probs, at which `p log p` is 0 in any dtype; at minus infinity it would be NaN."""
 
 
 def default_chunk_size(vocab_size: int, *, is_gpu: bool) -> int:
-    """Return the number of positions with logits in memory at once."""
+    """Return the default number of positions with logits in memory at once."""
     if is_gpu:
         # Each chunk reads the head and adds to its gradient, so chunks are large: 2 GiB of logits, or more for
         # vocabularies beyond 262,144 ids.
@@ -70,7 +70,7 @@ class Head:
 
 
 def compute_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a product of both is computed: autocast's, if it is on."""
+    """Return the dtype in which the product of both is computed: autocast's, if autocast is on."""
     if torch.is_autocast_enabled(hidden.device.type):
         return torch.get_autocast_dtype(hidden.device.type)
     return torch.promote_types(hidden.dtype, weight.dtype)
@@ -104,12 +104,12 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 class Removed(NamedTuple):
-    """Ids that are taken out of the distributions of some positions."""
+    """Ids that are excluded from the distributions of some positions."""
 
     positions: torch.Tensor
     """`[num_removed]` ascending indices of positions."""
     token_ids: torch.Tensor
-    """`[num_removed]` an id that is taken out there."""
+    """`[num_removed]` the id that is excluded at each of these positions."""
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -207,7 +207,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _remove(logits: torch.Tensor, removed: Removed | None, start: int, end: int) -> None:
-    """Take ids out of the distributions of positions `start` to `end`, in place; their gradients become 0."""
+    """Exclude ids from the distributions of positions `start` to `end`, in place; their gradients become 0."""
     if removed is not None:
         first, last = torch.searchsorted(removed.positions, torch.tensor([start, end], device=logits.device)).tolist()
         logits[removed.positions[first:last] - start, removed.token_ids[first:last]] = -torch.inf
@@ -232,7 +232,7 @@ def chunked_log_probs(
     return_entropy: bool = False,
     removed: Removed | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the log-prob of each target, and the entropy of its distribution if asked; both differentiable.
+    """Return the log-prob of each target, and the entropy of its distribution if requested; both are differentiable.
 
     Args:
         hidden: `[num_positions, hidden_size]`.
@@ -247,6 +247,8 @@ def chunked_log_probs(
     Returns:
         `[num_scored]` log-probs and `[num_scored]` entropies or None, float32 (float64 for float64 inputs).
 
+    Raises ValueError if shapes do not match.
+
     Example:
         >>> hidden, weight = torch.eye(3), torch.eye(3)
         >>> chunked_log_probs(hidden, weight, torch.tensor([0, 1, 1]))[0]
@@ -255,8 +257,8 @@ def chunked_log_probs(
     if positions is None:
         if targets.shape != hidden.shape[:1]:
             raise ValueError(
-                f"targets must be [{hidden.shape[0]}], one per position, got {tuple(targets.shape)}; give positions "
-                "to score several at one position."
+                f"targets must be [{hidden.shape[0]}], one per position, got {tuple(targets.shape)}; pass positions "
+                "to score several targets at one position."
             )
         positions = torch.arange(hidden.shape[0], device=hidden.device)
     if targets.shape != positions.shape or targets.ndim != 1:

@@ -28,7 +28,7 @@ class OutputHead:
             head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
         if hasattr(head, "lora_A"):
             if any(getattr(head, "use_dora", {}).values()) or any(getattr(head, "lora_bias", {}).values()):
-                raise TypeError("The output head has DoRA or a LoRA bias; adapt it by plain LoRA, or leave it out.")
+                raise TypeError("The output head has DoRA or a LoRA bias; use plain LoRA, or do not adapt the head.")
             head = head.base_layer
         if not isinstance(head, torch.nn.Linear):
             raise TypeError(f"The model must have a linear output head, got {type(head).__name__}.")

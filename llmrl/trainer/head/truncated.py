@@ -2,7 +2,7 @@
 
 With `l` the log-probs over all ids, the log-prob of token `t` among the kept ids `K` is
 `l_t - logsumexp_{j in K} l_j`, so `chunked_log_probs` scores all kept ids of a position as targets. Where most ids are
-kept (inside a string of JSON), the mask lists the others, and these are taken out of the logits.
+kept (inside a JSON string), the mask lists the removed ids instead, and these are excluded from the logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from llmrl.data.sampling_mask import SamplingMask
 from llmrl.trainer.head.log_probs import MIN_LOG_PROB, LogitTransform, Removed, chunked_log_probs
 
-_NOT_THEIRS = "A sampling mask must keep each sampled token once: it is not that of these tokens."
+_NOT_THEIRS = "A sampling mask must keep each sampled token once: this mask belongs to other tokens."
 
 
 class HeadOptions(TypedDict, total=False):
@@ -35,7 +35,7 @@ def truncated_log_probs(
     return_entropy: bool = False,
     **options: Unpack[HeadOptions],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return each target's log-prob within the kept ids, and the entropy of that distribution if asked; differentiable.
+    """Return each target's log-prob within the kept ids, and the entropy if requested; both are differentiable.
 
     Args:
         hidden, weight, targets, options: see `chunked_log_probs`.
@@ -56,7 +56,7 @@ def truncated_log_probs(
         return _among_kept(
             hidden, weight, targets, sampling_mask, positions=positions, return_entropy=return_entropy, **options
         )
-    # Tokens that share a position may have different masks, so each token without some ids gets its own position.
+    # Tokens that share a position may have different masks, so each token with removed ids gets its own position.
     of_listed = is_listed.nonzero()[:, 0]
     of_others = (~is_listed).nonzero()[:, 0]
     listed = sampling_mask.chosen(of_listed)

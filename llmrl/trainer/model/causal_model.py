@@ -44,12 +44,12 @@ _NUM_COMPILED = 32
 class CausalModel:
     """The parts of a causal language model: hidden states of packed rows, output head and logit transform.
 
-    Rows are computed in the first of these ways that gives the logits of the model in `eager`, one row at a time:
-    packed with the configured attention, packed with `eager`, or one row per bin without a mask (`ExactnessProbe`).
+    Rows are computed in the first of these ways that reproduces the logits of `eager` attention on one row at a time
+    (`ExactnessProbe`): packed with the configured attention, packed with `eager`, or one row per bin without a mask.
 
     Raises:
         TypeError: if the output head is not linear, the logits computed from the parts differ from the model's, peft
-            computes more than the adapted model (prompt and prefix tuning), or no way of computing rows is exact.
+            computes more than the adapted model (prompt and prefix tuning), or if no way of computing rows is exact.
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
@@ -63,7 +63,7 @@ class CausalModel:
             probe.check_adapted(model)
             set_scoring_mode(self.model)
         self.transform: LogitTransform = dataclasses.replace(probe.transform, temperature=temperature)
-        """The model's own transform of its logits, and the temperature."""
+        """The model's transform of its logits, followed by the temperature."""
         self.is_packed = True
         """Whether rows are packed. If False, each row has its own bin and no mask."""
         self.faults: dict[str, str] = {}
@@ -87,21 +87,21 @@ class CausalModel:
         return getattr(self.model, "is_gradient_checkpointing", False)
 
     def offload_activations(self, *, offload: bool) -> None:
-        """Store checkpointed activations in host memory or not; ValueError if gradient checkpointing is off."""
+        """Set whether checkpointed activations are in host memory; raise ValueError without gradient checkpointing."""
         if offload and not self.is_checkpointing:
             raise ValueError(
                 "offload_activations=True needs gradient checkpointing (model.gradient_checkpointing_enable()): "
-                "without it all that a layer computes, and its weights, would go to the host."
+                "without it, all activations of a layer, and its weights, would go to the host."
             )
         self._is_offloading = offload
 
     def compile_layers(self) -> None:
-        """Compile each layer in place, once for all row lengths; TypeError if the decoder has no list of layers."""
+        """Compile each layer in place, once for all row lengths; raise TypeError if there is no list of layers."""
         layers = getattr(self.decoder, "layers", None)
         if layers is None:
-            raise TypeError(f"{type(self.decoder).__name__} has no `layers` to compile one by one.")
+            raise TypeError(f"{type(self.decoder).__name__} has no list `layers`; leave compile_layers out.")
         self._is_compiled = True
-        # The limit covers kinds of layers, with and without gradients, for one bin and for several.
+        # The limit must cover the kinds of layers, each with and without gradients, for one bin and for several.
         for layer in layers:
             layer.compile(dynamic=True, recompile_limit=_NUM_COMPILED)
 
@@ -116,19 +116,23 @@ class CausalModel:
     def hidden_states(self, packed: PackedRows) -> torch.Tensor:
         """Return the last hidden states `[num_bins, bin_length, hidden_size]`.
 
-        Raises ValueError if a row is so long that rotary frequencies change with it, or compiled layers get experts.
+        Raises ValueError if a row is so long that rotary frequencies depend on its length, or if compiled layers would
+        have to replay experts.
         """
         if packed.routed_experts is not None and self._is_compiled:
-            raise ValueError("compile_layers=True cannot replay the experts of rows: leave one of the two.")
+            raise ValueError(
+                "compile_layers=True cannot replay the experts of rows: set it to False, or drop 'routed_experts' from "
+                "the rows."
+            )
         set_scoring_mode(self.model)
         self._check_context()
         limit = self._position_limit()
         if limit is not None and int(packed.position_ids.max()) >= limit:
             raise ValueError(
-                f"A row has {int(packed.position_ids.max()) + 1} tokens and the rotary embedding of "
-                f"{type(self.model).__name__} changes beyond {limit} with the length of what is computed together, "
-                "so that no log-prob is its own there: limit the length of rollouts, connect an engine with a larger "
-                "max_model_len before training ('longrope'), or set another rope_type."
+                f"A row has {int(packed.position_ids.max()) + 1} tokens, but the rotary embedding of "
+                f"{type(self.model).__name__} changes beyond {limit} tokens with the longest row of the micro-batch, "
+                "so log-probs of a row would depend on the others: limit the length of rollouts, connect an engine "
+                "with a larger max_model_len before training ('longrope'), or set another rope_type."
             )
         with contextlib.ExitStack() as context:
             if self._is_offloading and torch.is_grad_enabled():
@@ -160,12 +164,12 @@ class CausalModel:
             return
         if not (self.is_packed and can_be_split(self.model)):
             raise TypeError(
-                f"{type(self.model).__name__} cannot have its rows split over ranks: layers other than packed "
-                "attention combine tokens, or attention is not packed. Use context_ranks=1."
+                f"Rows of {type(self.model).__name__} cannot be split over ranks: layers other than packed attention "
+                "combine tokens, or attention is not packed. Use context_ranks=1."
             )
 
     def _position_limit(self) -> int | None:
-        """Return the length beyond which frequencies change, after taking over the choice of an engine."""
+        """Return the length beyond which frequencies change; first adopt the engine's frequencies if these are long."""
         limit = _position_limit(self.config)
         length = trained_model(self.model).engine_length
         if limit is not None and not self._is_long and length is not None and length > limit:
@@ -173,7 +177,7 @@ class CausalModel:
         return None if self._is_long else limit
 
     def _attention_length(self) -> float:
-        """Estimate `attention_length` from operations: 2 per weight, and 4 per key and hidden unit in attention."""
+        """Estimate `attention_length` by operations: 2 per token and weight, 4 per query, key and hidden unit."""
         width, num_layers = (getattr(self.config, name, None) for name in ("hidden_size", "num_hidden_layers"))
         num_layers = num_attention_layers(self.config) if num_layers else None
         is_fused = self.config._attn_implementation == IMPLEMENTATION and self.head.device.type in FUSED_DEVICES
@@ -184,14 +188,14 @@ class CausalModel:
         return max(1.0, num_weights / (2 * width * num_layers))
 
     def _is_replaced(self, chosen: str) -> bool:
-        """Whether packed attention may replace `chosen`; it replaces `eager` only for models without `sdpa`."""
+        """Return whether packed attention may replace `chosen`; it replaces `eager` only in models without `sdpa`."""
         is_fused = self.head.device.type in FUSED_DEVICES
         if chosen == "eager":
             return is_fused and not getattr(self.model, "_supports_sdpa", True)
         return chosen in ("sdpa", "flex_attention") or (is_fused and "flash" in chosen)
 
     def _choose_computation(self, probe: ExactnessProbe) -> None:
-        """Choose the first exact way of computing rows; TypeError if there is none, warning if it is a fallback."""
+        """Choose the first exact way of computing rows; warn about a fallback, raise TypeError if none is exact."""
         name = type(self.model).__name__
         chosen = self.config._attn_implementation
         register_packed_attention()
@@ -212,13 +216,13 @@ class CausalModel:
                 why = "; ".join(dict.fromkeys(faults.values()))
                 if not is_packed:
                     _say_once(
-                        f"{name}: rows cannot be packed ({why}). Each is computed by itself, which is exact; what "
-                        "rows share is computed for each, and short rows are padded."
+                        f"{name}: rows cannot be packed ({why}). Each row is computed by itself, which is exact, but "
+                        "shared prefixes are computed once per row, and short rows are padded."
                     )
                 elif implementation not in (preferred, chosen):
                     _say_once(
-                        f"{name}: attn_implementation={chosen!r} is not what 'eager' computes ({why}); 'eager' is "
-                        "used, which holds [length, length] weights for every layer and head."
+                        f"{name}: attn_implementation={chosen!r} differs from 'eager' ({why}); 'eager' is "
+                        "used, which stores [length, length] weights for every layer and head."
                     )
                 return
             faults[f"{'packed' if is_packed else 'one row a bin'}, {implementation}"] = fault
@@ -226,7 +230,7 @@ class CausalModel:
         if self.is_checkpointing:
             hint = (
                 ". Gradient checkpointing is on, which puts some models in training mode: try without it "
-                "(train.gradient_checkpointing=false), or set what acts in that mode, such as dropout, to 0"
+                "(train.gradient_checkpointing=false), or set what is active only in that mode, such as dropout, to 0"
             )
         raise TypeError(
             f"{name} cannot be trained exactly; compared with 'eager', one row at a time: "
@@ -236,7 +240,7 @@ class CausalModel:
 
 
 def _position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the length beyond which rotary frequencies depend on the longest row of a forward pass."""
+    """Return the length beyond which rotary frequencies depend on the longest row of a forward pass, or None."""
     rope = getattr(config, "rope_parameters", None) or {}
     limits = [
         parameters.get("original_max_position_embeddings") or config.max_position_embeddings

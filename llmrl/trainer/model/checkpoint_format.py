@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 class CheckpointWeights:
     """Weights of a checkpoint, and the parameters that they are computed from.
 
-    transformers renames parameters, and joins or splits some of them, when it loads a checkpoint: the experts of a
-    layer are one parameter, and several weights of the checkpoint.
+    When transformers loads a checkpoint, it renames parameters, and joins or splits some of them: for example, the
+    experts of a layer are one parameter, but several weights of the checkpoint.
     """
 
     name: str
-    """Name of the only weight, if it is only renamed."""
+    """Name of the weight, if the parameter is only renamed."""
     parameters: tuple[str, ...]
     """Names of the parameters."""
     converter: WeightConverter | None = None
-    """transformers' conversion; None if the only parameter is only renamed."""
+    """transformers' conversion; None if there is one parameter, which is only renamed."""
     patterns: tuple[str, ...] = ()
     """The converter's pattern for each parameter."""
     model: PreTrainedModel | None = None
 
     def convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weights of the checkpoint by name, from whole parameters by name; often views of them."""
+        """Return the weights of the checkpoint by name, often as views, from unsharded parameters by name."""
         if self.converter is None:
             return {self.name: tensors[self.parameters[0]]}
         assert self.model is not None
@@ -47,8 +47,8 @@ class CheckpointWeights:
 def checkpoint_weights(model: object, names: Iterable[str]) -> Iterator[CheckpointWeights]:
     """Yield the weights of a model's checkpoint for the names of its parameters, in their order.
 
-    They are what transformers' own `save_pretrained` would write: the conversions with which the model was loaded, or
-    those of its class, in reverse. Models that are not of transformers keep their names.
+    They are what transformers' `save_pretrained` would write: the conversions with which the model was loaded, or
+    those of its class, are reversed. The parameters of other modules keep their names.
 
     Example:
         >>> [weights.name for weights in checkpoint_weights(torch.nn.Linear(2, 1), ["weight"])]
@@ -90,7 +90,7 @@ def conversions_of(model: object) -> list[WeightTransform]:
     In reverse they restore the layout of the official checkpoint (Qwen3-VL's experts are transposed there).
     """
     conversions = copy.deepcopy(_conversions(model))
-    # Those that compare shapes with the model's, in reverse, would leave the model's layout as it is.
+    # In reverse, operations that compare shapes with the model's would leave the model's layout unchanged.
     for operation in (one for conversion in conversions for one in getattr(conversion, "operations", ())):
         if hasattr(operation, "check_dims"):
             operation.check_dims = False
@@ -109,5 +109,5 @@ def _conversions(model: object) -> list[WeightTransform]:
     used = getattr(model, "_weight_conversions", None)
     if used is not None:
         return list(used)
-    # Whether a checkpoint has such a prefix is known only of one that was read.
+    # Whether a checkpoint has such a prefix is known only if it was read.
     return [one for one in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(one, PrefixChange)]

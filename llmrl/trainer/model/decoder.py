@@ -23,26 +23,26 @@ _ATTENTION = frozenset({"full_attention", "sliding_attention"})
 _WITH_STATE = frozenset({"linear_attention", "conv"})
 _TOKENWISE = frozenset({"mlp", "moe"})
 PACKABLE_LAYERS = _ATTENTION | _WITH_STATE | _TOKENWISE
-"""Types of layers that compute packed rows; whether a model's do so exactly is found by trying."""
+"""Types of layers that can compute packed rows; `ExactnessProbe` tests whether a model's layers do so exactly."""
 
 
 def num_attention_layers(config: PreTrainedConfig) -> int:
-    """Return the number of a decoder's layers with attention; layers of unknown types count."""
+    """Return the number of a decoder's layers with attention; layers of unknown types are counted."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     return sum(one not in _WITH_STATE | _TOKENWISE for one in types)
 
 
 def can_be_split(model: PreTrainedModel) -> bool:
-    """Return whether ranks may each compute a part of a row's tokens: only attention may look at other tokens."""
+    """Return whether each rank may compute a part of a row's tokens: only packed attention may combine tokens."""
     config = text_config(model)
     layer_types = set(getattr(config, "layer_types", None) or ())
     return config._attn_implementation == IMPLEMENTATION and not _WITH_STATE & layer_types
 
 
 def context_ranks_of(model: PreTrainedModel, length: int) -> ContextRanks | None:
-    """Return the ranks that split bins of this length; None if each rank computes them whole, as it does short ones."""
+    """Return the ranks that split bins of this length; None if each rank computes whole bins, as for short bins."""
     ranks = trained_model(model).context
-    # A part must be shorter than the whole, by which attention tells one from the other.
+    # Attention recognises a part by its length, so a part must be shorter than its bin.
     return ranks if ranks is not None and length >= 2 * ranks.size and can_be_split(model) else None
 
 
@@ -87,7 +87,7 @@ def decoder_hidden_states(
     elif "sliding_attention" in layer_types:
         attention_mask = {"full_attention": mask(), "sliding_attention": mask(window=window)}
     else:
-        # Without `layer_types` a window, if there is one, holds for every layer (Mistral).
+        # Without `layer_types`, a configured window applies to every layer (Mistral).
         attention_mask = mask(window=None if layer_types else window)
     length = packed.input_ids.shape[1]
     ranks = context_ranks_of(model, length)

@@ -40,13 +40,13 @@ _SHORTEST_SEGMENT = 2  # so that rows of a few tokens continue states
 
 
 class ExactnessProbe:
-    """Comparison of ways of computing rows, in scoring mode, with the model in `eager` and eval mode, row by row.
+    """Comparison of ways of computing rows, in scoring mode, with `eager` attention in eval mode, row by row.
 
-    Of the four test rows, two share a prefix, one branches off earlier and one is separate. On both sides the windows
-    are reduced to `PROBE_WINDOW` tokens, which all rows exceed. The model is changed in place and restored, so that it
-    may be sharded; then all ranks probe it together. The logits reveal a missing mask, state that leaks between rows,
-    wrong positions and non-causal attention. If reducing a configured window has no effect, these short rows prove
-    nothing and the model does not count as packable.
+    Of the four test rows, two share a prefix, one branches off earlier and one is separate. Both computations reduce
+    windows to `PROBE_WINDOW` tokens, which all rows exceed. The model is changed in place and restored rather than
+    copied, so it may be sharded; in this case all ranks must probe it together. The logits reveal a missing mask, state
+    that leaks between rows, wrong positions and non-causal attention. If reducing a configured window has no effect,
+    rows this short prove nothing about it, and the model counts as not packable.
 
     Raises:
         TypeError: if the logits computed from decoder, head and transform differ from the model's, or a forward pass
@@ -68,15 +68,15 @@ class ExactnessProbe:
         with torch.no_grad(), _changed(model, "eager"):
             if text_config(model)._attn_implementation != "eager":
                 raise TypeError(
-                    f"{type(model).__name__} cannot be told its attention after it was made, so it cannot be compared "
-                    "with 'eager': load it with attn_implementation='eager'."
+                    f"{type(model).__name__} cannot change its attention after loading, so it cannot be compared with "
+                    "'eager': load it with attn_implementation='eager'."
                 )
             try:
                 (whole,) = self._logits(self.rows[:1])
             except Exception as error:  # any error of a model that needs more inputs than token ids
                 raise TypeError(f"{type(model).__name__} cannot be called with token ids alone: {error}") from error
             self.transform = self._find_transform(whole)
-            """What the model does to its logits, without a temperature."""
+            """The model's transform of its logits, without a temperature."""
             with _small_windows(model) as num_windows:
                 self.expected = self._logits(self.rows[:1]) if num_windows else [whole]
                 self.expected += self._logits(self.rows[1:])
@@ -85,15 +85,15 @@ class ExactnessProbe:
         first, second = (logits[:_NUM_SHARED] for logits in self.expected[:2])
         if _error_of(first, second, quantile=self.quantile) > self.tolerance:
             raise TypeError(
-                f"{type(model).__name__} is not causal: a token's logits change with what follows it, or by chance."
+                f"{type(model).__name__} is not causal: a token's logits depend on later tokens, or are random."
             )
-        # With `layer_types`, a window without effect belongs to no layer.
+        # If `layer_types` names no sliding layers, the configured window belongs to no layer.
         is_window_needed = "sliding_attention" in self.layer_types or not self.layer_types
         self.has_hidden_window = is_window_needed and num_windows > 0 and torch.equal(whole, self.expected[0])
 
     @torch.no_grad()
     def check_adapted(self, adapted: PeftModel) -> None:
-        """Compare a peft model with its base model, which is trained and sent to engines; TypeError if they differ."""
+        """Raise TypeError if a peft model differs from its adapted base model, which is trained and sent to engines."""
         row = self.rows[0]
         adapted.eval()
         logits = [self._whole_logits(one, row) for one in (adapted, self.model)]
@@ -102,8 +102,8 @@ class ExactnessProbe:
                 sorted(str(getattr(config.peft_type, "value", "")) for config in adapted.peft_config.values())
             )
             raise TypeError(
-                f"peft's {kinds} computes more than {type(self.model).__name__} with its layers adapted, and no engine "
-                "would know of it: train LoRA adapters (LoRAConfig), or all weights."
+                f"peft's {kinds} does more than adapt the layers of {type(self.model).__name__}, which engines cannot "
+                "reproduce: train LoRA adapters (LoRAConfig), or all weights."
             )
 
     def packing_fault(self) -> str | None:
@@ -129,7 +129,7 @@ class ExactnessProbe:
 
     @torch.no_grad()
     def _fused_error(self) -> float:
-        """Return the half-precision error of the fused kernels at the median token, with `eager` as the reference."""
+        """Return the half-precision error of the fused kernels at the median token, compared with `eager`."""
         device_type = self.head.device.type
         if device_type not in FUSED_DEVICES:
             return 0.0
@@ -146,7 +146,7 @@ class ExactnessProbe:
         return 0.0 if max(errors) <= _WRONG_MASK else max(errors)
 
     def _run_backward(self, implementation: str, *, is_packed: bool) -> None:
-        """Run one backward pass to the embeddings: backward kernels have limits of their own."""
+        """Run one backward pass to the embeddings, as backward kernels have limits of their own."""
         embedded: list[torch.Tensor] = []
 
         def start(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
@@ -224,7 +224,7 @@ class ExactnessProbe:
             return model(input_ids=row[None], use_cache=False).logits[0].float()
 
     def _product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the head's matrix makes of hidden states, `[num_tokens, vocab_size]`."""
+        """Return the head's output before the logit transform, `[num_tokens, vocab_size]`."""
         bias = self.head.bias()
         bias = None if bias is None else bias.to(hidden.dtype)
         return torch.nn.functional.linear(hidden, self.head.weight(hidden.dtype), bias).float()
@@ -265,7 +265,7 @@ def _hidden_states(model: PreTrainedModel, packed: PackedRows, *, is_packed: boo
 
 @contextlib.contextmanager
 def _changed(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Use a model in eval mode and with another attention."""
+    """Put a model into eval mode with another attention within the context."""
     before = text_config(model)._attn_implementation
     modes = [(module, module.training) for module in model.modules()]
     set_attention(model, implementation)
@@ -280,7 +280,7 @@ def _changed(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _small_windows(model: PreTrainedModel) -> Iterator[int]:
-    """Set every window to `PROBE_WINDOW`; yields how many the configuration has."""
+    """Set every window to `PROBE_WINDOW` within the context; yield the number of windows in the configuration."""
     config = text_config(model)
     found = [
         (holder, name, value)
@@ -299,7 +299,7 @@ def _small_windows(model: PreTrainedModel) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _whole_head(model: PreTrainedModel, head: OutputHead) -> Iterator[None]:
-    """Gather what a sharded model reads outside its decoder: embeddings, and a head that is tied to them."""
+    """Gather the weights that a sharded model reads outside its decoder: embeddings, and a head tied to them."""
     decoder = decoder_of(model)
     if isinstance(decoder, FSDPModule):
         decoder.unshard()

@@ -1,4 +1,4 @@
-"""Rotary embeddings with two sets of frequencies, of which an engine uses one for all rows."""
+"""Rotary embeddings with two sets of frequencies (LongRoPE); an engine uses one set for all rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def use_long_frequencies(model: PreTrainedModel) -> bool:
     """Make LongRoPE embeddings use their long frequencies for rows of every length.
 
-    Returns whether all rotary embeddings of the model are of that type; otherwise nothing is changed. transformers
-    uses the short frequencies for rows up to the original length, vLLM only in engines with a `max_model_len` up to it.
+    Returns whether all rotary embeddings of the model are of that type; otherwise nothing is changed. For rows up to
+    the original length, transformers uses the short frequencies, but vLLM only if `max_model_len` does not exceed it.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -50,7 +50,7 @@ class RoutingCounts:
         return functools.reduce(RoutingCounts.__add__, parts)
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the metrics, by name.
+        """Return the metrics by name.
 
         Example:
             >>> RoutingCounts(torch.tensor([[3.0, 1.0], [2.0, 2.0]])).to_metrics()["router_load_max"]

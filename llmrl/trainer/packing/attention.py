@@ -14,10 +14,10 @@ from llmrl.trainer.context import ContextRanks
 from llmrl.trainer.packing.masks import IMPLEMENTATION, Mask, PackedMask
 
 CONTEXT_RANKS = "context_ranks"
-"""Attribute of a model's modules if rows are split over ranks."""
+"""Name of the attribute of a model's modules with its `ContextRanks`, set if rows are split over ranks."""
 
 _NUM_COMPILED = 64
-"""Maximum number of compiled kernels per process: by dtype, head size, window, cap and gradient, not by length."""
+"""Maximum number of compiled kernels per process; they differ by dtype, head size, window, cap and gradient."""
 
 
 def packed_attention(
@@ -35,9 +35,9 @@ def packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention over packed rows with the fastest exact implementation.
 
-    With a `PackedMask` (on CUDA) it is PyTorch's variable-length kernel for half-precision rows that share nothing,
-    and compiled `flex_attention` for all others. Otherwise it is `sdpa`, or matrix products if the mask is additive
-    (short bins on CPU, where `sdpa`'s backward pass is slow) or scores have a soft cap, which `sdpa` ignores.
+    With a `PackedMask` (on CUDA), PyTorch's variable-length kernel computes half-precision rows that share nothing, and
+    compiled `flex_attention` all others. Otherwise `sdpa` is used, or matrix products if the mask is additive (short
+    bins on CPU, where `sdpa`'s backward pass is slow) or scores have a soft cap, which `sdpa` ignores.
 
     Args:
         query: `[num_bins, num_heads, length, head_size]`.
@@ -46,7 +46,7 @@ def packed_attention(
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
         s_aux: `[num_heads]` attention sinks (gpt-oss, arXiv:2508.10925); only with a `PackedMask`.
 
-    If the rows are split over ranks (`ContextRanks`), tensors have this rank's part of each row, and the mask has all.
+    If rows are split over ranks (`ContextRanks`), tensors hold this rank's part of each row, but the mask whole rows.
 
     Raises TypeError if sinks, biases or dropout are not supported in this combination.
     """
@@ -55,7 +55,7 @@ def packed_attention(
         length = _bin_length(query, attention_mask)
         if length > query.shape[2]:
             if position_bias is not None:
-                raise TypeError("position biases cannot be split over ranks: use context_ranks=1.")
+                raise TypeError("attention with position biases cannot be split over ranks: use context_ranks=1.")
             query, key, value = (ranks.by_heads(tensor, length) for tensor in (query, key, value))
             sinks = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.rank]
             own = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])

@@ -3,7 +3,7 @@
 Tries are cut into pieces, pieces fill bins, and bins fill micro-batches:
 
     rows, sorted     a b | c | d e f g            `|` where nothing is shared: three tries
-    pieces           a b | c | d e | f g          a trie over the limit is cut; its second piece repeats what `f` shares
+    pieces           a b | c | d e | f g          a trie over the limit is cut; its second piece repeats `f`'s prefix
     bins             [a b, c] [d e] [f g]         of at most `bin_length` nodes; attention stays within a bin
     micro-batches    [[a b, c], [d e]] [[f g]]    of at most `token_budget` nodes, bins padded to the longest
 """
@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 SHORT_BIN_LENGTH = 256
-"""Minimum bin length; here attention is cheap compared with the rest of any model."""
+"""Minimum bin length; at this length, attention is cheap compared with the rest of any model."""
 _FULL = 1.01
 """Ratio of computed to distinct tokens below which the search stops."""
 
@@ -61,15 +61,15 @@ def arrange(
     attention_length: float = math.inf,
     shortest_share: float = 0.0,
 ) -> list[MicroBatch]:
-    """Return the cheapest micro-batches found, by computed tokens with padding and the cost of attention in each bin.
+    """Return the cheapest micro-batches found; the cost counts computed tokens, padding and attention in each bin.
 
     Args:
-        lengths: tokens of each row, with rows sorted by their tokens.
+        lengths: number of tokens of each row; rows are sorted by their tokens.
         shared: number of tokens that each row shares with the previous one.
-        token_budget: computed tokens per micro-batch; a longer row is a micro-batch of its own.
-        bin_length: tokens per bin; None tries several, up to the longest trie, and takes the cheapest.
+        token_budget: number of computed tokens per micro-batch; a longer row is a micro-batch of its own.
+        bin_length: number of tokens per bin; None tries several, up to the largest trie, and uses the cheapest.
         attention_length: bin length at which attention costs as much as the rest of the model.
-        shortest_share: lower bound of the shortest bin of a micro-batch, as a share of its longest.
+        shortest_share: minimum length of a micro-batch's shortest bin, as a fraction of its longest.
 
     Example:
         >>> [[[piece]]] = [[b.pieces for b in bins] for bins in arrange([5, 5, 5], [0, 4, 4], token_budget=100)]
@@ -83,7 +83,7 @@ def arrange(
         candidates = [min(bin_length, token_budget)]
     else:
         candidates = _candidates(tries, token_budget)
-        if math.isinf(attention_length):  # attention costs nothing: take the longest
+        if math.isinf(attention_length):  # attention costs nothing: use the longest
             candidates = candidates[-1:]
     for length in candidates:
         is_full = False
@@ -102,7 +102,7 @@ def arrange(
 
 
 def _candidates(tries: _Tries, token_budget: int) -> list[int]:
-    """Return bin lengths from the longest row to the largest trie, each twice the previous one."""
+    """Return bin lengths from that of the longest row to that of the largest trie, each twice the previous one."""
     lengths = [min(max(SHORT_BIN_LENGTH, tries.longest_row), token_budget)]
     longest = min(max(lengths[0], tries.largest), token_budget)
     while 2 * lengths[-1] < longest:
@@ -111,7 +111,7 @@ def _candidates(tries: _Tries, token_budget: int) -> list[int]:
 
 
 class _Tries:
-    """The sorted rows, divided where nothing is shared."""
+    """Sorted rows as tries, divided where neighbours share nothing."""
 
     def __init__(self, lengths: Sequence[int], shared: Sequence[int]) -> None:
         num_rows = len(lengths)
@@ -119,7 +119,7 @@ class _Tries:
         self._shares = np.append(np.asarray(shared), 0)
         self._totals = np.concatenate([[0], np.cumsum(np.asarray(lengths) - self._shares[:-1])])
         # A cut before a row costs its shared tokens, which the next piece repeats. The best cut maximises the number
-        # of nodes so far less those repeated. For the rows 1 2 3, 1 2 4 5 and 1 2 4 5 6:
+        # of nodes before it minus those repeated. For the rows 1 2 3, 1 2 4 5 and 1 2 4 5 6:
         #     lengths  3  4  5        totals  0  3  5  6    (before each row, and at the end)
         #     shared   0  2  4        gains   0  1  1  6
         self._gains = self._totals - self._shares
@@ -147,7 +147,10 @@ class _Tries:
 
 
 def _fillings(tries: _Tries, bin_length: int) -> Iterator[list[Bin]]:
-    """Yield ways to fill bins: search for the smallest limit on pieces that needs no more bins, and so pads least."""
+    """Yield ways to fill bins: a binary search for the smallest limit on pieces that does not need more bins.
+
+    Smaller pieces fill bins more evenly and need less padding.
+    """
     low = max(1, bin_length // 2)
     high = bin_length
     grain = bin_length // 32
@@ -185,7 +188,7 @@ def _fill_bins(pieces: list[Piece], bin_length: int) -> Iterator[list[Bin]]:
 
 
 def _best_fit(pieces: list[Piece], bin_length: int) -> list[Bin]:
-    """Put each piece, longest first, into the fullest bin with room for it (at most 11/9 of the optimum)."""
+    """Put each piece, longest first, into the fullest bin with room for it (at most 11/9 of the optimal number)."""
     bins: list[Bin] = []
     free: list[tuple[int, int]] = []  # sorted pairs of free nodes and bin index
     for piece in pieces:
@@ -230,7 +233,7 @@ def _split_evenly(bins: list[Bin], token_budget: int, shortest_share: float) -> 
 
 
 def _ends(lengths: list[int], token_budget: int, shortest_share: float) -> list[int]:
-    """Return the end of each micro-batch of bins, longest first, such that each fits the budget with padding."""
+    """Return the end of each micro-batch of bins, longest bin first, so that each fits the budget with padding."""
     ends: list[int] = []
     start = 0
     while start < len(lengths):

@@ -2,16 +2,17 @@
 
 Such a layer reads tokens in order, so it cannot compute a trie in one pass. The trie is cut into segments; the state at
 the end of a segment is computed once, and each segment that continues it starts from that state, gradients included.
-All other layers, and what a layer does before and after its state, compute the packed tokens as they are.
+All other layers, and the operations of these layers before and after the state, compute the packed tokens as they are.
 
 Two groups of rows, `a b c`, `a b d e` and `f g`, with `shortest=2`:
 
-    step 0    [a b]                 its end state is kept
-    step 1    [c] [d e]             both continue it; padded on the right, where nothing reads
-    step 2    [f g]                 continues nothing
+    step 0    [f g]                 ends without branches
+    step 1    [a b]                 the state after `b` is kept
+    step 2    [d e] [c]             both continue this state; `c` is padded on the right, which affects no output
 
-Segments end only at multiples of `shortest` tokens, so that those of several prompts have the same length and are
-computed together. Up to `shortest` tokens that rows share are computed again in each of them, in these layers only.
+Continued segments have multiples of `shortest` tokens, so that those of several prompts often have equal lengths and
+are computed together. Shared tokens that remain before a branch, fewer than `shortest`, are computed again in each
+branch, in these layers only.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ import torch
 from llmrl.trainer.packing.packed_rows import PackedRows, shared_length
 
 BRANCHES = "branches"
-"""Name of the argument of decoders that have no dictionary of masks."""
+"""Name of the argument in which decoders without a dictionary of masks receive `Branches`."""
 SHORTEST_SEGMENT = 16
-"""Tokens that rows must share beyond a state for another state to be kept."""
+"""Number of tokens that rows must share after one kept state for another state to be kept."""
 _MASK = "attention_mask"
 _MOST_PADDING = 0.25
-"""Largest part of a step that is padding; sorted by length, segments of more different lengths are separate steps."""
+"""Largest fraction of padding in a step; segments with lengths that would need more are separate steps."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,11 +43,11 @@ class _Step:
     positions: torch.Tensor
     """[num_segments, length] int64: flat positions of the tokens, padded by repeating the last."""
     own: torch.Tensor
-    """[num_own] int64: indices into the flat `positions` of tokens that no other segment gives."""
+    """[num_own] int64: indices into the flat `positions` of the tokens with outputs taken from this step."""
     parent: int | None
-    """Step with the states that the segments continue."""
+    """Index of the step with the states that the segments continue; None if they continue none."""
     parent_rows: torch.Tensor
-    """[num_segments] int64: segment of that step, if there is one."""
+    """[num_segments] int64: index in that step of the segment that each segment continues; 0 without a parent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +59,7 @@ class _Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Branches:
-    """The segments of a micro-batch, in an order in which states are there before they are continued."""
+    """Segments of a micro-batch, ordered so that each state is computed before it is continued."""
 
     steps: tuple[_Step, ...]
 
@@ -83,7 +84,7 @@ class Branches:
 
 
 def _segments(paths: list[np.ndarray], shortest: int) -> Iterator[_Segment]:
-    """Yield segments, each after the one that it continues. `paths` are in the order of a trie."""
+    """Yield segments, each after the segment that it continues; `paths` are in the order of a trie."""
     paths = [path for row, path in enumerate(paths) if not row or not np.array_equal(path, paths[row - 1])]
     shared = [0, *(shared_length(before, path) for before, path in itertools.pairwise(paths))]
     groups: list[tuple[int, int, int, _Segment | None]] = [(0, len(paths), 0, None)]
@@ -106,11 +107,11 @@ def _segments(paths: list[np.ndarray], shortest: int) -> Iterator[_Segment]:
 def _steps(
     ready: list[_Segment], place_of: Mapping[_Segment, tuple[int, int]]
 ) -> Iterator[tuple[int | None, list[_Segment]]]:
-    """Yield segments to compute together: of one parent step, and of one length if they are continued."""
+    """Yield segments to compute together: they have the same parent step and, if continued, the same length."""
     by_kind: dict[tuple[int | None, int], list[_Segment]] = {}
     for segment in ready:
         parent = None if segment.parent is None else place_of[segment.parent][0]
-        # A state after padding would be of other tokens.
+        # Padding would change the state at the end of a segment, so continued segments must not be padded.
         by_kind.setdefault((parent, len(segment.path) if segment.is_continued else 0), []).append(segment)
     for (parent, _), held in by_kind.items():
         held.sort(key=lambda segment: -len(segment.path))
@@ -128,7 +129,7 @@ def _steps(
 def _step_of(
     held: list[_Segment], parent: int | None, rows: list[int], seen: np.ndarray, device: torch.device
 ) -> _Step:
-    # One token is another computation in most of these layers: that of generation.
+    # For a single token, most of these layers use their generation code, so the length is at least 2.
     length = max(2, len(held[0].path))
     positions = np.stack([np.pad(one.path, (0, length - len(one.path)), mode="edge") for one in held])
     own: list[np.ndarray] = []
@@ -144,12 +145,12 @@ def _step_of(
 
 
 class _States:
-    """The cache of one layer in one step, as far as layers with a state use transformers' caches.
+    """Cache of one layer in one step, with the interface of transformers' caches that layers with a state use.
 
-    Those of transformers write states in place, which autograd does not allow of what it needs again.
+    transformers' own caches write states in place, which autograd forbids for tensors of the backward pass.
     """
 
-    record_past = True  # else a layer would write its states itself
+    record_past = True  # otherwise a layer may write its states in place, as in generation
 
     def __init__(self, continued: _States | None = None, rows: torch.Tensor | None = None) -> None:
         self.conv_states: dict[int, torch.Tensor] = {}
@@ -184,7 +185,7 @@ class _States:
 
 
 class _Always:
-    """The list of a cache's layers; each is the same."""
+    """List of a cache's layers, with the same states at every index."""
 
     def __init__(self, states: _States) -> None:
         self._states = states
@@ -203,7 +204,7 @@ class _FirstStates(_States):
 
 
 def compute_in_branches(decoder: torch.nn.Module) -> None:
-    """Let the layers with a state of a decoder compute `Branches` where they are given one in place of a mask."""
+    """Hook the layers with a state of a decoder so that they compute `Branches` passed in place of a mask."""
     for layer in getattr(decoder, "layers", ()):
         inner: list[torch.nn.Module] = []
         for module in layer.modules():

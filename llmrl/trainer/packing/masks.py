@@ -54,7 +54,7 @@ def packed_mask(packed: PackedRows, *, implementation: str, dtype: torch.dtype, 
 def _blocks_mask(packed: PackedRows, window: int | None) -> PackedMask:
     num_bins, length = packed.input_ids.shape
     bin_starts = torch.arange(0, num_bins * length, length, device=packed.input_ids.device)
-    # Copies rather than views, as the kernel is compiled for the bases of views too.
+    # Copies rather than views, because the compiled kernel also depends on the bases of views.
     end = (packed.subtree_end + bin_starts[:, None]).flatten().clone()
     depth = packed.position_ids.flatten().clone()
 
@@ -94,6 +94,6 @@ def _seen_blocks(end: torch.Tensor, depth: torch.Tensor, window: int | None) -> 
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of key blocks of each query block, and their indices first."""
+    """Return the number of key blocks of each query block, and the indices of all blocks with these first."""
     indices = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None].contiguous()

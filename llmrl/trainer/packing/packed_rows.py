@@ -78,8 +78,8 @@ class PackedRows:
     sampling_mask: SamplingMask | None = None
     """Ids kept by truncation at the scored tokens; None if no token was sampled from a truncated distribution."""
     routed_experts: torch.Tensor | None = None
-    """[num_bins * bin_length, num_layers, top_k] int16: experts at each position, -1 if the router chooses; None if it
-    always does."""
+    """[num_bins * bin_length, num_layers, top_k] int16: experts at each position, -1 if the router chooses; None if the
+    router always chooses."""
 
     @property
     def num_scored(self) -> int:
@@ -138,13 +138,13 @@ def pack_rows(
     Args:
         token_ids: `[num_tokens]` int64 per row.
         scored_masks: `[num_tokens]` bool per row.
-        token_budget: computed tokens per micro-batch, including padding.
-        bin_length: tokens per bin; longer rows get a longer bin. Longer bins share more and make attention costlier;
-            None chooses the cheapest of several lengths.
+        token_budget: number of computed tokens per micro-batch, including padding.
+        bin_length: number of tokens per bin; longer rows get a longer bin. Longer bins share more, but their attention
+            costs more; None chooses the cheapest of several lengths.
         attention_length: bin length at which attention costs as much as the rest of the model.
-        share_prefixes: False lays out every row separately, for comparison.
-        one_row_per_bin: one row per bin, which needs no mask; for models that are not exact otherwise. Rows of similar
-            length are padded together, by at most a third of their tokens.
+        share_prefixes: whether to share prefixes; False lays out every row separately, for comparison.
+        one_row_per_bin: whether each bin has one row, which needs no mask; for models that are not exact otherwise.
+            Rows of similar length are padded together, by at most a third of their tokens.
         routed_experts: `[num_tokens, num_layers, top_k]` int16 per row; tokens with different experts are not shared.
 
     Raises ValueError if the two lists differ in length, a row is empty, or a budget is not positive.
@@ -226,7 +226,7 @@ def _check(
 
 
 def shared_length(left: np.ndarray, right: np.ndarray) -> int:
-    """Return how many of their first entries are equal."""
+    """Return the length of the common prefix of two arrays, neither of them empty."""
     num = min(len(left), len(right))
     differs = left[:num] != right[:num]
     first = int(differs.argmax())

@@ -1,4 +1,4 @@
-"""The recipe `calculator` played by an agent of the OpenAI Agents SDK, which asks the policy at a URL."""
+"""The task of the recipe `calculator` for an agent of the OpenAI Agents SDK, which calls the policy at a URL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOOL: dict[str, Any] = {
 
 
 async def call(context: object, arguments: str) -> str:
-    """Answer a call of the tool."""
+    """Return the answer to a tool call."""
     try:
         return calculator.calculate(**json.loads(arguments))
     except (ToolError, TypeError, ValueError) as error:
@@ -32,7 +32,7 @@ async def call(context: object, arguments: str) -> str:
 
 
 async def play(row: dict[str, Any], model: AgentModel) -> float:
-    """Let the agent work on a product; return 1 for the number and nothing else."""
+    """Let the agent answer a question, and return 1 if its last answer is only the right number."""
     from agents import Agent, AgentsException, FunctionTool, OpenAIChatCompletionsModel, RunConfig, Runner
     from openai import AsyncOpenAI
 
@@ -59,11 +59,11 @@ async def play(row: dict[str, Any], model: AgentModel) -> float:
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> AgentEnv:
-    """Make the environment."""
+    """Return the environment."""
     return AgentEnv(play, calculator.problems(split), name=split, repeats=repeats, shuffle=True, seed=seed)
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Return the calculator's conversations with the tool as the SDK sends it, which `sft.jsonl` holds."""
+    """Return the content of `sft.jsonl`: the conversations of `calculator`, with the tool schema that the SDK sends."""
     tools = [{"type": "function", "function": TOOL}]
     return [{**one, "tools": tools} for one in calculator.conversations(count)]

@@ -1,4 +1,4 @@
-"""Sort three names, after the environment `alphabet-sort` of verifiers; the score is the share of pairs in order."""
+"""Sorting three names, based on `alphabet-sort` of verifiers; the score is the share of pairs in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = "Sort the names alphabetically. Reply with the names only, separated by
 
 
 def problems(split: str) -> list[dict[str, Any]]:
-    """Return names in random order. The 400 problems for training and the 50 held out have no three names in common."""
+    """Return triples of names in random order: 400 for training, and 50 others that are held out."""
     generator = random.Random(0)
     triples = generator.sample(list(itertools.combinations(NAMES, 3)), 450)
     chosen = triples[:400] if split == "train" else triples[400:]
@@ -26,10 +26,9 @@ def problems(split: str) -> list[dict[str, Any]]:
 
 
 def pairs_in_order(completion: str, names: list[str]) -> float:
-    """Return the share of pairs that are in order, 0 if an answer is not made of exactly these names.
+    """Return the share of pairs that are in order; 0 if an answer does not consist of exactly these names.
 
-    Any order of three names has at least one right pair in expectation of one half, so a copy of the question scores
-    0.5 on average.
+    In a random order, a pair is in order with probability one half, so a copy of the question scores 0.5 on average.
     """
     answer = [word.strip() for word in completion.strip().rstrip(".").split(",")]
     if sorted(answer) != sorted(names):
@@ -44,14 +43,14 @@ def is_sorted(completion: str, names: list[str]) -> float:
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> DatasetChatEnv:
-    """Make the environment."""
+    """Return the environment."""
     asked = DatasetChatEnv(problems(split), name=split, repeats=repeats, shuffle=True, seed=seed, system_prompt=PROMPT)
     rubric = Rubric(RewardFn(pairs_in_order), RewardFn(is_sorted, name="success", weight=0), truncation_reward=0.0)
     return asked.append_transform(RubricReward(rubric))
 
 
 def conversations(count: int) -> list[dict[str, object]]:
-    """Return the first problems for training with their right answers, which `sft.jsonl` holds."""
+    """Return the content of `sft.jsonl`: the first training problems with their right answers."""
     return [
         {
             "messages": [

@@ -1,4 +1,4 @@
-"""Products of two numbers from 11 to 99, which a small model gets right only with the calculator that it may call."""
+"""Products of two numbers from 11 to 99, which a small model solves only by calling the calculator."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ def calculate(expression: str) -> str:
 
 
 def problems(split: str) -> list[dict[str, Any]]:
-    """Return 400 products for training, and 50 others that are held out."""
+    """Return the products: 400 for training, or 50 others that are held out."""
     pairs = random.Random(0).sample([(a, b) for a in range(11, 100) for b in range(11, 100)], 450)
     chosen = pairs[:400] if split == "train" else pairs[400:]
     return [{"query": f"What is {a} * {b}?", "expression": f"{a} * {b}", "answer": str(a * b)} for a, b in chosen]
 
 
 def is_right(completion: str, answer: str) -> float:
-    """Return 1 if the last answer is the number, and nothing else."""
+    """Return 1 if the last answer is only the right number."""
     return float(completion.strip().rstrip(".") == answer)
 
 
 def has_called(messages: Sequence[Message]) -> float:
-    """Return 1 if the calculator was called and computed something; it is measured, and pays nothing."""
+    """Return 1 if the calculator returned a number; a metric with weight 0 in the reward."""
     return float(any(message["role"] == "tool" and str(message["content"]).isdigit() for message in messages))
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> DatasetChatEnv:
-    """Make the environment."""
+    """Return the environment."""
     asked = DatasetChatEnv(problems(split), name=split, repeats=repeats, shuffle=True, seed=seed, system_prompt=PROMPT)
     rubric = Rubric(RewardFn(is_right), RewardFn(has_called, weight=0), truncation_reward=0.0)
     return asked.append_transform(Compose(ToolTransform([calculate]), RubricReward(rubric)))
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Return the first problems for training as conversations with a call, which `sft.jsonl` holds."""
+    """Return the content of `sft.jsonl`: the first training problems as conversations with a call."""
     tools = list(env().reset()["tools"])
     return [
         {

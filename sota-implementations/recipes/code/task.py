@@ -1,4 +1,4 @@
-"""Functions of lists with two parts, judged by hidden tests; a right solution of each is known."""
+"""Functions on lists that combine two operations, judged by hidden tests; each problem has a known solution."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from llmrl.envs.tasks.code_problems import code_problems
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> CodeEnv:
-    """Make the environment; its problems are the same for every seed."""
+    """Return the environment; its problems are the same for every seed."""
     return CodeEnv(code_problems(split=split), split=split, repeats=repeats, shuffle=True, seed=seed)
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Return the first problems for training with their solutions, which `sft.jsonl` holds."""
+    """Return the content of `sft.jsonl`: the first training problems with their solutions."""
     return [
         {
             "messages": [

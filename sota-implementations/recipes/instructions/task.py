@@ -1,4 +1,4 @@
-"""Short sentences that follow an instruction of IFEval's kind, judged by its checks; some topics are held out."""
+"""Short sentences that follow an instruction of a type from IFEval, judged by its checks; some topics are held out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSTRUCTIONS: Sequence[tuple[str, str, Mapping[str, object]]] = (
 
 
 def problems(split: str) -> list[dict[str, Any]]:
-    """Return every topic of the split with every instruction; all ask for the topic's last word, too."""
+    """Return every topic of the split with every instruction; each problem also asks for the topic's last word."""
     topics = TOPICS[:-NUM_HELD_OUT] if split == "train" else TOPICS[-NUM_HELD_OUT:]
     return [
         {
@@ -38,6 +38,6 @@ def problems(split: str) -> list[dict[str, Any]]:
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> DatasetChatEnv:
-    """Make the environment."""
+    """Return the environment."""
     asked = DatasetChatEnv(problems(split), name=split, repeats=repeats, shuffle=True, seed=seed)
     return asked.append_transform(IfEvalScorer(reasoning=False))

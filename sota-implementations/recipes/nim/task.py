@@ -1,4 +1,4 @@
-"""Nim with one pile: take one or two stones; the last stone wins. Trained by self-play, measured as the beginner."""
+"""Nim with one pile: take one or two stones; the last one wins. Trained by self-play, measured as the first player."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmrl.envs import Game, GameEnv
 ROLES = ("first", "second")
 RULES = "Take 1 or 2 stones. Who takes the last stone wins. Reply with 1 or 2 only."
 STONES = (4, 5, 7, 8)
-"""Numbers of stones at the beginning; with a multiple of three the player that begins loses."""
+"""Numbers of stones at the beginning. Multiples of three are left out, because then the first player would lose."""
 
 
 class Nim(Game):
-    """A pile of stones, of which the players take one or two in turn."""
+    """A pile of stones; the players take one or two stones in turn."""
 
     roles = ROLES
 
@@ -28,7 +28,7 @@ class Nim(Game):
     def act(self, text: str) -> None:
         taken = int(text) if text.strip() in ("1", "2") else 0
         self.stones -= taken
-        if not 0 < taken <= self.stones + taken:  # no move, or more stones than there are: the other one wins
+        if not 0 < taken <= self.stones + taken:  # no valid move, or more stones than there are: the other player wins
             self.winner = ROLES[1 - self.turn]
         elif self.stones == 0:
             self.winner = ROLES[self.turn]
@@ -42,15 +42,15 @@ class Nim(Game):
 
 
 def move_perfectly(messages: Sequence[Message]) -> str:
-    """Leave a multiple of three where that is possible, else take one."""
+    """Return the move that leaves a multiple of three if there is one, else take one stone."""
     stones = int("".join(filter(str.isdecimal, str(messages[-1]["content"]))))
     return str(stones % 3 or 1)
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> GameEnv:
-    """Make the game: `train` is played by the policy on both sides, `test` against perfect moves.
+    """Return the game: in `train`, the policy plays both roles; in `test`, it plays against perfect moves.
 
-    In `test` the policy begins and can always win, but only if all of its moves are right.
+    In `test`, the policy begins and can always win, but only if all of its moves are right.
     """
     opponents = {} if split == "train" else {"second": move_perfectly}
     rows = [{"stones": stones} for stones in STONES]
@@ -68,7 +68,7 @@ def env(split: str = "train", repeats: int = 8, seed: int = 0) -> GameEnv:
 
 
 def conversations(count: int, seed: int = 0) -> list[dict[str, object]]:
-    """Return moves at random, each as often, which `sft.jsonl` holds: what a move looks like, and not which is good."""
+    """Return the content of `sft.jsonl`: random moves in equal numbers, which teach the format and not the strategy."""
     generator = random.Random(seed)
     moves = ["1", "2"] * (count // 2)
     generator.shuffle(moves)
@@ -85,7 +85,7 @@ def conversations(count: int, seed: int = 0) -> list[dict[str, object]]:
 
 
 def share_won(seed: int = 0, num_games: int = 20_000) -> float:
-    """Return the share of games that random moves win against perfect ones: the baseline."""
+    """Return the share of games that random moves win against perfect moves, which is the baseline."""
     generator = random.Random(seed)
     won = 0
     for number in range(num_games):

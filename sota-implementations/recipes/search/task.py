@@ -1,4 +1,4 @@
-"""Questions about people that no model knows, half of them of two hops, with a search tool over 60 documents."""
+"""Questions about invented people, half of them with two hops, and a search tool over 60 documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FACTS = {
 
 @cache
 def people() -> dict[str, dict[str, str]]:
-    """Return the facts of 60 people by name; the friend of each is another of them."""
+    """Return the facts about 60 people by name; the friend of each person is another one of them."""
     generator = random.Random(0)
     names = [f"{first} {last}" for first in _FIRST for last in _LAST]
     generator.shuffle(names)
@@ -39,7 +39,7 @@ def people() -> dict[str, dict[str, str]]:
 
 
 def documents() -> list[dict[str, str]]:
-    """Return one document about each person."""
+    """Return a document about each person."""
     return [
         {"title": name, "text": f"{name} has the {', '.join(f'{fact} {value}' for fact, value in facts.items())}."}
         for name, facts in people().items()
@@ -47,7 +47,7 @@ def documents() -> list[dict[str, str]]:
 
 
 def problems(split: str) -> list[dict[str, Any]]:
-    """Return the questions about 45 people for training, or about 15 others, and the searches that answer them."""
+    """Return the questions about 45 people for training, or about the 15 others, with the searches that answer them."""
     rows = []
     for name in list(people())[:45] if split == "train" else list(people())[45:]:
         friend = people()[name]["friend"]
@@ -61,29 +61,29 @@ def problems(split: str) -> list[dict[str, Any]]:
 
 
 def is_right(completion: str, answer: str) -> float:
-    """Return 1 if the last answer is the word, and nothing else."""
+    """Return 1 if the last answer is only the right word."""
     return float(completion.strip().rstrip(".") == answer)
 
 
 def num_searches(messages: Sequence[Message]) -> float:
-    """Return how many searches found something; it is measured, and pays nothing."""
+    """Return the number of searches that found a document; a metric with weight 0 in the reward."""
     return float(sum(message["role"] == "tool" and "[1]" in str(message["content"]) for message in messages))
 
 
 def index() -> SearchIndex:
-    """Return the documents, of which a search returns the best two."""
+    """Return the index of the documents; a search returns the best two."""
     return SearchIndex(documents(), num_results=2)
 
 
 def env(split: str = "train", repeats: int = 8, seed: int = 0) -> DatasetChatEnv:
-    """Make the environment."""
+    """Return the environment."""
     asked = DatasetChatEnv(problems(split), name=split, repeats=repeats, shuffle=True, seed=seed, system_prompt=PROMPT)
     rubric = Rubric(RewardFn(is_right), RewardFn(num_searches, weight=0), truncation_reward=0.0)
     return asked.append_transform(Compose(ToolTransform([index().tool()]), RubricReward(rubric)))
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
-    """Return the first questions for training as conversations with their searches, which `sft.jsonl` holds."""
+    """Return the content of `sft.jsonl`: the first training questions as conversations with their searches."""
     tool = index().tool()
     chosen = []
     for row in problems("train")[:count]:

@@ -8,7 +8,7 @@ PROMPT = "You play Wordle. Think about the feedback, then end with one guess in 
 
 
 def env(split: str = "train", repeats: int = 16, seed: int = 0) -> GameEnv:
-    """Make the environment: games of 1,000 seeds to train on, and of 100 others."""
+    """Return the environment: games of 1,000 seeds for training, or of 100 other seeds."""
     return make_textarena_env(
         "Wordle-v0",
         num_players=1,
