@@ -57,14 +57,14 @@ def _entries_beside(file: Path) -> list[str]:
         return []
     found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold sections with entries, such as collect: {{group_size: 8}}.")
+        raise ValueError(f"{path} must contain sections with entries, such as collect: {{group_size: 8}}.")
     return [f"++{name}={_value(value)}" for name, value in by_dotted_name(found).items() if name]
 
 
 def _value(value: object) -> str:
     """Return a value as hydra reads it."""
     if isinstance(value, str):
-        # A backslash is doubled only where a quote follows, the last one included.
+        # Hydra reads a doubled backslash only before a quote, including the closing quote.
         return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value) + "'"
     if isinstance(value, list):
         return f"[{','.join(map(_value, value))}]"
