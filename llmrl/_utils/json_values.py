@@ -77,7 +77,7 @@ def as_entry_value(value: object) -> str:
         ['runs/a=b',1]
     """
     if isinstance(value, str):
-        # A backslash is doubled only where a quote follows, the last one included.
+        # Hydra reads a doubled backslash only before a quote, including the closing quote.
         return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value) + "'"
     if isinstance(value, list):
         return f"[{','.join(map(as_entry_value, value))}]"

@@ -1,1 +1,1 @@
-"""Command line of llmrl: `doctor`, `eval`, `view`, `chat`, `push`, `serve`, `demo`."""
+"""Command line of llmrl; `app` defines its commands."""

@@ -74,7 +74,7 @@ def doctor(
     ] = None,
     entries: Annotated[
         list[str] | None,
-        typer.Argument(help="Entries of the configuration for --plan: hardware=FILE, train.token_budget=8192, …"),
+        typer.Argument(help="Entries of the configuration for --plan: hardware=gpu8, train.token_budget=8192, …"),
     ] = None,
 ) -> None:
     """Check this machine: versions, CPU, GPUs, vLLM, Ray, model cache. Report what is wrong and how to fix it.
@@ -151,7 +151,7 @@ def view(
 @app.command("eval")
 def evaluate(
     env: Annotated[
-        str, typer.Option("--env", "-e", help="Environment (`--list` names them), or your own: FILE.py:FUNCTION.")
+        str, typer.Option("--env", "-e", help="Environment (see `llmrl env list`), or your own: FILE.py:FUNCTION.")
     ] = "addition",
     model: Model = "embedded",
     data: Data = None,
@@ -280,7 +280,9 @@ def push(
     repository: Annotated[
         str, typer.Argument(help="Repository on the hub, such as me/my-model; created if it is missing.")
     ],
-    step: Annotated[int | None, typer.Option(min=1, help="Push the export of this step; by default the model.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Push the export of this step; by default the trained model.")
+    ] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a created repository public.")] = False,
     as_json: AsJSON = False,
 ) -> None:
@@ -366,7 +368,7 @@ def new(
     console.print(f"[bold]{first}[/bold]  edit this one", highlight=False, soft_wrap=True)
     for path in others:
         console.print(path, highlight=False, soft_wrap=True)
-    console.print(f"Next: cd {name}, then what README.md says.", highlight=False)
+    console.print(f"Next: cd {name}, then follow README.md.", highlight=False)
 
 
 _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}

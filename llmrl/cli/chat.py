@@ -37,7 +37,7 @@ class ChatSession:
         """Reward of the last step."""
 
     def problem(self) -> Iterator[Message]:
-        """Start over with the next problem, if there is one (else ValueError); yield the messages as they arrive."""
+        """Start over with the next problem, and yield the messages as they arrive; raise ValueError if none exists."""
         if dataset_env_of(self.env) is None:
             raise ValueError("this environment has no problems; start with --env.")
         state = self.env.reset()
@@ -90,7 +90,7 @@ def make_env(name: str | None = None, *, system_prompt: str | None, tools: list[
         ValueError: if a tool is unknown, if the environment has its own system prompt, or as in `make_task_env`.
     """
     if name is not None and system_prompt is not None:
-        raise ValueError(f"--system is given, and the environment {name!r} has its own.")
+        raise ValueError(f"--system cannot be given, because the environment {name!r} has its own system prompt.")
     env = ChatEnv(system_prompt=system_prompt) if name is None else make_task_env(name, "test")
     for tool in tools:
         if tool != "python":

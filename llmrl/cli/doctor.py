@@ -131,7 +131,7 @@ def check_imports() -> Iterator[Check]:
     """Import packages that may be broken, each in its own process, and yield their checks."""
     for package in _TROUBLEMAKERS:
         spec = importlib.util.find_spec(package)
-        if spec is None or spec.loader is None:  # absent, or the stand-in of this process for it
+        if spec is None or spec.loader is None:  # absent, or replaced by a stand-in in this process
             continue
         result = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True)
         if result.returncode:
@@ -146,7 +146,7 @@ def check_imports() -> Iterator[Check]:
 def _processor() -> Iterator[Check]:
     num_cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    advice = "" if memory >= 8 else "the demo wants 8 GiB; choose a smaller model, or a larger machine"
+    advice = "" if memory >= 8 else "the demo needs 8 GiB; choose a smaller model, or a larger machine"
     yield Check("cores, memory", "good" if memory >= 8 else "note", f"{num_cores}, {memory:.0f} GiB", advice)
     path = Path("/proc/cpuinfo")
     flags = set(path.read_text().partition("flags")[2].partition("\n")[0].split()) if path.exists() else set()
@@ -179,12 +179,12 @@ def _places() -> Iterator[Check]:
     elif importlib.util.find_spec(PACKAGE.replace("-", "_")) is None:
         yield Check("embedded model", "note", "its package is not installed", f"pip {' '.join(fix)}", fix)
     else:
-        yield Check("embedded model", "good", "not there yet: the first use converts it, about a minute")
+        yield Check("embedded model", "good", "not converted yet; the first use converts it in about a minute")
     shared = Path("/dev/shm")
     if shared.exists():
         num_free = shutil.disk_usage(shared).free
         advice = (
-            "" if num_free >= _NUM_BYTES_NEEDED else "weights pass through it: docker run --shm-size=8g, or remount it"
+            "" if num_free >= _NUM_BYTES_NEEDED else "weights are sent over it: docker run --shm-size=8g, or remount it"
         )
         yield Check("shared memory", "note" if advice else "good", f"{num_free / 2**30:.1f} GiB free", advice)
 
@@ -234,7 +234,7 @@ def examine_server(url: str) -> list[Check]:
             findings.append(Check("weights", "good", f"version {engine.policy_version}, {ways}"))
             if not engine.info.has_processed_log_probs:
                 advice = "vllm serve --logprobs-mode processed_logprobs, or sample at temperature 1, untruncated"
-                findings.append(Check("log-probs", "note", "from before temperature and truncation", advice))
+                findings.append(Check("log-probs", "note", "computed before temperature and truncation", advice))
     except (EngineError, ValueError) as error:
         why, _, advice = str(error).partition(". Start it with ")
         findings.append(Check("weights", "note", why, f"start it with {advice}" if advice else ""))
@@ -244,8 +244,8 @@ def examine_server(url: str) -> list[Check]:
 def plan_of(folder: Path, entries: list[str]) -> dict[str, Any]:
     """Return the memory of a model's trainer per device, in GiB and by parts, and the changes with which it would fit.
 
-    `entries` belong to the sections `model` and `train`; `hardware=NAME` adds those of the scripts,
-    `hardware=FILE.yaml` those of a file.
+    `entries` belong to the sections `model` and `train`. `hardware=NAME` adds the entries of a configuration of the
+    scripts, `hardware=FILE.yaml` those of a file.
 
     Raises:
         ValueError, OSError: if the kind of model is unknown, or if a file or an entry does not exist.
@@ -313,7 +313,7 @@ def _hardware(name: str) -> list[dict[str, object]]:
 
 
 def fix(findings: list[Check], console: Console) -> bool:
-    """Run pip for whatever it can fix in this environment, each command once; return whether there was any.
+    """Run pip for all findings that it can fix in this environment, each command once; return whether there was any.
 
     Raises:
         OSError: if pip fails.
@@ -323,7 +323,7 @@ def fix(findings: list[Check], console: Console) -> bool:
         console.print(f"pip {' '.join(arguments)}", highlight=False, soft_wrap=True, markup=False)
         code = subprocess.call([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments])
         if code:
-            raise OSError(f"pip {' '.join(arguments)} failed with exit code {code}; its lines above say why.")
+            raise OSError(f"pip {' '.join(arguments)} failed with exit code {code}; its output above says why.")
     return bool(commands)
 
 

@@ -179,7 +179,7 @@ class _Chosen:
 def _checked_apart(
     chosen: _Chosen, model: str, chat_template: Path | None, num_groups: int, on_step: Callable[[str], None]
 ) -> Contract | str:
-    """Check in another process, which an environment may end; return the contract, or the error."""
+    """Check in another process, because an environment may end it; return the contract, or the error."""
     from llmrl.audit import Contract
     from llmrl.watch.findings import Finding, Verdict
 
@@ -196,12 +196,12 @@ def _checked_apart(
                 return content
             step = content
             on_step(step)
-        says = f"Nothing came of {step} for {_SILENCE_S:g} s: something waits without a time limit, such as a reward."
+        says = f"No progress in {step} for {_SILENCE_S:g} s: something waits without a time limit, such as a reward."
     except EOFError:
         process.join()
-        says = f"The process ended with exit code {process.exitcode} at {step}: the environment ends it."
+        says = f"The process ended with exit code {process.exitcode} during {step}: the environment ends it."
     finally:
-        process.kill()  # a step that hangs would keep it
+        process.kill()  # a step that hangs would keep it running
         process.join()
     return Contract([Finding("hostile", Verdict.BROKEN, says, ())])
 

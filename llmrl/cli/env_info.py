@@ -30,7 +30,7 @@ _NOT_OPTIONS = ("self", "split", "data", "dataset", "repeats", "device", "kwargs
 
 
 def info_of(name: str, make: Callable[..., EnvBase], renderer: Renderer) -> dict[str, JSON]:
-    """Return the facts about an environment, which `make` makes; raises as `make_task_env` does."""
+    """Return the facts about the environment that `make` returns. Raises the errors of `make_task_env`."""
     named = find_env(name)
     env = make()
     parts = environment_parts(env)
@@ -53,7 +53,7 @@ def info_of(name: str, make: Callable[..., EnvBase], renderer: Renderer) -> dict
 
 
 def _num_rows(named: NamedEnv, make: Callable[..., EnvBase], env: EnvBase) -> dict[str, int | None]:
-    """Return the number of rows of each split; None for rows without end."""
+    """Return the number of rows of each split; None if the rows are endless."""
     found: dict[str, int | None] = {}
     for split in named.splits or ("",):
         try:
@@ -86,7 +86,7 @@ def _options(named: NamedEnv, env: EnvBase) -> list[dict[str, object]]:
 
 
 def _documentation(objects: Iterable[object]) -> dict[str, str]:
-    """Return what docstrings say about arguments, under `Args:`, the first of them for each name.
+    """Return the descriptions of arguments from the `Args:` sections of docstrings; the first one counts for each name.
 
     Example:
         >>> def f(a, b):

@@ -21,7 +21,7 @@ from llmrl.runs.run_folder import RunFolder, holds_run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
-    """Settings of an evaluation; FileExistsError if `out` contains a run."""
+    """Settings of an evaluation. Raises FileExistsError if `out` contains a run."""
 
     env: str
     """Name of the environment."""
@@ -36,7 +36,7 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         if self.out is not None and holds_run(self.out):
-            raise FileExistsError(f"{self.out} holds a run already; name another folder.")
+            raise FileExistsError(f"{self.out} already contains a run; choose another folder.")
 
 
 def options_of(words: Sequence[str]) -> dict[str, JSON]:
@@ -53,7 +53,7 @@ def options_of(words: Sequence[str]) -> dict[str, JSON]:
 
     for word in words:
         if not word.partition("=")[0].isidentifier():
-            raise ValueError(f"{word!r} is no option of the environment; write NAME=VALUE, such as num_digits=2.")
+            raise ValueError(f"{word!r} is not an option of the environment; write NAME=VALUE, such as num_digits=2.")
     return {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
 
 

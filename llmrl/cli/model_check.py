@@ -71,7 +71,7 @@ def _training(model: PreTrainedModel) -> Iterator[Check]:
     if hasattr(decoder_of(model), "layers"):
         yield Check("shards", "good", "layer by layer")
     else:
-        yield Check("shards", "note", "not: its decoder has no list of layers", "train it on one device")
+        yield Check("shards", "note", "not possible: its decoder has no list of layers", "train it on one device")
 
 
 def _engine(model: PreTrainedModel, name: str, config: PreTrainedConfig) -> Iterator[Check]:
@@ -84,7 +84,7 @@ def _engine(model: PreTrainedModel, name: str, config: PreTrainedConfig) -> Iter
     except ImportError:
         yield Check("engine", "note", "vLLM is not installed", "make setup")
         return
-    elsewhere = "train another model, or with TransformersEngine"
+    elsewhere = "train another model, or sample with TransformersEngine"
     if name not in ModelRegistry.get_supported_archs():
         yield Check("engine", "wrong", f"vLLM has no class {name}", elsewhere)
         return
@@ -112,14 +112,14 @@ def _adapters(model: PreTrainedModel) -> Check:
         return Check("adapters", "note", str(error).splitlines()[0])
     except (TypeError, ValueError) as error:
         advice = "name the layers of attention: model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
-        return Check("adapters", "note", f"not of all linear layers: {str(error).splitlines()[0]}", advice)
+        return Check("adapters", "note", f"not possible for all linear layers: {str(error).splitlines()[0]}", advice)
     if not is_base:
-        return Check("adapters", "note", "not: merged weights have other names", "train all weights")
+        return Check("adapters", "note", "not possible: merged weights have other names", "train all weights")
     return Check("adapters", "good", "of all linear layers (model.lora.rank), merged on the way to the engine")
 
 
 def _cost(folder: Path, num_parameters: int) -> Check:
-    """Return the memory that is always in use; a plan adds activations, for dense models."""
+    """Return the memory that is always in use; `--plan` also counts activations, for dense models."""
     parts = {"weights, gradients and Adam": 16, "with adapters": 4, "engine in bfloat16": 2}
     found = ", ".join(f"{name} {size * num_parameters / 2**30:.3g} GiB" for name, size in parts.items())
     return Check("memory", "good", f"{found}; activations: llmrl doctor --plan {folder} hardware=gpu8")

@@ -19,7 +19,7 @@ from llmrl.testing.embedded_model import ensure_embedded_model
 def model_path(name: str) -> str:
     """Return the path or name that vLLM loads for a command's `--model`.
 
-    For `embedded` it is the embedded model, for a run its trained model, or its last export if it has not ended.
+    For `embedded` this is the embedded model; for a run its trained model, or its last export if the run has not ended.
 
     Raises:
         FileNotFoundError: if the path does not exist, if the folder has no model, or if a name on the hub cannot be
@@ -39,7 +39,9 @@ def model_path(name: str) -> str:
     if exports := exports_of(path):
         return str(exports[-1])
     if holds_run(path):
-        raise FileNotFoundError(f"--model is {name!r}, a run that has not written its model: it does when it ends.")
+        raise FileNotFoundError(
+            f"--model is {name!r}, a run that has not written its model; training writes it at the end."
+        )
     if path.is_dir() and not (path / "config.json").exists():
         raise FileNotFoundError(f"--model is {name!r}, a folder without a model: there is no config.json in it.")
     # organisation/model is a name on the hub, unless there is a local folder `organisation`.
@@ -111,7 +113,7 @@ def make_chat_renderer(path: str, chat_template: Path | None) -> Renderer:
         tokenizer.chat_template = chat_template.read_text()
     elif not tokenizer.chat_template:
         raise ValueError(
-            f"{path} has no chat template: it is a base model, or its template is lost. Give the one that it was "
-            "trained with by --chat-template FILE, or take the model that was trained to converse."
+            f"{path} has no chat template: it is a base model, or its template is lost. Give the template that it was "
+            "trained with by --chat-template FILE, or use a model that was trained to converse."
         )
     return make_renderer(tokenizer)

@@ -25,19 +25,21 @@ def make_project(kind: str, name: str, folder: Path) -> list[Path]:
         FileExistsError: if the folder exists.
     """
     if kind not in KINDS:
-        raise ValueError(f"there is no {kind!r} to start from; the kinds are {', '.join(KINDS)}.")
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
     target = folder / name
     if target.exists():
-        raise FileExistsError(f"{target} exists; take another name.")
+        raise FileExistsError(f"{target} exists already; choose another name.")
     if not name.isidentifier() or importlib.util.find_spec(name) is not None:
-        raise ValueError(f"{name!r} is no name for a new Python module: take letters, digits and _, as in my_{kind}.")
+        raise ValueError(
+            f"{name!r} is not a valid and unused name of a Python module; use letters, digits and _, as in my_{kind}."
+        )
     target.mkdir(parents=True)
     files = [_write(source, target / place, kind, name) for place, source in _files_of(kind).items()]
     return sorted(files, key=lambda path: path.name != f"{name}.py")
 
 
 def _files_of(kind: str) -> dict[str, Path]:
-    """Return the files of a kind, by their places in the folder."""
+    """Return the source files of a kind of project, by their paths in the new folder."""
     files = {"README.md": _STARTERS / "README.md"}
     if kind == "loop":
         files["loop.py"] = _PACKAGE / "scripts/grpo.py"

@@ -159,8 +159,8 @@ def _check_data(recipe: Recipe, entries: list[str]) -> None:
     recorded = recipe.record()
     if recorded is not None and recorded.data != (found := recipe.data_hash(entries)):
         raise ValueError(
-            f"the problems are not those that the band of {recipe.name} was made with: their SHA-256 is {found[:12]}…, "
-            f"that of the record {recorded.data[:12]}…. Leave out entries that change them, or record it again."
+            f"the problems differ from those of the band of {recipe.name}: their SHA-256 is {found[:12]}…, in the "
+            f"record {recorded.data[:12]}…. Leave out entries that change the problems, or record the recipe again."
         )
 
 

@@ -1,4 +1,4 @@
-"""Output of the commands `replay`, `rescore`, `bisect` and `fork`."""
+"""Output of the commands `replay`, `rescore`, `conversations`, `bisect` and `fork`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_replay(
             write_what_if(run, changed, page)
         return True
     if page is not None:
-        raise ValueError("--page is of a what-if: change an entry, or give --reward with --what-if.")
+        raise ValueError("--page requires a what-if: change an entry, or give --reward with --what-if.")
     steps = range(step, (step if last_step is None else last_step) + 1)
     replayed = replay_steps(run, steps, quantities=cast("list[Quantity]", quantities), reward=reward, on_step=on_step)
     if is_json:
@@ -73,7 +73,7 @@ def run_replay(
 
 
 def _shown(text: str) -> str:
-    """Return a folder's text as the console prints it: without markup and without terminal control sequences."""
+    """Return text from a run's folder as the console prints it: without markup and terminal control sequences."""
     return escape(printable(text))
 
 
@@ -139,8 +139,8 @@ def _print_what_if(changed: WhatIf, console: Console) -> None:
         console.print(f"The cosine between the gradients is {changed.gradient_cosine:.4f}.", highlight=False)
     if changed.update_cosine is not None and changed.update_ratio is not None:
         console.print(
-            f"The cosine between the changes of the weights is {changed.update_cosine:.4f}; the changed one is "
-            f"{changed.update_ratio:.3g} times as long.",
+            f"The cosine between the changes of the weights is {changed.update_cosine:.4f}; that of the changed "
+            f"steps is {changed.update_ratio:.3g} times as long.",
             highlight=False,
         )
 
@@ -148,7 +148,7 @@ def _print_what_if(changed: WhatIf, console: Console) -> None:
 def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None, is_json: bool) -> None:
     """Score the rollouts of a run, or the conversations of a file, by another function."""
     if path.is_file() and page is not None:
-        raise ValueError("--page is of a run, and a file of conversations was given.")
+        raise ValueError("--page requires a run, but a file of conversations was given.")
     source = path if path.is_file() else RecordedRun(path)
     result = rescore(source, reward)
     if isinstance(source, RecordedRun) and page is not None:
@@ -161,9 +161,9 @@ def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None,
     correlation = "undefined" if result.correlation is None else f"{result.correlation:.3f}"
     before, after = result.signal_share
     for line in (
-        f"{result.num_rollouts} rollouts have both rewards; {result.num_unscored} have not.",
+        f"{result.num_rollouts} rollouts have both rewards; {result.num_unscored} do not.",
         f"Rank correlation of the rewards: {correlation}.",
-        f"Pairs of a group that change their order: {result.swapped_share:.1%}.",
+        f"Pairs in a group that change their order: {result.swapped_share:.1%}.",
         f"Groups with a signal: {before:.1%} before, {after:.1%} after.",
     ):
         console.print(line, highlight=False)
@@ -223,7 +223,7 @@ def run_fork(path: Path, step: int, entries: Sequence[str], console: Console, *,
         console.print(_shown(f"{name}: {new} in place of {old}"), highlight=False)
     _print_changes_here(run.changes_here(), console)
     for line in (
-        f"{folders[0]} has the first {step} steps; go on with run.path={folders[0]} resume=true",
+        f"{folders[0]} has the first {step} steps; continue with run.path={folders[0]} resume=true",
         f"both in one picture: {view}",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -27,7 +27,8 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder, holds_run
 
 _LOOK_SECONDS = 10.0
-_SWITCH_SECONDS = 5e-4  # the engine's thread waits as long for each request that it sends while this one computes
+# The engine's thread waits this long for the interpreter with each request that it sends while this thread computes.
+_SWITCH_SECONDS = 5e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         check_key(self.host, self.api_key)
         if self.out is not None and holds_run(self.out):
-            raise FileExistsError(f"{self.out} holds a run already; name another folder.")
+            raise FileExistsError(f"{self.out} already contains a run; choose another folder.")
 
 
 class Recorder:
@@ -99,7 +100,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
     numbers = itertools.count()
     engine = policy.engine
     limits = SessionLimits(max_prompt_tokens=engine.max_model_len - 1)
-    check = functools.lru_cache(maxsize=256)(partial(check_supported, engine))  # clients repeat what they ask for
+    check = functools.lru_cache(maxsize=256)(partial(check_supported, engine))  # clients repeat their parameters
 
     def open_session(name: str) -> Session:
         async def complete(
@@ -132,14 +133,14 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
         await server.close()
         if recorder is not None:
             recorder.close()
-            console.print(f"kept: [bold]llmrl view {settings.out}[/bold]", highlight=False, soft_wrap=True)
+            console.print(f"saved: [bold]llmrl view {settings.out}[/bold]", highlight=False, soft_wrap=True)
 
 
 def check_key(host: str, api_key: str | None) -> None:
     """Raise ValueError if other machines can reach the address and there is no key."""
     if api_key is None and host not in LOOPBACK:
         raise ValueError(
-            f"--host {host} is reached from other machines: give a key that clients must send, by --api-key."
+            f"--host {host} can be reached from other machines: set a key that clients must send with --api-key."
         )
 
 

@@ -55,5 +55,5 @@ def _entries_beside(file: Path) -> list[str]:
         return []
     found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold sections with entries, such as collect: {{group_size: 8}}.")
+        raise ValueError(f"{path} must contain sections with entries, such as collect: {{group_size: 8}}.")
     return [f"++{name}={as_entry_value(value)}" for name, value in by_dotted_name(found).items() if name]

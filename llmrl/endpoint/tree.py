@@ -97,7 +97,7 @@ class TurnTree:
         return grammar_of(form, self._root.renderer, tools, may_call=may_call)
 
     def _compared(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Conversation:
-        """Return the prompt as a continuation of the turn that has the longest prefix of its tokens, if there is one."""
+        """Return the prompt as a continuation of the turn that has the longest prefix of its tokens, if any."""
         prompted = self._root.with_prompt(messages, tools=tools)
         shown = prompted.prompt_ids
         longest: RecordedTurn | None = None

@@ -57,7 +57,7 @@ def test_a_file_or_function_that_is_missing_is_answered_before_anything_starts(s
     assert "there is no file 'no.py'" in started("train", "no.py:env")
     assert "FILE.py:FUNCTION" in started("train", "sums.py")
     (tmp_path / "sums.yaml").write_text("- 1")
-    assert "sums.yaml must hold sections" in started("train", "sums.py:env")
+    assert "sums.yaml must contain sections" in started("train", "sums.py:env")
 
 
 SCRIPT = """

@@ -284,7 +284,7 @@ def test_an_engine_that_fails_is_reported_and_not_asked_again_by_the_client(rend
         for create in (served.openai().chat.completions.create, served.anthropic().messages.create):
             served.engine.fail_next(1)
             with pytest.raises(
-                (openai.InternalServerError, anthropic.InternalServerError), match="fails because of fail_next"
+                (openai.InternalServerError, anthropic.InternalServerError), match="because of fail_next"
             ):
                 await create(model="policy", messages=[USER], max_tokens=9)
         return len(served.engine.requests)

@@ -171,7 +171,7 @@ def test_a_recorded_recipe_judges_runs_by_the_command(own_recipe, tmp_path, take
 
     other_problems = ["recipe", "verify", str(own_recipe), "--run", str(good), "env.options.num_digits=2"]
     result = runner.invoke(app, other_problems)
-    assert result.exit_code == 2 and "the problems are not those" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "the problems differ from those" in " ".join(result.output.split())
 
 
 def test_a_run_whose_trainer_scores_other_tokens_than_were_sampled_is_outside(own_recipe, tmp_path, takes_long):
