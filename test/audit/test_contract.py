@@ -231,7 +231,7 @@ def test_the_command_prints_a_verdict_also_if_the_process_ends(tmp_path, own_pro
     result = runner.invoke(app, words)
     found = json.loads(result.stdout)
     assert result.exit_code == 1 and found["verdict"] == "broken"
-    assert "exit code 7 at an unknown tool" in found["checks"][0]["says"]
+    assert "exit code 7 during an unknown tool" in found["checks"][0]["says"]
 
 
 def test_the_facts_about_an_environment(tmp_path):
