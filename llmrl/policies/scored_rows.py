@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
 
 from llmrl.data import History, Masks, Text, Tokens
+from llmrl.data.keys import LOSS_MASK_KEY, TOKENS_KEY
 from llmrl.data.ragged import (
     ATTENTION_MASK_KEY,
     flat_batch,
@@ -23,9 +23,6 @@ from llmrl.data.routed_experts import ROUTED_EXPERTS_KEY, Replay, read_replay
 from llmrl.data.sampling_mask import SAMPLING_MASK_KEY
 from llmrl.data.tensordicts import batch_elements, plain, restacked
 from llmrl.policies.base import LLMWrapperBase
-
-TOKENS_KEY: NestedKey = ("tokens", "full")
-LOSS_MASK_KEY: NestedKey = ("masks", "all_assistant_mask")
 
 
 class ScoresRows(LLMWrapperBase):

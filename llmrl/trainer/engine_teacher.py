@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
 
 from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.ranks import gather_or_fail, rank_and_size
 from llmrl._utils.types import Tokenizer
+from llmrl.data.keys import LOSS_MASK_KEY, TOKENS_KEY
 from llmrl.data.ragged import flat_batch, ragged_column
 from llmrl.data.sampling_mask import read_sampling_masks
 from llmrl.engines.base import HasTokenizer
@@ -24,8 +24,6 @@ from llmrl.trainer.trained_model import trained_model
 if TYPE_CHECKING:
     from llmrl.trainer.transformers_wrapper import TransformersWrapper
 
-_TOKENS: NestedKey = ("tokens", "full")
-_MASK: NestedKey = ("masks", "all_assistant_mask")
 _NUM_WORDS = 512
 """Number of vocabulary entries per text; small enough for the context of any model."""
 
@@ -83,7 +81,7 @@ class EngineTeacher:
         engine fails.
         """
         rows = flat_batch(batch)
-        token_ids = [ids.cpu() for ids in ragged_column(rows, _TOKENS)]
+        token_ids = [ids.cpu() for ids in ragged_column(rows, TOKENS_KEY)]
         if read_sampling_masks(rows, [len(ids) for ids in token_ids]) is not None:
             raise ValueError(
                 "an engine scores whole distributions, but these rows were sampled from truncated ones: sample with "
@@ -91,7 +89,7 @@ class EngineTeacher:
             )
         masks = [torch.ones_like(ids).bool() for ids in token_ids]
         if assistant_only:
-            masks = [mask.cpu().bool() for mask in ragged_column(rows, _MASK)]
+            masks = [mask.cpu().bool() for mask in ragged_column(rows, LOSS_MASK_KEY)]
         group = trained_model(self._student.model).process_group
         rank, num_ranks = rank_and_size(group)
         own = [(ids, mask, top_k) for ids, mask in zip(token_ids, masks, strict=True)][rank::num_ranks]

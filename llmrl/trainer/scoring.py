@@ -14,6 +14,7 @@ from tensordict.utils import NestedKey
 from llmrl._utils.arguments import check_least
 from llmrl._utils.ranks import share_of
 from llmrl.data import Message, text_of
+from llmrl.data.keys import LOSS_MASK_KEY, TOKENS_KEY
 from llmrl.data.ragged import flat_batch, ragged_column, write_column
 from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, read_sampling_masks
 from llmrl.data.tensordicts import plain
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_TOKENS: NestedKey = ("tokens", "full")
-_MASK: NestedKey = ("masks", "all_assistant_mask")
 _HISTORY: NestedKey = ("history", "full")
 _HINTED: NestedKey = ("hinted", "full")
 
@@ -106,8 +105,8 @@ def write_top_k(
 def _top_k_of(
     teacher: TransformersWrapper, rows: TensorDictBase, top_k: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    token_ids = ragged_column(rows, _TOKENS)
-    masks = [mask.bool() for mask in ragged_column(rows, _MASK)]
+    token_ids = ragged_column(rows, TOKENS_KEY)
+    masks = [mask.bool() for mask in ragged_column(rows, LOSS_MASK_KEY)]
     lengths = [len(ids) for ids in token_ids]
     if read_sampling_masks(rows, lengths) is not None:
         raise ValueError(
@@ -163,7 +162,7 @@ def write_hinted_log_probs(
     for index, (row, hint) in enumerate(zip(rows, hints, strict=True)):
         messages = list(takewhile(lambda message: message["role"] != "assistant", plain(row[_HISTORY]).chats))
         shown = render(messages)
-        ids = row[_TOKENS]
+        ids = row[TOKENS_KEY]
         if ids[: len(shown)].tolist() != shown:
             raise ValueError(
                 f"row {index} does not begin with the prompt rendered from the first messages of its conversation: its "
@@ -189,7 +188,7 @@ def _with_prompt(row: TensorDictBase, num_replaced: int, prompt_ids: list[int]) 
         return torch.cat([torch.tensor(first, dtype=column.dtype), column[num_replaced:].cpu()])
 
     nothing = [0] * len(prompt_ids)
-    replaced = TensorDict({"tokens": {"full": after(row[_TOKENS], prompt_ids)}})
+    replaced = TensorDict({"tokens": {"full": after(row[TOKENS_KEY], prompt_ids)}})
     replaced["masks", "all_assistant_mask"] = after(row["masks", "all_assistant_mask"], nothing)
     if (sampling_mask := row.get(SAMPLING_MASK_KEY, None)) is not None:
         counts = after(sampling_mask["counts"], nothing)

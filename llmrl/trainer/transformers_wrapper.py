@@ -16,12 +16,13 @@ from torchrl.modules import LLMMaskedCategorical
 from llmrl._utils.model_parts import load_language_model
 from llmrl._utils.ranks import share_of
 from llmrl.data import LogProbs
+from llmrl.data.keys import LOSS_MASK_KEY, TOKENS_KEY
 from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, ragged_column
 from llmrl.data.routed_experts import Replay
 from llmrl.data.sampling_mask import SamplingMask
 from llmrl.engines import TransformersEngine
 from llmrl.policies import WrapperOptions
-from llmrl.policies.scored_rows import LOSS_MASK_KEY, TOKENS_KEY, ScoresRows
+from llmrl.policies.scored_rows import ScoresRows
 from llmrl.trainer.head.fused_head import check_fused_head, fused_log_probs
 from llmrl.trainer.head.log_probs import Head, chunked_log_probs
 from llmrl.trainer.head.truncated import HeadOptions, kept_logits, truncated_log_probs

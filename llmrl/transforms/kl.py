@@ -14,6 +14,7 @@ from torchrl.envs import Compose, Transform
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
+from llmrl.data.keys import LOSS_MASK_KEY, TOKENS_KEY
 from llmrl.data.ragged import padded_like, write_column
 from llmrl.data.tensordicts import batch_elements
 from llmrl.objectives.kl import masked_kl
@@ -21,9 +22,7 @@ from llmrl.objectives.losses.inputs import with_tokens
 from llmrl.objectives.penalties.kl_penalty import dense_reward
 from llmrl.objectives.scoring import log_probs_of
 
-_TOKENS: NestedKey = ("tokens", "full")
 _PROMPT: NestedKey = ("tokens", "prompt")
-_MASK: NestedKey = ("masks", "all_assistant_mask")
 
 
 class ScoringOptions(TypedDict, total=False):
@@ -113,7 +112,7 @@ class RetrieveLogProb(KnownArguments, Transform):
             template = {"chat_template": getattr(self.model, "chat_template", None)}
             if self._tokenizer_kwargs is not None:
                 template = dict(self._tokenizer_kwargs)
-            rows = with_tokens(rows, tokenizer, tokens_key=_TOKENS, mask_key=_MASK, **template)
+            rows = with_tokens(rows, tokenizer, tokens_key=TOKENS_KEY, mask_key=LOSS_MASK_KEY, **template)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             log_probs = log_probs_of(self.model, rows, **self._options)
         return padded_like(rows, log_probs, pad_left=getattr(self.model, "pad_output", False))
@@ -188,7 +187,7 @@ class KLComputation(KnownArguments, Transform):
             log_probs = next_element.get(self.gen_log_probs_full_key, None)
         if log_probs is None:
             log_probs = element.get(self.gen_log_probs_full_key)
-        mask = element.get(_MASK, None) if self.assistant_only else None
+        mask = element.get(LOSS_MASK_KEY, None) if self.assistant_only else None
         # Rows of text or history alone have no mask, but at tokens not to be counted both models' log-probs are 0.
         mask = torch.ones_like(log_probs).bool() if mask is None else mask.bool()
         prompt = element.get(_PROMPT, None) if self.assistant_only else None

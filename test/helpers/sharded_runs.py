@@ -39,8 +39,8 @@ from llmrl.config.sections import (
     GRPOTrainConfig,
     RunConfig,
 )
+from llmrl.data.keys import LOSS_MASK_KEY, TOKENS_KEY
 from llmrl.objectives import GRPOLoss, GSPOLoss, SFTLoss
-from llmrl.policies.scored_rows import LOSS_MASK_KEY, TOKENS_KEY
 from llmrl.replay.fork import fork
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.step import as_json, replay_steps

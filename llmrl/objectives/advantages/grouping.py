@@ -12,10 +12,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
+from llmrl.data.keys import GROUP_ID_KEY
 from llmrl.data.ragged import check_entry, flat_batch, has_entry, write_column
 from llmrl.data.tensordicts import non_tensor, plain
 
-GROUP_KEY: NestedKey = ("rollout", "group_id")
 # Entries written into turns, which have no rollout id: name of the trajectory, and group of its first turn.
 _TRAJECTORY: NestedKey = ("rollout", "trajectory")
 _TRAJECTORY_GROUP: NestedKey = ("rollout", "trajectory_group")
@@ -80,7 +80,7 @@ class GroupKeys:
         """Return the id of the row's group."""
         if has_entry(row, _TRAJECTORY_GROUP):
             return _identifier(row, _TRAJECTORY_GROUP)
-        keys: tuple[NestedKey, ...] = (GROUP_KEY, "query", ("text", "prompt"))
+        keys: tuple[NestedKey, ...] = (GROUP_ID_KEY, "query", ("text", "prompt"))
         default = next((key for key in keys if has_entry(row, key)), "query")
         return _identifier(row, default if self.group is None else self.group)
 

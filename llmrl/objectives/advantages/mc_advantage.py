@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl.data import Rollout
+from llmrl.data.keys import LOSS_MASK_KEY
 from llmrl.data.ragged import has_entry, ragged_column
 from llmrl.objectives.advantages.candidates import CandidateChoice, MCAdvantageSelector, is_within
 from llmrl.objectives.advantages.counters import GroupCounters
@@ -29,7 +30,6 @@ from llmrl.objectives.advantages.turn_credit import (
 )
 from llmrl.objectives.penalties.kl_penalty import KLPenalty
 
-LOSS_MASK_KEY: NestedKey = ("masks", "all_assistant_mask")
 Settled = tuple[dict[Hashable, float], set[Hashable]]
 """Advantages of a group's rollouts (empty if written per turn or token already), and the rollouts that are kept."""
 

@@ -11,13 +11,13 @@ from tensordict import TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
 from llmrl._utils.types import Tokenizer
+from llmrl.data.keys import GROUP_ID_KEY
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, value_column
 from llmrl.data.routed_experts import Replay, read_replay
 from llmrl.data.tensordicts import batch_elements
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 ROLLOUT_ID_KEY: NestedKey = ("rollout", "rollout_id")
-GROUP_ID_KEY: NestedKey = ("rollout", "group_id")
 _HISTORY: NestedKey = ("history", "full")
 
 

@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
+from llmrl.data.keys import LOSS_MASK_KEY
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column
 from llmrl.objectives.losses.base import LLMLoss, MicroLoss
 from llmrl.objectives.losses.inputs import LossInputs, TokenInputs, read_inputs
@@ -18,18 +19,17 @@ from llmrl.objectives.losses.outputs import LossOutput
 
 LOSS_WEIGHTS = "loss_weights"
 """Parent key of the token weights of each stream."""
-_MASK: NestedKey = ("masks", "all_assistant_mask")
 
 
 def trained_tokens(row: TensorDictBase) -> torch.Tensor:
     """Return 1 at the tokens of the loss mask, `[num_tokens]` float32."""
-    return row.get(_MASK).float()
+    return row.get(LOSS_MASK_KEY).float()
 
 
 def observed_tokens(row: TensorDictBase) -> torch.Tensor:
     """Return 1 at all tokens outside the loss mask after its first token, `[num_tokens]` float32."""
     # These are the environment's messages after the first answer, including the template's text around them.
-    mask = row.get(_MASK).bool()
+    mask = row.get(LOSS_MASK_KEY).bool()
     return (~mask & (mask.cumsum(0) > 0)).float()
 
 

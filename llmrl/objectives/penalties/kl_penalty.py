@@ -11,12 +11,12 @@ from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
 from llmrl._utils.arguments import check_choice
+from llmrl.data.keys import LOSS_MASK_KEY
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
 from llmrl.objectives.advantages.grouping import GroupKeys, add_to_rewards
 from llmrl.objectives.kl import KLEstimator, masked_kl
 
 _REWARD: NestedKey = ("next", "reward")
-_MASK: NestedKey = ("masks", "all_assistant_mask")
 _KL = "kl_penalty"
 
 
@@ -55,7 +55,7 @@ class KLPenalty(Transform):
         self.coeff = coeff
         self.estimator: KLEstimator = estimator
         self.keys = GroupKeys()
-        self.in_keys = [log_prob_key, other_log_prob_key, _MASK, self.keys.rollout, _REWARD]
+        self.in_keys = [log_prob_key, other_log_prob_key, LOSS_MASK_KEY, self.keys.rollout, _REWARD]
         self.out_keys = [_REWARD, _KL]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -88,7 +88,7 @@ class KLPenalty(Transform):
             )
         later: dict[Hashable, torch.Tensor] = {}
         penalties = []
-        columns = zip(batch.unbind(0), self._divergences(batch), ragged_column(batch, _MASK), strict=True)
+        columns = zip(batch.unbind(0), self._divergences(batch), ragged_column(batch, LOSS_MASK_KEY), strict=True)
         for row, divergences, mask in reversed(list(columns)):
             name = self.keys.rollout_id(row)
             sums = divergences.flip(0).cumsum(0).flip(0) + later.get(name, 0.0)

@@ -7,13 +7,12 @@ from functools import partial
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.utils import NestedKey
 from torchrl.envs.transforms import Transform
 
+from llmrl.data.keys import LOSS_MASK_KEY
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column, write_column
 from llmrl.objectives.advantages.grouping import GroupKeys, add_to_rewards, split_by_group
 
-_MASK: NestedKey = ("masks", "all_assistant_mask")
 _WRITTEN = "length_penalty"
 LengthReward = Callable[[Sequence[int], Sequence[float]], Sequence[float]]
 """Function of a group's lengths, in sampled tokens, and rewards; returns an unweighted addition to each reward."""
@@ -76,7 +75,7 @@ class LengthPenalty(Transform):
         self.length_reward = length_reward
         self.coeff = coeff
         self.keys = GroupKeys()
-        self.in_keys = [_MASK, self.keys.rewards]
+        self.in_keys = [LOSS_MASK_KEY, self.keys.rewards]
         self.out_keys = [self.keys.rewards, _WRITTEN]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -88,7 +87,7 @@ class LengthPenalty(Transform):
         lengths: dict[Hashable, int] = {}
         if self.keys.are_turns(rows):
             raise ValueError("LengthPenalty changes rewards of rollouts, but these rows are turns: pass training rows.")
-        for row, mask in zip(rows, ragged_column(batch, _MASK), strict=True):
+        for row, mask in zip(rows, ragged_column(batch, LOSS_MASK_KEY), strict=True):
             name = self.keys.rollout_id(row)
             lengths[name] = lengths.get(name, 0) + int(mask.sum())
         added: dict[Hashable, float] = {}
