@@ -41,7 +41,6 @@ class StopReason(StrEnum):
     TIMEOUT = "timeout"
     ENVIRONMENT_TRUNCATED = "environment_truncated"
     ABORTED = "aborted"
-    PARSE_ERROR = "parse_error"
     ENVIRONMENT_ERROR = "environment_error"
     ENGINE_ERROR = "engine_error"
 
@@ -54,7 +53,6 @@ _STATUS_OF_REASON: Mapping[str, RolloutStatus] = {
     StopReason.TIMEOUT: RolloutStatus.TRUNCATED,
     StopReason.ENVIRONMENT_TRUNCATED: RolloutStatus.TRUNCATED,
     StopReason.ABORTED: RolloutStatus.ABORTED,
-    StopReason.PARSE_ERROR: RolloutStatus.ERROR,
     StopReason.ENVIRONMENT_ERROR: RolloutStatus.ERROR,
     StopReason.ENGINE_ERROR: RolloutStatus.ERROR,
 }

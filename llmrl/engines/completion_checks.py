@@ -12,7 +12,9 @@ from llmrl.engines.base import Completion, EngineError, FinishReason
 _LARGEST_ID = 2**32 - 1
 """Largest id of any tokenizer."""
 _LARGEST_VERSION = 2**63 - 1
-_LARGEST_LOG_PROB = 1e-3
+IMPOSSIBLE_LOG_PROB = -9999.0
+"""Log-prob of an excluded token, as vLLM's server writes it, because JSON has no infinity."""
+LARGEST_LOG_PROB = 1e-3
 """Tolerance for rounding above 0."""
 _SMALLEST_LOG_PROB = -3e38
 """About the lowest float32."""
@@ -59,11 +61,11 @@ def check_completion(
         raise _wrong_value("token_ids", token_ids, lambda value: 0 <= value <= last, f"an id of 0 to {last}")
     # A sum is finite only if all terms are; this is one fast pass.
     log_probs = completion.log_probs
-    if not (sum(log_probs) > _SMALLEST_LOG_PROB and max(log_probs) <= _LARGEST_LOG_PROB):
+    if not (sum(log_probs) > _SMALLEST_LOG_PROB and max(log_probs) <= LARGEST_LOG_PROB):
         raise _wrong_value(
             "log_probs",
             log_probs,
-            lambda value: math.isfinite(value) and _SMALLEST_LOG_PROB / num_tokens < value <= _LARGEST_LOG_PROB,
+            lambda value: math.isfinite(value) and _SMALLEST_LOG_PROB / num_tokens < value <= LARGEST_LOG_PROB,
             "a finite number up to 0",
         )
     versions = completion.versions

@@ -10,11 +10,7 @@ import torch
 
 from llmrl._utils.arguments import check_least
 from llmrl.engines.base import EngineError, SamplingConfig, completion_budget
-
-_IMPOSSIBLE = -9999.0
-"""Log-prob of an excluded token, as vLLM's server writes it, because JSON has no infinity."""
-_LARGEST_LOG_PROB = 1e-3
-"""Tolerance for rounding above 0."""
+from llmrl.engines.completion_checks import IMPOSSIBLE_LOG_PROB, LARGEST_LOG_PROB
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +67,11 @@ def read_scores(
     """
     if reported_ids[:, 0].tolist() != list(token_ids[1:]):
         raise EngineError(f"{engine} scored other tokens than the requested ones.")
-    if not bool((reported <= _LARGEST_LOG_PROB).all()):  # also refuses NaN
+    if not bool((reported <= LARGEST_LOG_PROB).all()):  # also refuses NaN
         raise EngineError(
             f"{engine} returned log-probs up to {float(reported.max())}; numbers up to 0 are expected. Start a server "
             "with log-probs, not logits (vllm serve --logprobs-mode)."
         )
     first = torch.zeros(1, reported.shape[1])
-    columns = torch.cat([first, reported.float().clamp(min=_IMPOSSIBLE, max=0.0)])
+    columns = torch.cat([first, reported.float().clamp(min=IMPOSSIBLE_LOG_PROB, max=0.0)])
     return TokenScores(columns[:, 0], torch.cat([first.long() - 1, reported_ids])[:, 1:], columns[:, 1:])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmrl._utils.arguments import check_choice, check_least
 from llmrl.data import Message, ParsedCompletion, ToolSchema, check_messages
 from llmrl.rendering.base import Renderer
-from llmrl.rendering.reasoning import said_after
+from llmrl.rendering.reasoning import NUM_END_TOKENS, said_after
 from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, classify, common_prefix_length
 from llmrl.rendering.results import name_results
 from llmrl.rendering.rows import Reconciliation, count_turns, open_row, reconcile
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "token", "message"]
 _MODES = ("auto", "token", "message")
-
-# Number of last tokens that bridges and parsers read: an end-of-turn token with the white space after it, or the end
-# of a prompt, which may open reasoning.
-_NUM_TAIL_TOKENS = 32
 
 
 class Conversation:
@@ -155,7 +151,7 @@ class Conversation:
             shown = self.renderer.render(messages, tools=tools, add_generation_prompt=True)
         delta = None
         if is_appended and (shown is None or self._is_shown_in(shown)):
-            tail = self.held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
+            tail = self.held.columns.token_ids[max(0, self._num_tokens - NUM_END_TOKENS) : self._num_tokens]
             # The last answer's calls give tool results the names of their functions.
             new = name_results(messages[len(self.messages) - 1 :])[1:]
             delta = self.renderer.bridge(tail, new, tools=tools)
@@ -183,7 +179,7 @@ class Conversation:
         if end is None or said is None:
             return False
         sampled = [*renderer.encode(said), shown[end]]
-        answer = renderer.parse(sampled, tools=self.tools, prompt_ids=before[-_NUM_TAIL_TOKENS:])
+        answer = renderer.parse(sampled, tools=self.tools, prompt_ids=before[-NUM_END_TOKENS:])
         return reading_of(answer.message) == reading_of(last.message)
 
     def _is_end_of(self, shown: list[int], delta: list[int]) -> bool:
@@ -269,7 +265,7 @@ class Conversation:
         )
         parsed = None
         if self.renderer is not None:
-            tail = self.held.columns.token_ids[max(0, self._num_tokens - _NUM_TAIL_TOKENS) : self._num_tokens]
+            tail = self.held.columns.token_ids[max(0, self._num_tokens - NUM_END_TOKENS) : self._num_tokens]
             parsed = self.renderer.parse(token_ids, tools=self.tools, prompt_ids=tail)
         return self._with(
             held=held,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from llmrl.data import text_of
 
 NUM_END_TOKENS = 32
-"""Number of last tokens of a prompt that are searched for the opening mark of reasoning."""
+"""Number of last tokens that bridges and parsers read: an end-of-turn token with the white space after it, or the end
+of a prompt, which may open reasoning."""
 
 
 @dataclass(frozen=True, slots=True)

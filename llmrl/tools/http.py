@@ -38,6 +38,7 @@ def HttpTool(
     """
     if isinstance(allowed_hosts, str) or not allowed_hosts:
         raise ValueError(f"allowed_hosts must name the hosts that requests may go to, got {allowed_hosts!r}.")
+    allowed = [host.lower() for host in allowed_hosts]
     aiohttp = require("aiohttp", extra="server")
     yarl = require("yarl", extra="server")
 
@@ -57,8 +58,8 @@ def HttpTool(
         except ValueError as error:
             raise ToolError(f"{url!r:.200} is not a URL: {error}.") from None
         hosts = {parsed.host, f"{parsed.host}:{parsed.port}"}
-        if parsed.scheme not in ("http", "https") or hosts.isdisjoint(allowed_hosts):
-            raise ToolError(f"requests may go only to {', '.join(allowed_hosts)} by http or https, got {url!r:.200}.")
+        if parsed.scheme not in ("http", "https") or hosts.isdisjoint(allowed):
+            raise ToolError(f"requests may go only to {', '.join(allowed)} by http or https, got {url!r:.200}.")
         if method.upper() not in _METHODS:
             raise ToolError(f"method must be one of {', '.join(_METHODS)}, got {method!r:.40}.")
         if refused := [header for header in headers or () if header.lower() not in _HEADERS]:

@@ -92,5 +92,7 @@ def test_every_number_is_a_game_and_wrong_options_are_refused():
         guess_problems(1)
     with pytest.raises(ValueError, match="split"):
         make_task_env("guess", "validation")
+    with pytest.raises(ValueError, match="input_mode must be"):
+        make_task_env("guess", input_mode="tokens")
     with pytest.raises(ValueError, match="makes its own problems"):
         make_task_env("guess", data=[{"query": "?"}])

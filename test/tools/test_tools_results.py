@@ -94,6 +94,10 @@ def test_requests_go_to_the_hosts_that_are_named_alone(site):
     assert site.requested == ["/", "/away", "/gone"]
     assert ask(tools, "http", url=url_of_site, method="NO WAY")[1] == {"failed": 1}
     tools.close()
+    port = host.rpartition(":")[2]
+    tools = ToolTransform([HttpTool(allowed_hosts=[f"LOCALHOST:{port}"], timeout=5)])  # names have no case
+    assert ask(tools, "http", url=f"http://LocalHost:{port}/gone")[0].startswith("[status 404]")
+    tools.close()
     for hosts in ((), "example.org"):
         with pytest.raises(ValueError, match="allowed_hosts must name the hosts"):
             HttpTool(allowed_hosts=hosts)

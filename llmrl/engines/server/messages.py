@@ -12,12 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from llmrl.engines.base import Completion, EngineError, SamplingConfig
-from llmrl.engines.completion_checks import check_completion
+from llmrl.engines.completion_checks import IMPOSSIBLE_LOG_PROB, check_completion
 
 JsonObject: TypeAlias = dict[str, Any]
 
-_CUT = -9999.0
-"""Minus infinity as vLLM's server writes it, because JSON has no infinity."""
 _TOKEN_ID = re.compile(r"token_id:([0-9]{1,10})")
 
 
@@ -238,7 +236,7 @@ def _completion(
 
 
 def _is_kept(log_prob: object) -> bool:
-    return isinstance(log_prob, (int, float)) and log_prob > _CUT
+    return isinstance(log_prob, (int, float)) and log_prob > IMPOSSIBLE_LOG_PROB
 
 
 def _routed_experts(choice: JsonObject, server: str) -> np.ndarray | None:

@@ -64,7 +64,6 @@ class Player:
             "breakdown": {str(name.value): value for name, value in (judged.reward_breakdown or {}).items()},
             "reason": str(run.termination_reason.value),
             "info": judged.info or {},
-            "num_messages": len(run.messages),
         }
 
 

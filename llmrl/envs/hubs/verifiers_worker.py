@@ -19,7 +19,6 @@ from typing import Any
 import verifiers.v1 as vf
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat.chat_completion_message_function_tool_call import Function
-from verifiers import __version__ as verifiers_version
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
 from verifiers.v1.configs.client import EvalClientConfig
@@ -264,5 +263,5 @@ async def open_player(
     register_harness()
     player = Player(**arguments)
     await stack.enter_async_context(player.env.serving())
-    opened = {"seats": await player.seats(), "is_infinite": not player.tasks.bounded, "version": verifiers_version}
+    opened = {"seats": await player.seats(), "is_infinite": not player.tasks.bounded}
     return opened, {"rows": player.rows, "play": player.play}

@@ -9,6 +9,7 @@ from typing import Unpack
 
 from tensordict import TensorDictBase
 
+from llmrl._utils.arguments import check_choice
 from llmrl.data import ChatHistory, History, Message, text_of
 from llmrl.data.tensordicts import container_of, plain
 from llmrl.envs.dataset import DatasetChatEnv
@@ -111,6 +112,7 @@ class GuessEnv(TaskEnv):
 
     def __init__(self, *, split: Split = "train", highest: int = 10, **options: Unpack[TaskOptions]) -> None:
         check_split(split)
+        check_choice(("history",), input_mode=options.get("input_mode", "history"))  # a hint is a message
         super().__init__(
             guess_problems(highest, seed=options.get("seed", 0)),
             system_prompt="Guess the number. Answer with the number only, like this: 4",
