@@ -44,7 +44,7 @@ def receive(channel: socket.socket) -> Any:
         return None
     (size,) = HEADER.unpack(header)
     if size > MAX_FRAME_BYTES:
-        raise BrokenFrame(f"a message of {size} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+        raise BrokenFrame(f"a message of {size} bytes, more than the limit of {MAX_FRAME_BYTES}")
     body = _receive_exactly(channel, size)
     if body is None and size:
         raise BrokenFrame("the stream ended")
@@ -70,7 +70,7 @@ class FrameBuffer:
         while len(self._held) >= HEADER.size:
             (size,) = HEADER.unpack_from(self._held)
             if size > self._max_bytes:
-                raise BrokenFrame(f"a message of {size} bytes exceeds the limit of {self._max_bytes}")
+                raise BrokenFrame(f"a message of {size} bytes, more than the limit of {self._max_bytes}")
             if len(self._held) < HEADER.size + size:
                 return
             body = bytes(self._held[HEADER.size : HEADER.size + size])

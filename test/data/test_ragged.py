@@ -84,7 +84,7 @@ def test_a_plain_policys_loss_is_that_of_its_rows(form):
 
 def test_a_policy_says_what_it_lacks(renderer):
     policy = LLMWrapperBase(ScriptedEngine(["a"], encode=renderer.encode), renderer=renderer)
-    with pytest.raises(ValueError, match=r"Expected \(.history., .prompt.\) key .* it has \[.query.\]"):
+    with pytest.raises(ValueError, match=r"Expected \(.history., .prompt.\) key .* the tensordict has \[.query.\]"):
         policy(TensorDict(query="Hi"))
 
 

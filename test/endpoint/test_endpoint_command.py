@@ -168,7 +168,7 @@ def test_a_row_comes_by_standard_input_files_and_variables(play, tmp_path, monke
     assert (seen["secret"], seen["home"]) == (None, None)
     rollout = play(code, words="{long}")
     assert rollout.status is RolloutStatus.ERROR
-    assert "the argument '{long}' is of 400000 bytes" in rollout.error and "stdin='{long}'" in rollout.error
+    assert "the argument '{long}' has 400000 bytes" in rollout.error and "stdin='{long}'" in rollout.error
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_a_command_reads_columns_that_there_are():
         with pytest.raises(ValueError, match="the command is empty"):
             command(wrong)
     for template in ({"stdin": "{task}"}, {"files": {"a": "{task}"}}, {"env": {"A": "{task}"}}):
-        with pytest.raises(ValueError, match=r"reads \['task'\]"):
+        with pytest.raises(ValueError, match=r"reads the columns \['task'\]"):
             AgentEnv(command("agent", **template), ROWS)
     with pytest.raises(ValueError, match=r"relative paths in the program's folder, got '\.\./a'"):
         command("agent", files={"../a": ""})

@@ -74,7 +74,7 @@ def test_a_condition_sees_the_reward_only_once_it_is_written():
         return step["reward"].sum() < 1
 
     env = ChatEnv().append_transform(AddThinkingPrompt(is_wrong, "Wait.")).append_transform(RubricReward(ten))
-    with pytest.raises(KeyError, match="append it after that transform"):
+    with pytest.raises(KeyError, match="append AddThinkingPrompt after the transform that writes the reward"):
         answered(env, "15")
     env = ChatEnv().append_transform(RubricReward(is_fifteen))
     following = answered(env.append_transform(AddThinkingPrompt(is_wrong, "Wait.")), "15", "14")

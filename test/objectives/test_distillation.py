@@ -335,7 +335,7 @@ def test_likeliest_ids_bear_extremes_and_refuse_what_makes_no_sense():
         chunked_divergence(Head(torch.eye(4), weight), beyond, "reverse")
     for top_k in (0, 4):
         theirs = TopK(torch.zeros(4, top_k, dtype=torch.int64), torch.zeros(4, top_k))
-        with pytest.raises(ValueError, match=f"below the 4 ids of the vocabulary, got {top_k}"):
+        with pytest.raises(ValueError, match=f"less than the 4 ids of the vocabulary, got {top_k}"):
             chunked_divergence(Head(torch.eye(4), weight), theirs, "reverse")
 
 

@@ -213,7 +213,7 @@ def test_a_penalty_is_of_whole_rollouts_within_their_group_and_once():
 
 
 def test_what_penalizes_wrongly_is_refused():
-    with pytest.raises(ValueError, match="a number for each of 2 rollouts"):
+    with pytest.raises(ValueError, match="must return 2 numbers, one per rollout"):
         LengthPenalty(lambda lengths, rewards: [0.0])(rewarded_rows([1.0, 0.0]))
     turns = lazy_stack([TensorDict({
         "next": {"reward": torch.ones(1, 1), "done": torch.ones(1, dtype=torch.bool)}, "query": NonTensorData("a"),

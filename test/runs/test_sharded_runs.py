@@ -38,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, own_programs: None) -> Path
     assert result.returncode == 0, result.stderr
     codes = json.loads(result.stdout.splitlines()[-1])
     for name, ended in codes.items():
-        assert set(ended) == {-9 if "killed" in name else 0}, (name, ended, result.stderr)
+        # A rank may miss the killed one before it is killed, too.
+        is_expected = -9 in ended and {-9, 1}.issuperset(ended) if "killed" in name else set(ended) == {0}
+        assert is_expected, (name, ended, result.stderr)
     return folder
 
 
@@ -164,7 +166,7 @@ def test_a_rank_above_0_has_no_engine_and_sends_nothing(monkeypatch: pytest.Monk
     assert sync_scheme(cfg, NullEngine("a-model")).rank == 1
     with start_engine(cfg) as engine:
         assert engine.get_tokenizer().encode("1") and not engine.is_alive
-        with pytest.raises(EngineError, match="first rank"):
+        with pytest.raises(EngineError, match="a rank above 0"):
             asyncio.run(engine.generate([1], SamplingConfig()))
 
 

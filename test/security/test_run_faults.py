@@ -232,7 +232,7 @@ def test_a_folder_is_one_runs_until_its_process_ends(tmp_path):
     end(pid)
     folder = RunFolder(path, resume=True, trackers=())
     child = waiting_child(lambda: 1)  # has a copy of every open file
-    with pytest.raises(FolderInUseError, match=f"process {os.getpid()} .* close its Run"):
+    with pytest.raises(FolderInUseError, match=f"process {os.getpid()} .* close the Run"):
         RunFolder(path, resume=True, trackers=())
     folder.close()
     RunFolder(path, resume=True, trackers=()).close()

@@ -200,5 +200,5 @@ def test_tools_in_order_answer_by_one_message_and_end_no_rollout():
     assert contents("Nothing to call.", XMLBlockParser()) == contents("[1]", JSONCallParser()) == []
     one = '{"tools": [{"tool": "count", "args": {"by": 1}}]}'
     assert contents(one, JSONCallParser()) == ['count succeeded: {"total": 1}']
-    assert "cannot be read" in contents('{"tools": [{"name": "count"}]}', JSONCallParser())[0]
+    assert "cannot be parsed" in contents('{"tools": [{"name": "count"}]}', JSONCallParser())[0]
     assert "failed" in contents('{"tools": [{"tool": "count", "args": [1]}]}', JSONCallParser())[0]

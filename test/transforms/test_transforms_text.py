@@ -95,7 +95,7 @@ def test_rows_of_text_are_tokenized_before_an_environment_of_tokens_is_reset(tok
 def test_what_is_missing_or_not_meant_is_named(tokenizer):
     with pytest.raises(KeyError, match="'text'"):
         Tokenizer(["text"], ["tokens"], tokenizer=tokenizer)(TensorDict(prompt="a"))
-    with pytest.raises(ValueError, match="as many"):
+    with pytest.raises(ValueError, match="must be equally many"):
         Tokenizer(["text"], tokenizer=tokenizer)
     with pytest.raises(TypeError, match="as_padded_tensor"):
         Tokenizer(["text"], ["tokens"], tokenizer=tokenizer, max_length=8)

@@ -78,7 +78,7 @@ def test_a_reward_that_is_always_zero_is_recorded_judged_and_shown(ended, tmp_pa
 def test_a_reward_that_fails_says_where(ended, takes_long):
     run, printed, error = ended(raises)
     assert isinstance(error, CollectionStalled) and names(run)["unscored"]["verdict"] == "broken"
-    assert printed.count("not scored") == 3 and len(run.rollouts) <= 18 * 4
+    assert printed.count("not scored") == 3 and len(run.rollouts) <= 24 * 4
     assert "no such column" in run.rollouts[0]["error"] and "no such column" in printed
 
 

@@ -268,7 +268,7 @@ def test_a_reward_that_is_hacked_is_one_answer_and_falls_where_it_is_held_out(ju
     said, printed = judged(sums(hackable, name="a"), answers, num_steps=8, held_out=sums(right, name="held"))
     assert not {"reward_hacking", "one_answer"} & said[0].keys()
     assert (said[-1]["reward_hacking"], said[-1]["one_answer"]) == ("broken", "broken"), printed
-    assert "step 3: broken reward_hacking: eval/held/pass@1 fell from 1 to 0.12 while the reward" in printed
+    assert "step 3: broken reward_hacking: eval/held/pass@1 fell from 1 to 0.12 while the training reward" in printed
 
 
 def test_a_template_that_is_not_the_models_is_all_wrong_and_cut_at_the_first_step(judged, tmp_path):

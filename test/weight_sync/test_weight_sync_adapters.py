@@ -141,7 +141,7 @@ def test_what_the_engine_cannot_run_is_refused_and_it_goes_on(engine, model, fol
     sender.shutdown()
     config = AutoConfig.from_pretrained(folder, num_hidden_layers=3)
     for other, what in (
-        (adapted(AutoModelForCausalLM.from_config(config)), "its num_hidden_layers is 2, the trainer's 3"),
+        (adapted(AutoModelForCausalLM.from_config(config)), "its num_hidden_layers is 2, the trainer's is 3"),
         (adapted(AutoModelForCausalLM.from_pretrained(folder), r=16), r"rank 16, and this engine takes 8 at most"),
     ):
         with pytest.raises(EngineError, match=what):

@@ -153,7 +153,7 @@ def test_what_cannot_be_rounded_is_refused_before_the_engine_starts(tmp_path):
             pass
 
     start("anything", None, is_cpu=False)
-    with pytest.raises(ValueError, match=r"must be 'int8', for an engine on a CPU: .*got 'int8' on a GPU"):
+    with pytest.raises(ValueError, match=r"must be 'int8', for an engine on a CPU, or None: .*got 'int8' on a GPU"):
         start(tmp_path, is_cpu=False)
     with pytest.raises(ValueError, match="got 'fp8' on a CPU"):
         start(tmp_path, "fp8")
@@ -167,7 +167,7 @@ def test_what_cannot_be_rounded_is_refused_before_the_engine_starts(tmp_path):
     with pytest.raises(ValueError, match="is quantised already"):
         start(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(ValueError, match=r"lacks model\.layers\.2\."):
+    with pytest.raises(ValueError, match=r"lacks the weight model\.layers\.2\."):
         start(tmp_path)
 
 
