@@ -42,9 +42,7 @@ def refuse_unknown(
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name with the same meaning or, unless another library has this name, the most similar one.
-
-    None means that no known name is near.
+    """Return the known name of the same meaning, or the most similar one unless another library has this name, or None.
 
     Example:
         >>> nearest("wnadb", ["tensorboard", "wandb"]), nearest("beta", ["kl_to_ref_coeff", "seed"])

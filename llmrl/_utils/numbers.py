@@ -15,8 +15,7 @@ _LARGEST = (2 - 2**-23) * 2.0**127
 def finite_number(value: object, name: str) -> float:
     """Return a Python or NumPy number, or a tensor with one element, as a float.
 
-    Raises TypeError if the value is not a number (text never is), and ValueError if it is NaN, infinite or too large
-    for float32. The messages contain `name`.
+    Raises TypeError if the value is not a number (text never is), and ValueError if it is not finite in float32.
 
     Example:
         >>> finite_number(True, "reward"), finite_number(2, "reward")

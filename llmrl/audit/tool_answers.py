@@ -62,10 +62,7 @@ def _empty(schema: Mapping[str, object]) -> JSON:
 
 
 def tool_answers(env: EnvBase, num_problems: int, *, timeout_s: float) -> list[ToolAnswer]:
-    """Call each tool once in the first problems and return the answers; the list is empty without tools.
-
-    A conversation in which a step raises an error or takes too long is omitted, because other checks report it.
-    """
+    """Call each tool once in the first problems; return the answers of conversations without error or timeout."""
     return run_sync(_tool_answers(env, num_problems, timeout_s))
 
 

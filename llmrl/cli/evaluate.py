@@ -40,10 +40,7 @@ class EvaluationSettings:
 
 
 def options_of(words: Sequence[str]) -> dict[str, JSON]:
-    """Return the options of an environment, given as on the command line.
-
-    Raises:
-        ValueError: if a word is not NAME=VALUE.
+    """Return the options of an environment, given as on the command line. Raises ValueError if one is not NAME=VALUE.
 
     Example:
         >>> options_of(["num_digits=2", "prompt=Count."])

@@ -271,11 +271,9 @@ class BatchCollector:
     # In the background
 
     def start(self) -> None:
-        """Start to fill the replay buffer in the background, as far ahead of training as `max_staleness` allows.
+        """Fill the replay buffer in the background, as far ahead of training as `max_staleness` and a queue allow.
 
-        Without `max_staleness`, batches follow each other regardless of the version. A full queue suspends collection.
-
-        Raises RuntimeError if there is no replay buffer, or if it is being filled.
+        Without `max_staleness`, versions do not matter. Raises RuntimeError without a buffer, or if it is being filled.
         """
         if self._filler is None:
             raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=, or queue=.")
@@ -308,8 +306,7 @@ class BatchCollector:
     def update_policy_weights_(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> int:
         """Send the trainer's weights to the engines, and return the new policy version.
 
-        The first call needs the trainer's model or a mapping of its weights, otherwise it raises ValueError. Later
-        calls use that model by default.
+        The first call needs the model or a mapping of its weights, or it raises ValueError. Later calls default to it.
         """
         version = max(sender.update_weights() for sender in self._weight_senders.connected(policy_or_weights))
         self._scheduler.expect_version(None)

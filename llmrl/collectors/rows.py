@@ -129,10 +129,7 @@ def _token_rewards(rollout: Rollout, starts: Mapping[int, int], num_tokens: int)
 
 
 def portable_turn(step: TensorDictBase) -> TensorDictBase:
-    """Return a copy of a turn that can be saved or sent: cloned to its own size, without live objects.
-
-    The copy lacks values that are not plain data: the token state with its renderer, the environment, tool sessions.
-    """
+    """Return a copy of a turn to save or send: of its own size, without live objects (token state, environment, …)."""
     return step.exclude(*_live_keys(step)).clone()
 
 

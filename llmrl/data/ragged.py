@@ -49,8 +49,7 @@ def has_padding_mask(tensordict: TensorDictBase) -> bool:
 def ragged_column(tensordict: TensorDictBase, key: NestedKey) -> list[torch.Tensor]:
     """Return one tensor per row, without padding; raise KeyError if the entry is missing.
 
-    Padding is identified by `("masks", "all_attention_mask")`, not by token ids: the padding id may be the end-of-turn
-    id.
+    Padding is read from `("masks", "all_attention_mask")`, because the padding id may be the end-of-turn id.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

@@ -31,9 +31,7 @@ def plain(value: object) -> Any:
 
 
 def documented(cls: type[Container]) -> type[Container]:
-    """Class decorator that restores the docstring from `_documentation`, since tensordict replaces it by a signature.
-
-    It also rejects arguments that only TorchRL's class of this name has, with advice.
+    """Restore a class's docstring, which tensordict replaces, and refuse arguments that only TorchRL's class has.
 
     Example:
         >>> from tensordict import TensorClass

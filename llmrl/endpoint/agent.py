@@ -62,9 +62,7 @@ class AgentModel:
             reply_id: id of the reply, as the API returns it (`chatcmpl-…`, `resp_…`, `msg_…`).
             answer: index of the answer, if the request asked for several.
 
-        Raises:
-            ValueError: if there is no such recorded answer, if the value is not a finite number, or if the model
-                belongs to no rollout.
+        Raises ValueError if no such answer is recorded, the value is not finite, or the model belongs to no rollout.
         """
         if self.give_reward is None:
             raise ValueError("this model belongs to no rollout, so its answers cannot have rewards.")

@@ -22,9 +22,7 @@ _LOCK_SECONDS = 60.0
 
 @contextlib.contextmanager
 def engine_folder() -> Iterator[str]:
-    """Create a temporary folder, and remove the folders of trainers that were killed.
-
-    A trainer holds a lock in each folder, which the kernel frees when the process ends.
+    """Create and lock a temporary folder, and remove those of killed trainers, which the kernel has unlocked.
 
     Example:
         >>> with engine_folder() as folder:

@@ -93,8 +93,7 @@ class Recipe:
     def entries(self, stage: int, model: str | None = None) -> list[str]:
         """Return the entries of a stage, with the recipe's folder in place of `{recipe}`.
 
-        Args:
-            model: the previous stage's model, for `{model}` or else `model.path`; None is `embedded` for `{model}`.
+        `model` is the previous stage's model, for `{model}` or else `model.path`; None is `embedded` for `{model}`.
         """
         entries = self.stages[stage][1]
         if model is not None and not any("{model}" in entry for entry in entries):

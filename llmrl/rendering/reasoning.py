@@ -21,9 +21,7 @@ class ThoughtMarks:
     closing: str = "</think>"
 
     def split(self, text: str, *, is_open: bool = False) -> tuple[str | None, str]:
-        r"""Return the reasoning, None if there is none, and the rest of a completion's text.
-
-        `is_open` means that the prompt opened the reasoning, so the text starts within it.
+        r"""Return a completion's reasoning, or None, and the rest; `is_open` means that the prompt opened reasoning.
 
         Example:
             >>> marks = ThoughtMarks()

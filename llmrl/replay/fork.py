@@ -26,18 +26,11 @@ def fork(
     *,
     on_step: OnStep = pass_over,
 ) -> dict[str, tuple[object, object]]:
-    """Create a new run with the first steps of a recorded run, to be resumed with other entries.
+    """Create a run from the first steps of a recorded one, to be resumed; return old and new values of changed entries.
 
-    The new run has the model, the optimizer, the position in the data and the random states after `step`. The state is
-    computed again from the last checkpoint before `step`, or from the initial model. Metrics, rollouts and tokens are
-    copied up to `step`.
-
-    Args:
-        path: folder of the new run.
-        changes: entries of the new run, such as `train.learning_rate=1e-6`.
-
-    Returns:
-        The old and new values of each changed entry.
+    The new run has the model, the optimizer, the position in the data and the random states after `step`, computed
+    again from the last checkpoint before it, or from the initial model. Metrics, rollouts and tokens are copied up to
+    `step`. `path` is the new run's folder; `changes` are entries such as `train.learning_rate=1e-6`.
 
     Raises:
         FileExistsError: if the folder exists.

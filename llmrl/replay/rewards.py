@@ -85,8 +85,7 @@ def advantages_of(
 ) -> dict[str, float]:
     """Return the advantage of each scored rollout within its group, by rollout id.
 
-    Args:
-        rewards: rewards by rollout id that replace the recorded ones; a rollout without a reward counts as not scored.
+    `rewards`, by rollout id, replace the recorded ones; a rollout without a reward then counts as not scored.
 
     Example:
         >>> records = [{"rollout_id": name, "group_id": "g", "reward": reward, "is_scored": True}

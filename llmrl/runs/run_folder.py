@@ -213,10 +213,7 @@ class RunFolder:
     # Recovery
 
     def save_batch(self, step: int, collected: Mapping[str, object]) -> None:
-        """Save the data that a step collected (rows, state, records), before the step trains on it.
-
-        Raises TypeError if `save_state` does not support a value.
-        """
+        """Save a step's collected rows, state and records before it trains. Raises TypeError for unsupported values."""
         write_atomically(self._batch_path(step), lambda path: save_state(path, dict(collected)))
 
     def load_batch(self, step: int) -> StateDict | None:

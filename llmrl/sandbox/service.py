@@ -205,14 +205,11 @@ class PythonExecutorService:
         return self._loop.run(self._run(code, session, timeout)).as_dict()
 
     async def run(self, code: str, *, session: str | None = None, timeout: float | None = None) -> PythonResult:
-        """Run code, from any event loop. The result reports errors of the code.
+        """Run code, from any event loop; the result reports its errors. Raises RuntimeError after `close`.
 
         Args:
             session: calls of the same session share variables and run in order; None uses a new interpreter.
             timeout: seconds; the service's timeout by default.
-
-        Raises:
-            RuntimeError: after `close`.
         """
         return await self._loop.wait(self._run(code, session, timeout))
 

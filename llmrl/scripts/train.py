@@ -125,9 +125,10 @@ def train(
     console: Console | None = None,
     **options: Unpack[TrainOptions],
 ) -> Path:
-    """Train a model by GRPO in an environment, on this machine's GPU or CPU, and save it.
+    """Train a model by GRPO in an environment, on this machine's GPU or CPU, and return the folder of the run.
 
-    This function starts processes, so a script must call it under `if __name__ == "__main__":`.
+    The folder contains the trained model as `model/`. This function starts processes, so a script must call it under
+    `if __name__ == "__main__":`.
 
     Args:
         model: Hugging Face name or folder, or `embedded` (SmolLM2-135M-Instruct from its package).
@@ -140,9 +141,6 @@ def train(
             model's weights before the first step, and is not shut down.
         options: entries of the configuration (`TrainOptions`), such as `num_steps=100`, `loss="dapo"`, `resume=True`.
             `docs/how-to/change-the-loop.md` describes them.
-
-    Returns:
-        The folder of the run, which contains the trained model as `model/`.
 
     Raises:
         TypeError: if an argument is unknown, with the nearest known name.

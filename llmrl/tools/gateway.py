@@ -75,9 +75,8 @@ def _is_port(text: str) -> bool:
 def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> bool:
     """Return whether the gateway may connect to an address to which a host name resolves.
 
-    Public addresses are allowed. A local or private one is allowed only if the address itself, or `localhost`, is
-    listed, because the owner of a name decides where it resolves to. IPv4 addresses within IPv6 (mapped, NAT64) are
-    unwrapped; tunnels (6to4, Teredo) are refused.
+    Public addresses are allowed; local and private ones only if listed themselves, or as `localhost`, because a name's
+    owner decides where it resolves to. IPv4 in IPv6 (mapped, NAT64) is unwrapped; tunnels (6to4, Teredo) are refused.
 
     Example:
         >>> is_reachable("93.184.216.34", "example.org", ["example.org"]), is_reachable("10.0.0.1", "a.org", ["a.org"])

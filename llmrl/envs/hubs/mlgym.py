@@ -151,8 +151,7 @@ def make_mlgym(
         reward_wrong_format: see `MLGymWrapper`.
         repeats: group size, the number of conversations per task.
 
-    Raises:
-        ImportError: if MLGym is not installed (it is in no package index).
+    Raises ImportError if MLGym is not installed (it is in no package index).
 
     Example:
         >>> make_mlgym()

@@ -61,12 +61,8 @@ def code_of(completion: str, *, reasoning: bool = False) -> str | None:
 async def run_tests(code: str, inputs: Sequence[object], expected: Sequence[str]) -> list[bool]:
     """Return whether `solve` passes each test; tests after the time limit or the end of the process fail.
 
-    Args:
-        code: untrusted code that defines `solve`.
-        inputs: the argument of each call.
-        expected: the JSON of each result, which the code cannot read.
-
-    Raises IsolationError if this machine cannot confine code.
+    The untrusted `code` defines `solve`; `inputs` has the argument of each call, `expected` the JSON of each result,
+    which the code cannot read. Raises IsolationError if this machine cannot confine code.
     """
     mark = secrets.token_hex(8)
     program = _PROGRAM.format(code=code, inputs=list(inputs), mark=mark)

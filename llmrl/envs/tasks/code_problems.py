@@ -60,9 +60,7 @@ def code_problems(
 
     Args:
         num_problems: number of problems; fewer are returned if the split has fewer functions of `num_parts`.
-        num_parts: number of these three parts that are not trivial, 1 to 3.
-
-    Raises ValueError if `num_parts` is out of range.
+        num_parts: number of these three parts that are not trivial, 1 to 3; other numbers raise ValueError.
 
     Example:
         >>> row = code_problems(1)[0]

@@ -164,10 +164,7 @@ class TorchRLBufferDataset(KnownArguments, torch.utils.data.IterableDataset):
         return fields
 
     def as_hf_dataset(self) -> IterableDataset:
-        """Return a `datasets.IterableDataset` of the same rows, which TRL's trainers accept.
-
-        Raises MissingExtraError if the package `datasets` is not installed.
-        """
+        """Return the rows as a `datasets.IterableDataset` for TRL. Raises MissingExtraError without `datasets`."""
         return require("datasets", extra="data").IterableDataset.from_generator(self.__iter__)
 
     def __repr__(self) -> str:
