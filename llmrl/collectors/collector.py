@@ -155,6 +155,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         if not is_limit_found and max_concurrent_rollouts is not num_given:
             raise TypeError(f"max_concurrent_rollouts is a number, 'auto' or None, got {max_concurrent_rollouts!r}.")
         check_least(1, max_concurrent_rollouts=num_given)
+        check_least(0, num_extra_groups=num_extra_groups)
         if num_extra_groups and (max_staleness is not None or shape.kind != "groups"):
             raise ValueError(
                 "num_extra_groups needs groups_per_batch, and excludes max_staleness, which would keep the extra "

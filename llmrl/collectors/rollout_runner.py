@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from tensordict import TensorDictBase
 
-from llmrl._utils.arguments import check_least
+from llmrl._utils.arguments import check_least, check_positive
 from llmrl._utils.failure import as_exception, describe, traceback_of
 from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
@@ -69,6 +69,9 @@ class RolloutLimits:
             max_prompt_tokens=self.max_prompt_tokens,
         )
         check_least(0, num_engine_retries=self.num_engine_retries)
+        check_positive(
+            rollout_timeout_seconds=self.rollout_timeout_seconds, step_timeout_seconds=self.step_timeout_seconds
+        )
 
 
 class RolloutRunner:

@@ -339,7 +339,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             [({'role': 'user', 'content': 'Hi'},)]
         """
         lines = (json.dumps({"messages": [dict(m) for m in chat]}, ensure_ascii=False) for chat in flatten(self.chats))
-        Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+        text = "".join(f"{line}\n" for line in lines)
+        Path(path).write_bytes(text.encode("utf-8", errors="backslashreplace"))  # JSON's own form of lone surrogates
 
     @classmethod
     def load(cls, path: str | Path) -> History:

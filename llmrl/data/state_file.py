@@ -117,7 +117,7 @@ class _Encoder:
         if isinstance(value, np.ndarray | np.generic):
             return "array", self._number(torch.from_numpy(np.array(value)), where)
         if isinstance(value, Chat):
-            return "chat", as_json(value.messages)
+            return "chat", [as_json(value.messages), value.is_message]
         if isinstance(value, NonTensorData):
             return "leaf", [self.encode(value.data, where), list(value.batch_size)]
         if isinstance(value, LazyStackedTensorDict):
@@ -170,7 +170,9 @@ def _decode(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
         case {"$array": number}:
             array = tensors[number].numpy()
             return array if array.ndim else array[()]
-        case {"$chat": messages}:
+        case {"$chat": [list() as messages, bool() as is_message]}:
+            return Chat(messages, is_message=is_message)
+        case {"$chat": messages}:  # of files that were written without the form
             return Chat(messages)
         case {"$leaf": [data, batch_size]}:
             return NonTensorData(decoded(data), batch_size=batch_size)

@@ -87,7 +87,7 @@ _MODEL_NAMES: dict[str, Sequence[str]] = {}
 _READERS: dict[str, Callable[[str], Any]] = {}
 # Names that use a family's template. TorchRL's templates of these names have generation marks, which are kept.
 _ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama4"}
-_MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\]([^\[]*)", re.DOTALL)
+_MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\](.*?)(?=\[INST\]|\Z)", re.DOTALL)
 _MISTRAL_END = "</s>"
 
 

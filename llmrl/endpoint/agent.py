@@ -50,7 +50,8 @@ class AgentModel:
         """Return the model of a role or policy of the `AgentEnv`. Raises ValueError if there is none."""
         if role not in self.infos:
             raise ValueError(f"role must be one of {list(self.infos)}, got {role!r}.")
-        return replace(self, name=model_name(role), info=self.infos[role])
+        suffix = ASIDE if self.name.endswith(ASIDE) else ""
+        return replace(self, name=model_name(role) + suffix, info=self.infos[role])
 
     def reward(self, reply_id: str, value: float, *, answer: int = 0) -> None:
         """Add a reward to an answer, in addition to the rollout's score.

@@ -34,7 +34,10 @@ class ScoresRows(LLMWrapperBase):
         """Return each row's token ids, scored mask and replayed columns, tokenizing text if necessary."""
         if has_entry(tensordict, self.attention_mask_key) and not has_entry(tensordict, ATTENTION_MASK_KEY):
             attention = tensordict.get(self.attention_mask_key).bool()
-            tensordict.set("masks", Masks(all_attention_mask=attention, batch_size=tensordict.batch_size))
+            if tensordict.get("masks", None) is None:
+                tensordict.set("masks", Masks(all_attention_mask=attention, batch_size=tensordict.batch_size))
+            else:  # the other masks stay
+                tensordict.set(ATTENTION_MASK_KEY, attention)
         if self.input_mode == "history" and not self.prefer_tokens:
             for replaced in ("tokens", "masks", SAMPLING_MASK_KEY, ROUTED_EXPERTS_KEY):
                 tensordict.pop(replaced, None)

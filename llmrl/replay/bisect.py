@@ -94,8 +94,9 @@ def _differences(first: RecordedRun, second: RecordedRun, step: int) -> Iterator
         if not is_same(*advantages):
             meaning = "another normalization or sign, or rollouts left out of the baseline"
             yield Parting(step, "advantage", f"rollout {key[0]}", *advantages, meaning, key[0])
-    for name in first.metrics(step):
-        values = (first.metrics(step)[name], second.metrics(step).get(name, math.nan))
+    measured = (first.metrics(step), second.metrics(step))  # numbers that are not finite are left out of the file
+    for name in {**measured[0], **measured[1]}:
+        values = (measured[0].get(name, math.nan), measured[1].get(name, math.nan))
         if not is_performance(name) and not is_same(*values):
             meaning = "another loss, other options of the loss, or another optimizer"
             if name.startswith("eval/"):

@@ -120,7 +120,8 @@ def send_conversations(run: RecordedRun, *, split: str = "train") -> int:
     """
     num_sent = 0
     for record in run.all_records:
-        for messages in conversations_of(record) if record["split"] == split else ():
+        found = conversations_of(record) if record["split"] == split else ()
+        for messages in filter(None, found):  # a rollout that ended before its prompt has none
             with span("invoke_agent", split) as current:
                 if current is None:
                     continue

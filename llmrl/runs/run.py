@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from rich.console import Console
 from tensordict import TensorDictBase
 
-from llmrl._utils.failure import NothingLearned
+from llmrl._utils.failure import NothingLearned, describe
 from llmrl._utils.model_parts import has_quantized_base
 from llmrl._utils.spans import trace_spans
 from llmrl._utils.terminal import printable
@@ -438,16 +438,27 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._exit.close()
-        if self._recorder is None:
-            return
-        folder = self._recorder.folder
-        if self._is_replay and self._is_in_step and (said := folder.fail_replay(self._step, error)):
-            self._warn(said)
-        folder.close()
+        try:
+            self._exit.close()
+        finally:
+            if self._recorder is not None:
+                self._close_folder(self._recorder.folder, error)
+
+    def _close_folder(self, folder: RunFolder, error: BaseException | None) -> None:
+        """Close the folder when nothing is written into it any more: another run may then begin in it."""
+        try:
+            for writes in (self._writes, self._exports):
+                try:
+                    writes.wait()
+                except Exception as failed:
+                    if error is None:
+                        raise
+                    self._warn(f"not everything was written: {describe(failed)}")
+            if self._is_replay and self._is_in_step and (said := folder.fail_replay(self._step, error)):
+                self._warn(said)
+        finally:
+            folder.close()
         if self.cfg.dry_run:
-            self._writes.wait()
-            self._exports.wait()
             shutil.rmtree(folder.path)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:

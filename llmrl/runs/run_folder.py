@@ -376,10 +376,12 @@ class RunFolder:
 
     def close(self) -> None:
         """Write buffered data, close the trackers and release the lock."""
-        for tracker in self._trackers:
-            tracker.close()
-        if self._lock is not None:
-            self._lock.release()
+        try:
+            for tracker in self._trackers:
+                tracker.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
 
 def seed_all(seed: int) -> None:

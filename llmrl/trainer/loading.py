@@ -197,4 +197,4 @@ def _scorer(policy: TransformersWrapper, path: str | Path) -> TransformersWrappe
         compute_dtype=trained.sharded_dtype,
         context_ranks=trained.num_context_ranks,
     )
-    return policy.get_new_version(model=frozen.requires_grad_(False))
+    return policy.get_new_version(model=frozen.requires_grad_(False), offload_activations=False)

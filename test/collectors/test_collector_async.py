@@ -100,6 +100,14 @@ def test_dropped_groups_are_refilled_exactly_and_counted(make_policy):
     assert sorted(seen) == sorted(f"train/0/{group}/{sample}" for group in range(11) for sample in range(2))
 
 
+def test_numbers_with_which_nothing_would_ever_end_well_are_refused(make_policy):
+    with pytest.raises(ValueError, match="num_extra_groups must be at least 0, got -1"):
+        LLMCollector(addition(1), policy=make_policy(), groups_per_batch=2, num_extra_groups=-1)
+    for limit in ("rollout_timeout_seconds", "step_timeout_seconds"):
+        with pytest.raises(ValueError, match=f"{limit} must be positive, got 0"):
+            RolloutLimits(**{limit: 0})
+
+
 def test_extra_groups_spare_the_wait_for_the_slowest(make_policy):
     policy = make_policy(latency_s=lambda prompt, answer: math.inf if len(policy.engine.requests) == 1 else 0.01)
     with LLMCollector(addition(1), policy=policy, groups_per_batch=3, num_extra_groups=1) as collector:

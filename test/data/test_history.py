@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from llmrl.data import History, Tokens, check_messages
+from llmrl.data.state_file import load_state, save_state
 
 USER = {"role": "user", "content": "7 + 8 ="}
 ASSISTANT = {"role": "assistant", "content": "15"}
@@ -46,6 +48,16 @@ def test_multi_modal_content_is_carried_untouched_and_read_as_text():
     assert history.content == ["look"]
 
 
+def test_a_history_is_saved_as_it_is(tmp_path):
+    for history in (History(role=["user", "assistant"], content=["a", "b"]), History(role="user", content="a")):
+        save_state(tmp_path / "state", {"history": history})
+        again = load_state(tmp_path / "state", advice="")["history"]
+        assert (again.role, again.content, again.shape) == (history.role, history.content, history.shape)
+    path = tmp_path / "chats.jsonl"
+    History(role=["user"], content=["a\ud800"]).save(path)
+    assert json.loads(path.read_text())["messages"][0]["content"] == "a\ud800"
+
+
 def test_tool_calls_their_answers_and_completeness_are_read_by_message():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 7, "b": 8}}}
     chat = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "15"}]
@@ -53,6 +65,8 @@ def test_tool_calls_their_answers_and_completeness_are_read_by_message():
     assert batch.tool_calls == [[[], [call], []], [[]]]
     assert batch.tool_responses == [[None, None, "15"], [None]]
     assert batch.is_complete == [[True] * 3, [True]]
+    cited = History.from_text("[INST] List them [/INST] See [1, 2] and [3].</s>[INST] More [/INST]")
+    assert [one["content"] for one in cited.to_chats()] == ["List them", "See [1, 2] and [3].", "More"]
     cut = History.from_text("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel")
     assert cut.is_complete == [True, False] and cut.content == ["Hi", "Hel"]
 

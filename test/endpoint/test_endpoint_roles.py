@@ -18,6 +18,7 @@ from llmrl import GRPOLoss, MCAdvantage, train_step
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.collectors.agents import AgentPlay
 from llmrl.data.tensordicts import plain
+from llmrl.endpoint.agent import AgentModel
 from llmrl.engines import TransformersEngine
 from llmrl.envs import AgentEnv
 from llmrl.policies import LLMWrapperBase, vLLMWrapper
@@ -73,6 +74,11 @@ def test_each_role_has_its_rows_and_reward_and_a_frozen_policy_has_none(renderer
     assert texts == [("solver", 1.75, "15<|im_end|>"), ("user", -1.0, "What is it?<|im_end|>")] * 2
     assert [one.num_turns for one in rollouts] == [1, 1, 1, 1]
     assert len(others["judge"].engine.log) == 2 and len(others["user"].engine.log) == 4
+
+
+def test_a_role_of_a_model_that_is_not_recorded_is_not_recorded():
+    model = AgentModel(base_url="http://localhost/v1", api_key="k", name="policy", infos={"user": {}})
+    assert model.aside.role("user").name == model.role("user").aside.name != model.role("user").name
 
 
 def test_self_play_of_one_policy_is_compared_by_role(renderer):

@@ -217,6 +217,27 @@ def test_several_trajectories_of_turns_may_come_at_once() -> None:
         transform.inv(trajectory([0.0, 0.0])[:1])
 
 
+def test_a_turn_without_a_score_leaves_the_others_of_its_group() -> None:
+    turns = [turn for reward in (1.0, float("nan"), 0.0) for turn in trajectory([reward]).unbind(0)]
+    transform = MCAdvantage(normalization="mean")
+    assert transform(lazy_stack(turns))["advantage"].flatten().tolist() == [0.5, -0.5]
+    assert transform.unscored_trajectories == 1
+
+
+def test_rewards_that_are_equal_in_a_row_are_no_signal() -> None:
+    rewards = (0.3, 0.1 + 0.2)
+    assert rewards[0] != rewards[1]  # and equal in float32
+    rollouts = [
+        Rollout(rollout_id=f"g/{i}", group_id="g", sample_index=i, group_size=2, is_scored=True) for i in range(2)
+    ]
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        rollout.num_turns = 1
+        rollout.add_reward(reward)
+    for options in ({}, {"gamma": 0.9}):
+        assert not MCAdvantage(**options).has_signal(rollouts)
+    assert MCAdvantage()(_batch(_row("g", 0, rewards[0]), _row("g", 1, rewards[1]))).batch_size == (0,)
+
+
 @pytest.mark.usefixtures("takes_long")
 @pytest.mark.parametrize("min_size", [None, 3, 4])
 def test_candidates_come_until_a_choice_is_within_bounds_as_in_torchrl(min_size: int | None) -> None:

@@ -105,6 +105,16 @@ def test_several_samples_are_a_dimension_and_the_input_stays_as_it_was(model, to
         TransformersWrapper(model, num_samples=2, inplace=True, **options)
 
 
+def test_an_attention_mask_leaves_the_mask_of_what_was_sampled(model):
+    policy = TransformersWrapper(model, input_mode="tokens", generate=False)
+    sampled = torch.tensor([[False, False, True, True], [False, True, True, False]])
+    real = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    entries = {"tokens": {"full": torch.ones(2, 4).long()}, "attention_mask": real}
+    batch = TensorDict(entries | {"masks": {"all_assistant_mask": sampled}}, batch_size=[2])
+    _, masks, _ = policy.scored_tokens(batch)
+    assert [mask.tolist() for mask in masks] == [sampled[0].tolist(), sampled[1, :3].tolist()]
+
+
 def test_a_collector_plays_with_it(model, tokenizer):
     policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 2})
     with LLMCollector(DatasetChatEnv(["Hi"]), policy, dialog_turns_per_batch=2) as collector:

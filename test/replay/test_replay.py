@@ -350,6 +350,21 @@ def test_two_runs_part_at_the_step_where_one_of_them_was_changed(tiny_model_path
     )
 
 
+def test_a_number_that_one_run_alone_has_is_a_difference_in_either_order(recorded, tmp_path):
+    other = shutil.copytree(recorded, tmp_path / "other")
+    header, *rows = (other / "metrics.csv").read_text().splitlines()
+    place = header.split(",").index("loss_objective")
+    lines = [header]
+    for row in rows:
+        cells = row.split(",")
+        lines.append(",".join([*cells[:place], "" if cells[0] == "2" else cells[place], *cells[place + 1 :]]))
+    (other / "metrics.csv").write_text("\n".join(lines) + "\n")
+    for runs in ((recorded, other), (other, recorded)):
+        called = call("bisect", *runs, "--json")
+        found = json.loads(called.output)["first_difference"]
+        assert called.exit_code == 1 and (found["step"], found["quantity"]) == (2, "loss_objective")
+
+
 def test_an_edited_token_is_where_two_runs_part(recorded, run_path, tmp_path, own_programs):
     tokens = run_path / "tokens" / "000003.npz"
     with np.load(tokens) as data:

@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import stat
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -148,6 +149,26 @@ def test_a_batch_that_fails_twice_when_it_is_replayed_is_set_aside_and_the_run_g
 
 
 @pytest.mark.slow
+def test_a_run_that_fails_leaves_its_folder_when_its_checkpoint_is_written(renderer, tmp_path, monkeypatch):
+    save, save_batch = RunFolder.save_checkpoint, RunFolder.save_batch
+
+    def save_late(*arguments, **options):
+        time.sleep(0.5)
+        save(*arguments, **options)
+
+    def fail(folder, step, collected):
+        if step == 3:
+            raise ValueError("no room")
+        save_batch(folder, step, collected)
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", save_late)
+    monkeypatch.setattr(RunFolder, "save_batch", fail)
+    with pytest.raises(ValueError, match="no room"):
+        train(tmp_path / "run", renderer, resume=False)
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "checkpoint.safetensors" in files and not any(name.startswith(".checkpoint") for name in files)
+
+
 @pytest.mark.parametrize("is_short", [True, False], ids=["of memory", "of nothing"])
 def test_a_batch_whose_replay_the_kernel_ends_for_want_of_memory_is_set_aside(
     renderer, tmp_path, monkeypatch, is_short

@@ -8,8 +8,9 @@ import functools
 import pytest
 import torch
 from causal_types import VOCAB_SIZE, tiny_model
+from tensordict import TensorDict, lazy_stack
 
-from llmrl.trainer import TransformersWrapper
+from llmrl.trainer import TransformersWrapper, load_model, make_reference
 
 
 def _batches(num: int) -> list[list[torch.Tensor]]:
@@ -63,6 +64,17 @@ def test_layers_are_compiled_once_for_rows_of_all_lengths_and_stay_exact(
             num_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert 0 < num_compiled == torch._dynamo.utils.counters["stats"]["unique_graphs"] <= num_graphs
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_reference_offloads_nothing(tiny_model_path: str) -> None:
+    model = load_model(tiny_model_path, gradient_checkpointing=True)
+    policy = TransformersWrapper(model, generate=False, offload_activations=True)
+    ids = torch.tensor([5, 6, 7, 8])
+    batch = lazy_stack([TensorDict({"tokens": {"full": ids}, "masks": {"all_assistant_mask": torch.ones(4).bool()}})])
+    found = make_reference(policy, tiny_model_path)(batch)[0]["next", "ref_log_probs", "full"]
+    logits = load_model(tiny_model_path)(input_ids=ids[None]).logits
+    expected = logits.log_softmax(-1)[0, :-1].gather(1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(found[1:], expected.detach(), atol=1e-4, rtol=0)
 
 
 def test_each_layers_input_is_kept_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:

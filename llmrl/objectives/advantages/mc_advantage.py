@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -295,6 +295,12 @@ class MCAdvantage(KnownArguments, GroupCounters):
             raise ValueError(
                 f"{' and '.join(given)} compare returns of rollouts, not single turns: pass trajectory_return='sum'."
             )
+        unscored = {self.keys.rollout_id(row) for row in rows if not self.keys.scored(row)}
+        self._count(unscored_trajectories=len(unscored))
+        rows = [row for row in rows if self.keys.rollout_id(row) not in unscored]
+        if not rows:
+            self._decided(is_constant=False, is_dropped=True)
+            return {}, set()
         rewards = [row.get(self.keys.rewards) for row in rows]
         values = torch.cat([reward.flatten() for reward in rewards]).tolist()
         is_dropped = self._is_dropped([values])
@@ -345,12 +351,19 @@ class MCAdvantage(KnownArguments, GroupCounters):
         if self.keys.by is not None and len(roles := {rollout.role for rollout in rollouts}) > 1:
             return any(self.has_signal([one for one in rollouts if one.role == role]) for role in roles)
         scored = [rollout for rollout in rollouts if rollout.is_scored]
-        chosen = self.candidates.choose([rollout.reward for rollout in scored]) if scored else None
+        chosen = self.candidates.choose(_as_stored(rollout.reward for rollout in scored)) if scored else None
         if chosen is None:
             return False
-        columns = [[scored[index].reward for index in chosen]]
+        columns = [_as_stored(scored[index].reward for index in chosen)]
         if self.gamma is not None:
-            columns = turns_of([returns_to_go(one.turn_rewards, self.gamma, one.turn_parents) for one in scored])
+            columns = turns_of(
+                [returns_to_go(_as_stored(one.turn_rewards), self.gamma, one.turn_parents) for one in scored]
+            )
         if self.components is not None:
-            columns = [[scored[index].breakdown[name] for index in chosen] for name in self.components]
+            columns = [_as_stored(scored[index].breakdown[name] for index in chosen) for name in self.components]
         return not (self.drop_constant_groups and self._is_constant(columns))
+
+
+def _as_stored(values: Iterable[float]) -> list[float]:
+    """Return numbers as rows hold them, in float32: rewards that are equal there have no signal."""
+    return torch.tensor(list(values), dtype=torch.float32).tolist()
