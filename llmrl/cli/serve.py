@@ -138,7 +138,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
 
 def check_key(host: str, api_key: str | None) -> None:
     """Raise ValueError if other machines can reach the address and there is no key."""
-    if api_key is None and host not in LOOPBACK:
+    if not api_key and host not in LOOPBACK:
         raise ValueError(
             f"--host {host} can be reached from other machines: set a key that clients must send with --api-key."
         )

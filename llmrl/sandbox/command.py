@@ -21,7 +21,7 @@ _MAX_OUTPUT = 1 << 20
 _GRACE_SECONDS = 10.0
 # A shell writes its process id, which is also the id of its process group, to a file; then the command replaces it.
 _RUN = 'echo $$ >"$0" && exec "$@"'
-_KILL = 'kill -KILL -- "-$(cat "$0")"'
+_KILL = 'kill -s KILL -- "-$(cat "$0")"'  # dash takes no `--` after `-KILL`
 _PUT = 'mkdir -p "$(dirname "$1")" && cat >"$1"'
 _GET = 'if [ -d "$1" ]; then exit 21; elif [ -e "$1" ]; then cat "$1"; else exit 2; fi'
 _ERRNO_OF_EXIT = {2: errno.ENOENT, 21: errno.EISDIR}

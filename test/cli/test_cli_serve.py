@@ -247,8 +247,9 @@ def test_without_a_key_no_page_of_a_browser_may_ask(renderer):
 
 
 def test_an_address_that_others_reach_wants_a_key(tmp_path):
-    result = CliRunner().invoke(app, ["serve", "--host", "0.0.0.0"])
-    assert result.exit_code == 2 and "--api-key" in result.output
+    for key in ([], ["--api-key", ""]):  # an empty variable is no key
+        result = CliRunner().invoke(app, ["serve", "--host", "0.0.0.0", *key])
+        assert result.exit_code == 2 and "--api-key" in result.output
     result = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing")])
     assert result.exit_code == 2 and "nothing" in result.output
 

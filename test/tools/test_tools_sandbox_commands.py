@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import is_running, wait_until
 
 from llmrl.testing import check_sandbox
 from llmrl.tools import ContainerSandbox, SSHSandbox
@@ -42,6 +43,19 @@ def logged(programs):
 def test_a_sandbox_by_command_keeps_the_contract(programs, make):
     asyncio.run(check_sandbox(make))
     assert [path.name for path in programs.iterdir() if path.name != "log"] == []
+
+
+def test_a_command_that_is_late_is_ended_in_the_sandbox_too(programs):
+    async def play(sandbox):
+        await sandbox.start()
+        late = await sandbox.run(["sh", "-c", "echo $$ > pid; sleep 300"], timeout=2)
+        pid = int(await sandbox.get("pid"))  # of this machine, where the stand-in runs commands
+        await sandbox.close()
+        return late, pid
+
+    late, pid = asyncio.run(play(ContainerSandbox("debian:12-slim")))
+    assert late.timed_out
+    wait_until(lambda: not is_running(pid), timeout_s=30)
 
 
 def test_a_container_is_built_started_without_network_and_removed(programs, tmp_path):

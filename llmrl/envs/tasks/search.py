@@ -80,8 +80,10 @@ def is_answer_named(completion: str, answer: str) -> float:
     Example:
         >>> is_answer_named("She lives in Oslo.", "Oslo"), is_answer_named("Oslofjord", "Oslo")
         (1.0, 0.0)
+        >>> is_answer_named("She writes C++.", "C++")
+        1.0
     """
-    return float(re.search(rf"\b{re.escape(answer)}\b", completion, re.IGNORECASE) is not None)
+    return float(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", completion, re.IGNORECASE) is not None)
 
 
 def has_searched(messages: Sequence[Message]) -> float:
