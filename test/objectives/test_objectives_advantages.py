@@ -217,6 +217,19 @@ def test_several_trajectories_of_turns_may_come_at_once() -> None:
         transform.inv(trajectory([0.0, 0.0])[:1])
 
 
+def test_turns_of_different_environments_are_no_trajectory() -> None:
+    def turn(query: str, reward: float, is_done: bool) -> TensorDict:
+        return TensorDict({"query": query, "next": {"reward": torch.tensor([reward]), "done": torch.tensor([is_done])}})
+
+    ended = [[turn("a", 0.0, False), turn("a", 1.0, True)], [turn("a", 0.0, True), turn("a", 2.0, True)]]
+    batch = MCAdvantage(trajectory_return="sum", normalization="mean")(lazy_stack([lazy_stack(env) for env in ended]))
+    assert batch["advantage"].flatten().tolist() == [0.0, 0.0, -1.0, 1.0]  # the trajectories return 1, 0 and 2
+    cut = [[turn("a", 0.0, False), turn("a", 1.0, False)], [turn("b", 0.0, False), turn("b", 2.0, True)]]
+    for rows in (cut, cut):  # a second time, too
+        with pytest.raises(RuntimeError, match="not done"):
+            MCAdvantage(trajectory_return="sum")(lazy_stack([lazy_stack(env) for env in rows]))
+
+
 def test_a_turn_without_a_score_leaves_the_others_of_its_group() -> None:
     turns = [turn for reward in (1.0, float("nan"), 0.0) for turn in trajectory([reward]).unbind(0)]
     transform = MCAdvantage(normalization="mean")

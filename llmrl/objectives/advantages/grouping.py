@@ -43,12 +43,29 @@ class GroupKeys:
         return [self.group or self.rollout, self.rewards]
 
     def rows(self, tensordict: TensorDictBase) -> list[TensorDictBase]:
-        """Return a batch's rows, with turns assigned to trajectories; raise RuntimeError if the last does not end."""
+        """Return a batch's rows, with turns assigned to trajectories; the batch's last dimension is time.
+
+        Raises RuntimeError if the last trajectory along that dimension does not end.
+        """
         rows = list(flat_batch(tensordict).unbind(0)) if tensordict.batch_size.numel() else []
-        turns = [row for row in rows if not has_entry(row, self.rollout) and has_entry(row, self.done)]
+        if not has_entry(tensordict, _TRAJECTORY):
+            # In a batch [num_envs, time], one environment's turns do not continue the trajectory of the one before.
+            num_steps = tensordict.batch_size[-1] if tensordict.ndim else 1
+            for start in range(0, len(rows), num_steps):
+                self._name_trajectories(rows[start : start + num_steps])
+        return rows
+
+    def _name_trajectories(self, steps: list[TensorDictBase]) -> None:
+        """Write the trajectory and its group into the turns among consecutive rows."""
+        turns = [row for row in steps if not has_entry(row, self.rollout) and has_entry(row, self.done)]
+        if turns and not bool(turns[-1].get(self.done).any()):
+            raise RuntimeError(
+                f"the last turn is not done ({self.done!r}), but groups consist of whole trajectories: collect with "
+                "yield_completed_trajectories=True."
+            )
         name = ""
         group = None
-        for row in turns if not has_entry(tensordict, _TRAJECTORY) else ():
+        for row in turns:
             if not name:
                 name = uuid.uuid4().hex
                 group = self.group_id(row)
@@ -56,12 +73,6 @@ class GroupKeys:
             row.set(_TRAJECTORY_GROUP, non_tensor(group))
             if bool(row.get(self.done).any()):
                 name = ""
-        if name:
-            raise RuntimeError(
-                f"the last turn is not done ({self.done!r}), but groups consist of whole trajectories: collect with "
-                "yield_completed_trajectories=True."
-            )
-        return rows
 
     def are_turns(self, rows: list[TensorDictBase]) -> bool:
         """Return whether these are turns with their own rewards, not rows with their rollout's reward."""

@@ -47,7 +47,8 @@ class MCAdvantage(KnownArguments, GroupCounters):
     rows or `grpo_size`; without `grpo_size` every group counts as complete.
 
     Turns without a rollout id, such as those of TorchRL's collectors, have their own rewards. Their trajectories end
-    at `("next", "done")`; RuntimeError is raised if the last trajectory does not end.
+    at `("next", "done")`; RuntimeError is raised if the last trajectory does not end, in a batch `[num_envs, time]`
+    that of each environment.
 
     REINFORCE++ (arXiv:2501.03262) is `normalization="none", normalize_batch=True, kl_penalty=KLPenalty(coeff)`; its
     variant with a group baseline is `normalization="mean", normalize_batch=True` with a KL in the loss. The batch's
