@@ -282,6 +282,26 @@ def test_candidates_come_until_a_choice_is_within_bounds_as_in_torchrl(min_size:
     assert transform.queued_trajectories == 0 and transform.completed_trajectories == 0
 
 
+def test_a_part_of_a_group_that_is_out_of_bounds_is_dropped_when_the_group_is_complete() -> None:
+    rows = [_row("g", index, reward) for index, reward in enumerate((1.0, 1.0, 0.0, 1.0))]
+    for row, role in zip(rows, "aabb", strict=True):
+        row["rollout", "role"] = NonTensorData(role)
+    transform = MCAdvantage(4, by="role", keep_return_bounds=(0.1, 0.9), normalization="mean")
+    assert transform.inv(_batch(*rows[:3])) is None and transform.queued_groups == 1
+    assert _advantages(transform.inv(_batch(rows[3]))) == [-0.5, 0.5]
+    assert (transform.queued_groups, transform.dropped_groups, transform.written_groups) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"candidate_group_size": 8}])
+def test_a_group_that_is_complete_by_its_rows_waits_for_no_more(options: dict[str, Any]) -> None:
+    rows = [_row("g", index, 1.0) for index in range(2)]
+    for row in rows:
+        row["rollout", "num_in_group"] = torch.tensor(2)
+    transform = MCAdvantage(4, keep_return_bounds=(0.1, 0.9), **options)
+    assert transform.inv(_batch(*rows)) is None
+    assert (transform.queued_groups, transform.dropped_groups) == (0, 1)
+
+
 def test_a_selector_of_ones_own_reads_the_candidates_rows() -> None:
     class Shortest(MCAdvantageSelector):
         def select(self, candidates: Any, *, group_size: int, keep_return_bounds: Any = None) -> list[int]:

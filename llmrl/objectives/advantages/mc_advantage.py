@@ -267,7 +267,10 @@ class MCAdvantage(KnownArguments, GroupCounters):
         chosen = None
         if returns:
             chosen = self.candidates.choose(list(returns.values()), lambda: by_rollout(scored, self.keys))
-            may_grow = len(returns) + num_unscored < (self.sampled_group_size or 0)
+            # Without candidates the queue has waited for the whole group, of which `rows` may be a part (by="role").
+            num_sampled = self.candidates.num_candidates
+            num_here = len(returns) + num_unscored
+            may_grow = num_sampled is not None and num_here < self.keys.size(rows[-1], num_sampled)
             if chosen is None and may_grow and self.queue is not None and not is_final:
                 self.queue.put_back(rows)
                 return {}, set()
