@@ -10,6 +10,7 @@ import pytest
 import torch
 from loss_batches import flat, near_policy, ragged_batch
 from tensordict import NonTensorData, TensorDict, lazy_stack
+from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from llmrl.objectives import (
     DPPOLoss,
@@ -221,3 +222,8 @@ def test_what_penalizes_wrongly_is_refused():
     })])  # fmt: skip
     with pytest.raises(ValueError, match="these rows are turns"):
         LengthPenalty(group_relative_length)(turns)
+    buffer = ReplayBuffer(storage=LazyStackStorage(4))
+    buffer.append_transform(MCAdvantage(2))
+    buffer.append_transform(LengthPenalty(group_relative_length))
+    with pytest.raises(ValueError, match=r"LengthPenalty needs complete groups.*postproc"):
+        buffer.extend(rewarded_rows([1.0, 0.0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import NoReturn
 
 import torch
 from tensordict import TensorDictBase
@@ -59,7 +60,8 @@ class LengthPenalty(Transform):
     The length of a rollout is its number of sampled tokens over all turns and rows. `length_reward` is
     `partial(soft_overlong, max_length=..., cache_length=...)`, `group_relative_length`, or any function of a group's
     lengths and rewards. The addition is written as `"length_penalty"`, `[1, 1]` per row; a batch that has it is
-    returned as is. `GroupRules` filters by rewards before the addition, `MCAdvantage` by those after it.
+    returned as is. Pass it to the collector (`postproc`); a replay buffer, where groups arrive in parts, raises
+    ValueError. `GroupRules` filters by rewards before the addition, `MCAdvantage` by those after it.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack
@@ -101,3 +103,10 @@ class LengthPenalty(Transform):
         add_to_rewards(tensordict, changes, self.keys.rewards)
         write_column(tensordict, _WRITTEN, [torch.full((1, 1), change) for change in changes])
         return tensordict
+
+    def _inv_call(self, tensordict: TensorDictBase) -> NoReturn:
+        """Raise ValueError, as rows reach a replay buffer before their group is complete."""
+        raise ValueError(
+            "LengthPenalty needs complete groups, but a replay buffer is written as rows arrive: pass it to the "
+            "collector (postproc), before MCAdvantage, instead of appending it to the buffer."
+        )
