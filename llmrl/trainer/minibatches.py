@@ -8,9 +8,11 @@ from collections.abc import Hashable, Iterator
 from tensordict import TensorDictBase
 
 from llmrl._utils.arguments import check_least
+from llmrl.data.keys import LOSS_MASK_KEY
 from llmrl.data.ragged import flat_batch
 from llmrl.objectives.advantages.grouping import GroupKeys, stack_rows
 from llmrl.objectives.losses.base import LLMLoss
+from llmrl.objectives.losses.streams import StreamsLoss
 from llmrl.trainer.scoring import write_log_probs
 
 
@@ -25,8 +27,9 @@ def minibatches(
     """Yield the batches of `num_epochs * num_minibatches` updates on one batch; for one update, the batch itself.
 
     If there are several updates, the policy's own log-probs are first written into the batch as `old_log_prob`, if the
-    loss reads it, so that clipping bounds the updates together (PPO, arXiv:1707.06347, algorithm 1). The rows of a
-    rollout stay in one mini-batch. Each epoch has its own order, in which groups stay together where possible.
+    loss or one of its streams reads it, so that clipping bounds the updates together (PPO, arXiv:1707.06347,
+    algorithm 1). The rows of a rollout stay in one mini-batch. Each epoch has its own order, in which groups stay
+    together where possible.
 
     Args:
         batch: training rows with advantages; changed in place.
@@ -47,10 +50,20 @@ def minibatches(
     rows = flat_batch(batch)
     if num_epochs * num_minibatches == 1 or not rows.batch_size.numel():
         return iter([batch])
-    old_log_probs = getattr(loss_module.tensor_keys, "old_log_prob", None)
-    if old_log_probs is not None:
-        write_log_probs(loss_module.actor_network, rows, old_log_probs)
+    _write_old_log_probs(loss_module, rows)
     return _parts(rows, num_epochs, num_minibatches, seed)
+
+
+def _write_old_log_probs(loss_module: LLMLoss, rows: TensorDictBase) -> None:
+    """Write the policy's log-probs under every `old_log_prob` that the loss, or a stream of it, reads."""
+    losses = loss_module.streams.values() if isinstance(loss_module, StreamsLoss) else [loss_module]
+    readers = [loss for loss in losses if hasattr(loss.tensor_keys, "old_log_prob")]
+    # Losses that train on other tokens than those of the loss mask, as streams do, need the log-probs of all.
+    assistant_only = all(
+        loss.masking_strategy == "rlhf" and loss.tensor_keys.assistant_mask == LOSS_MASK_KEY for loss in readers
+    )
+    for key in dict.fromkeys(loss.tensor_keys.old_log_prob for loss in readers):
+        write_log_probs(loss_module.actor_network, rows, key, assistant_only=assistant_only)
 
 
 def _parts(rows: TensorDictBase, num_epochs: int, num_minibatches: int, seed: int) -> Iterator[TensorDictBase]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from loss_batches import plain_log_probs, ragged_batch, tiny_model
 
-from llmrl.objectives import GRPOLoss, SFTLoss
+from llmrl.objectives import GRPOLoss, SFTLoss, StreamsLoss, trained_tokens, write_loss_weights
 from llmrl.trainer import (
     LoRAConfig,
     TransformersWrapper,
@@ -213,6 +213,48 @@ def test_two_epochs_of_mini_batches_are_those_of_a_plain_loop() -> None:
         torch.testing.assert_close(row[OLD].double()[mask], old[id(row)][mask], rtol=1e-4, atol=1e-4)
     fractions = [count / one.num_trained_tokens for count, one in zip(num_clipped, reports, strict=True)]
     assert [one.measurements["clip_fraction"] for one in reports] == pytest.approx(fractions)
+
+
+def every_token(row: Any) -> torch.Tensor:
+    return torch.ones(len(row["tokens", "full"]))
+
+
+@pytest.mark.parametrize(
+    ("make_loss", "mask_of"),
+    [
+        (lambda policy: StreamsLoss(policy, streams={"sft": SFTLoss(), "all": GRPOLoss()}), every_token),
+        (lambda policy: GRPOLoss(policy, masking_strategy="generic"), every_token),
+        (lambda policy: GRPOLoss(policy), trained_tokens),
+    ],
+)
+def test_old_log_probs_are_those_of_the_tokens_that_a_loss_or_stream_trains(make_loss: Any, mask_of: Any) -> None:
+    model = tiny_model()
+    plain = copy.deepcopy(model).double().eval()
+    plain.set_attn_implementation("eager")
+    batch = write_loss_weights(ragged_batch(num_rows=5), sft=trained_tokens, all=every_token)
+    loss = make_loss(TransformersWrapper(model, generate=False))
+    for part in minibatches(batch, loss, num_minibatches=2, seed=0):
+        for row in part.unbind(0):
+            expected = plain_log_probs(plain, row).detach() * mask_of(row)
+            torch.testing.assert_close(row[OLD].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_later_updates_of_a_stream_are_clipped() -> None:
+    fractions = []
+    for is_stream in (False, True):
+        policy = TransformersWrapper(tiny_model(), generate=False)
+        loss: Any = GRPOLoss(importance_cap=2.0)
+        if is_stream:
+            loss = StreamsLoss(policy, streams={"policy": loss})
+        else:
+            loss.actor_network = policy
+        optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
+        batch = write_loss_weights(ragged_batch(num_rows=8), policy=trained_tokens)
+        parts = minibatches(batch, loss, num_epochs=2, seed=0)
+        reports = [train_step(loss, part, optimizer, max_grad_norm=None) for part in parts]
+        fractions.append([report.measurements["clip_fraction"] for report in reports])
+    alone, stream = fractions
+    assert stream == pytest.approx(alone) and stream[0] == 0 < stream[1]
 
 
 @pytest.fixture(scope="module")
