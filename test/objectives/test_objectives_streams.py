@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from loss_batches import near_policy, plain_log_probs, ragged_batch, tiny_model
+from loss_batches import flat, near_policy, plain_log_probs, ragged_batch, tiny_model
 from tensordict import lazy_stack
 
 from llmrl.objectives import (
@@ -134,6 +134,17 @@ def test_ranks_add_up():
         micro += [one.detached().to("cpu") for one in found if not one.is_repeated]
     expected = loss(batch).measurements()
     assert loss.collect(micro).measurements() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_the_version_being_trained_is_that_of_each_stream():
+    batch = write_loss_weights(ragged_batch(0), policy=trained_tokens, observations=observed_tokens)
+    streams = {"observations": SFTLoss(), "policy": GRPOLoss(max_staleness=2)}
+    loss = StreamsLoss(near_policy(batch), streams=streams)
+    assert loss.policy_version is None
+    loss.policy_version = 7
+    versions = flat(batch, "policy_versions", "full")[flat(batch, "masks", "all_assistant_mask")].float()
+    assert loss.policy_version == 7
+    assert loss(batch).measurements()["policy_staleness"] == pytest.approx((7 - versions).mean().item())
 
 
 def test_rows_without_signal_leave_their_stream_alone():

@@ -165,6 +165,17 @@ class StreamsLoss(LLMLoss):
         self.needs_entropy = any(loss.needs_entropy for loss in streams.values())
 
     @property
+    def policy_version(self) -> int | None:
+        """Version being trained, for `max_staleness` of the streams; setting it sets that of each stream."""
+        return next((loss.policy_version for loss in self.streams.values() if hasattr(loss, "policy_version")), None)
+
+    @policy_version.setter
+    def policy_version(self, version: int | None) -> None:
+        for loss in self.streams.values():
+            if hasattr(loss, "policy_version"):
+                loss.policy_version = version
+
+    @property
     def in_keys(self) -> list[NestedKey]:
         """Entries read from the rows, of all streams."""
         return list(dict.fromkeys(key for loss in self.streams.values() for key in loss.in_keys))
