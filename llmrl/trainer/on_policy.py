@@ -7,10 +7,12 @@ import warnings
 from typing import Protocol
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
 from llmrl.data.ragged import flat_batch, has_entry, ragged_column
+from llmrl.objectives.losses.base import LLMLoss
+from llmrl.objectives.losses.streams import LOSS_WEIGHTS, StreamsLoss
 from llmrl.trainer.trained_model import TrainedModel
 
 _BOUNDS = {torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -40,6 +42,26 @@ class SamplerKeys(Protocol):
 
     sample_log_prob: NestedKey
     policy_version: NestedKey
+
+
+def sampled_tokens(
+    loss_module: LLMLoss, batch: TensorDictBase, log_probs: list[torch.Tensor]
+) -> tuple[TensorDictBase, list[torch.Tensor], SamplerKeys] | None:
+    """Return the rows that a loss compares with their sampler, their log-probs, and the keys; None if there are none.
+
+    With `StreamsLoss` these are the rows of the first such stream, with NaN for tokens without weight in it.
+    """
+    if hasattr(loss_module.tensor_keys, "policy_version"):
+        return batch, log_probs, loss_module.tensor_keys
+    streams = loss_module.streams if isinstance(loss_module, StreamsLoss) else {}
+    for name, loss in streams.items():
+        key = (LOSS_WEIGHTS, name)
+        found = [pair for pair in zip(flat_batch(batch).unbind(0), log_probs, strict=True) if has_entry(pair[0], key)]
+        if found and hasattr(loss.tensor_keys, "policy_version"):
+            rows = lazy_stack([row for row, _ in found])
+            pairs = zip((values for _, values in found), ragged_column(rows, key), strict=True)
+            return rows, [values.where(weights.cpu() != 0, torch.nan) for values, weights in pairs], loss.tensor_keys
+    return None
 
 
 def on_policy_difference(

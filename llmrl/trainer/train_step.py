@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from llmrl.objectives.losses.base import LLMLoss, MicroLoss
 from llmrl.objectives.losses.inputs import LossInputs, NonFiniteColumnError
-from llmrl.trainer.on_policy import check_difference
+from llmrl.trainer.on_policy import check_difference, sampled_tokens
 from llmrl.trainer.trained_model import trained_model
 
 
@@ -116,8 +116,8 @@ def train_step(
     if record.routing is not None:
         report.measurements |= record.routing.summed(record.process_group).to_metrics()
     report.log_probs = _rows_of([(micro.flat_index, micro.log_probs) for micro in done], inputs)
-    if hasattr(loss_module.tensor_keys, "policy_version"):
-        report.measurements |= check_difference(record, batch, report.log_probs, loss_module.tensor_keys)
+    if (sampled := sampled_tokens(loss_module, batch, report.log_probs)) is not None:
+        report.measurements |= check_difference(record, *sampled)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if record.scaler is not None:
         report.measurements |= {"loss_scale": record.scaler.get_scale(), "num_overflows": 0.0}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from loss_batches import ragged_batch, tiny_model, with_lora
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from weight_sync_tools import TakingEngine, make_sender
 
 from llmrl.engines.vllm.arguments import EngineOptions, build_engine_args
-from llmrl.objectives import GRPOLoss
+from llmrl.objectives import GRPOLoss, SFTLoss, StreamsLoss, observed_tokens, trained_tokens, write_loss_weights
 from llmrl.trainer import TrainStepReport, TransformersWrapper, train_step
 from llmrl.trainer.head.log_probs import chunked_log_probs
 from llmrl.trainer.trained_model import trained_model
@@ -180,6 +180,34 @@ def test_arguments_that_no_test_covers_end_training_where_the_first_batch_is_off
     sender.update_weights()
     # Once they agreed, the cause is another.
     assert len(messages_of(lambda: trainer.step(sampled_batch(trainer.model, version=1, temperature=0.7)))) == 1
+    sender.shutdown()
+
+
+def test_the_first_stream_of_sampled_tokens_is_compared_with_its_engine() -> None:
+    trainer = Trainer()
+    streams = {"observations": SFTLoss(), "policy": trainer.loss}
+    policy, trainer.loss.actor_network = trainer.loss.actor_network, None
+    trainer.loss = StreamsLoss(policy, streams=streams)  # type: ignore[assignment]
+    trainer.optimizer.param_groups[0]["lr"] = 0.0
+    sender = trainer.connect()
+
+    def step(temperature: float) -> TrainStepReport:
+        rows = write_loss_weights(
+            sampled_batch(trainer.model, version=sender.update_weights(), temperature=temperature),
+            observations=observed_tokens,
+            policy=trained_tokens,
+        ).unbind(0)
+        # Neither observations nor demonstrations have log-probs of a sampler.
+        demonstration = write_loss_weights(
+            lazy_stack([ragged_batch(1)[0].select("tokens", "masks").clone()]), observations=trained_tokens
+        )
+        return trainer.step(lazy_stack([*rows, demonstration[0]]))
+
+    reports: list[TrainStepReport] = []
+    assert messages_of(lambda: reports.append(step(1.0))) == []
+    assert reports[0].measurements["on_policy_difference"] < 1e-3
+    messages = messages_of(lambda: reports.append(step(0.7)))
+    assert len(messages) == 1 and "rounding explains 0.001" in messages[0]
     sender.shutdown()
 
 
