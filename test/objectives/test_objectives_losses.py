@@ -354,6 +354,17 @@ def test_aggregations_weigh_a_batch_to_one_but_for_sums() -> None:
     assert aggregation_weights(index, 3, "sequence_sum").sum().item() == pytest.approx(2.0)
 
 
+def test_ids_that_are_tensors_of_one_number_name_the_same_sequences() -> None:
+    batch = ragged_batch()
+    policy = near_policy(batch)
+    losses = [GRPOLoss(policy, aggregation=name)(batch).loss_objective for name in ("sequence_mean", "group_mean")]
+    for key in (("rollout", "rollout_id"), ("rollout", "group_id")):
+        for row in batch.unbind(0):
+            row.set(key, torch.tensor([int(row[key])]))
+    for name, expected in zip(("sequence_mean", "group_mean"), losses, strict=True):
+        torch.testing.assert_close(GRPOLoss(policy, aggregation=name)(batch).loss_objective, expected)
+
+
 def test_losses_are_left_per_sequence_when_asked() -> None:
     batch = ragged_batch(1)
     policy = near_policy(batch)
