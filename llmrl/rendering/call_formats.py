@@ -68,12 +68,13 @@ def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     start = re.compile(r"\s*(?:<\|assistant\|>\s*)?([A-Za-z_][\w.-]*)[^\S\n]*\n\s*(?=\{)")
     while begun := start.match(text, position):
         try:
-            arguments, position = json.JSONDecoder().raw_decode(text, begun.end())
+            arguments, end = json.JSONDecoder().raw_decode(text, begun.end())
+            calls.append(make_tool_call(begun[1], arguments))
         except UNREADABLE as error:
             is_call = bool(calls) or any(tool.get("function", tool).get("name") == begun[1] for tool in tools)
             rest = text[position:]
             return finish(rest, calls, [MalformedToolCall(rest, reason_of(error))] if is_call else [])
-        calls.append(make_tool_call(begun[1], arguments))
+        position = end
     rest = text[position:]
     if rest.strip() and calls:
         return finish(rest, calls, [MalformedToolCall(rest, "a name, a line break and a JSON object are expected")])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmrl._utils.arguments import check_choice, check_least
-from llmrl.data import Message, ParsedCompletion, ToolSchema, check_messages
+from llmrl.data import Message, ParsedCompletion, ToolSchema, check_messages, text_of
 from llmrl.rendering.base import Renderer
 from llmrl.rendering.reasoning import NUM_END_TOKENS, said_after
 from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, classify, common_prefix_length
@@ -379,7 +379,7 @@ def _starts_with(messages: tuple[Message, ...], held: tuple[Message, ...]) -> bo
 
 def reading_of(message: Message) -> tuple[str, str, list[ToolCall]]:
     """Return the content, reasoning and calls of a message, without surrounding white space."""
-    content, reasoning = ((message.get(key) or "").strip() for key in ("content", "reasoning_content"))
+    content, reasoning = (text_of(message.get(key)).strip() for key in ("content", "reasoning_content"))
     return content, reasoning, [call["function"] for call in message.get("tool_calls") or ()]
 
 

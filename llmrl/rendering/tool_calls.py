@@ -224,6 +224,10 @@ def _json_types(value: Json) -> set[str]:
     return {"array"} if isinstance(value, list) else {"object"}
 
 
+# Other JSON lists of objects with a type are answers.
+_ANTHROPIC_TYPES = ("text", "tool_use", "thinking", "redacted_thinking")
+
+
 @register_tool_call_parser("anthropic")
 def parse_anthropic(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     """Read a JSON list of Anthropic's blocks, or a message with them, with calls as `tool_use`.
@@ -237,7 +241,9 @@ def parse_anthropic(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     except UNREADABLE:
         return ParsedCalls(text)
     blocks = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(blocks, list) or not all(isinstance(block, dict) and "type" in block for block in blocks):
+    if not isinstance(blocks, list) or not blocks:
+        return ParsedCalls(text)
+    if not all(isinstance(block, dict) and block.get("type") in _ANTHROPIC_TYPES for block in blocks):
         return ParsedCalls(text)
     said: list[str] = []
     calls: list[ToolCall] = []

@@ -67,14 +67,16 @@ def load_model(
         path: folder, or name on the Hugging Face Hub.
         mesh: ranks over which the model is sharded (`shard_model`); each rank reads its own part of the files. All
             ranks must have the same random state.
-        compute_dtype, context_ranks: see `shard_model`; only with `mesh`.
+        compute_dtype: see `shard_model`; without `mesh` it is ignored, since the policy's `autocast_dtype` sets it.
+        context_ranks: see `shard_model`; above 1 only with `mesh`.
         gradient_checkpointing: whether to recompute activations in the backward pass, which saves memory.
         lora: adapters, which are then the only trained parameters. If their base is quantized, send the weights to the
             engines before the first rollout, so that they compute with the quantized values.
 
     Raises:
         MissingExtraError: if `lora` is given and peft, or bitsandbytes for a quantized base, is not installed.
-        ValueError: if `lora.target_modules` names no layer of the model, or if a quantized base would be sharded.
+        ValueError: if `lora.target_modules` names no layer of the model, if a quantized base would be sharded, or if
+            `context_ranks` is not 1 without a mesh.
 
     Example:
         >>> import tempfile
@@ -84,6 +86,11 @@ def load_model(
         >>> {name.split(".")[-3] for name, weight in model.named_parameters() if weight.requires_grad}
         {...'lora_A'...}
     """
+    if mesh is None and context_ranks != 1:
+        raise ValueError(
+            f"context_ranks={context_ranks} needs mesh, the ranks that compute a row together, got None: "
+            "pass the mesh, or leave context_ranks=1."
+        )
     quantize = lora is not None and lora.quantize_base
     if quantize:
         require("bitsandbytes", extra="optim")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class ModelShape:
     def read(cls, folder: str | Path) -> ModelShape:
         """Read the shape from `config.json` in a folder; raise ValueError if the model is not dense."""
         config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+        is_tied = _is_tied(folder, config)
         config = config.get("text_config") or config
         needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         missing = [name for name in needed if not isinstance(config.get(name), int)]
@@ -55,7 +56,7 @@ class ModelShape:
             num_heads=heads,
             query_size=heads * head,
             key_size=(config.get("num_key_value_heads") or heads) * head,
-            is_tied=bool(config.get("tie_word_embeddings", False)),
+            is_tied=is_tied,
         )
 
     @property
@@ -80,6 +81,20 @@ class ModelShape:
         keys = self.key_size
         wide = self.intermediate_size
         return self.num_layers * rank * (2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + wide))
+
+
+def _is_tied(folder: str | Path, config: Mapping[str, object]) -> bool:
+    """Return whether the head is the embedding. transformers reads the outer configuration, not that of its text."""
+    if "tie_word_embeddings" in config:
+        return bool(config["tie_word_embeddings"])
+    from transformers import AutoConfig
+
+    try:
+        whole = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except ValueError:  # transformers does not know the model type
+        text = config.get("text_config")
+        return isinstance(text, Mapping) and bool(text.get("tie_word_embeddings", False))
+    return bool(getattr(whole, "tie_word_embeddings", False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,9 @@ def test_values_and_gradients_are_those_of_the_papers(
         batch = ragged_batch(seed)
         policy = near_policy(batch)
         loss_type = CISPOLoss if is_cispo else GRPOLoss
-        loss = loss_type(policy, clip_epsilon=epsilon, aggregation=aggregation, fixed_length=7, kl_to_ref_coeff=0.3)
+        fixed_length = 7 if aggregation == "fixed_length" else None
+        options = {"aggregation": aggregation, "fixed_length": fixed_length, "kl_to_ref_coeff": 0.3}
+        loss = loss_type(policy, clip_epsilon=epsilon, **options)
         output = loss(batch)
         exact = policy.log_probs.detach().double().requires_grad_()
         expected = _paper_loss(batch, exact, epsilon=epsilon, aggregation=aggregation, is_cispo=is_cispo, ref_coeff=0.3)
@@ -357,10 +359,11 @@ def test_forking_a_conversation_into_rows_changes_no_gradient(aggregation: Any) 
 def test_micro_batches_make_the_same_step_as_one_batch(aggregation: Any) -> None:
     batch = ragged_batch(num_rows=12)
     states, reports = [], []
+    options = {"aggregation": aggregation, "fixed_length": 8 if aggregation == "fixed_length" else None}
     for token_budget in (10_000, 24):
         policy = _tiny_policy()
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-        loss = GRPOLoss(policy, aggregation=aggregation, fixed_length=8, entropy_bonus=True, clip_epsilon=(1.0, 1e4))
+        loss = GRPOLoss(policy, **options, entropy_bonus=True, clip_epsilon=(1.0, 1e4))
         reports.append(train_step(loss, batch, optimizer, token_budget=token_budget, max_grad_norm=0.01))
         states.append([p.detach().clone() for p in policy.parameters()])
     assert reports[0].num_micro_batches == 1 < reports[1].num_micro_batches

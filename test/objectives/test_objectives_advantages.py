@@ -323,6 +323,15 @@ def _extend(transform: MCAdvantage, reward: float) -> None:
 
 
 @pytest.mark.slow
+def test_counters_without_a_group_size_are_shared_once() -> None:
+    transform = MCAdvantage().share_memory_()
+    other = pickle.loads(pickle.dumps(transform))
+    assert transform.is_shared and other.is_shared
+    transform.share_memory_()(_batch(_row("g", 0, 1.0), _row("g", 1, 0.0)))
+    assert other.completed_trajectories == 2
+
+
+@pytest.mark.slow
 def test_groups_are_shared_by_the_processes_that_write() -> None:
     transform = MCAdvantage(grpo_size=3, trajectory_return="sum")
     transform.inv(trajectory([0.0]))

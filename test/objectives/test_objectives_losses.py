@@ -354,6 +354,17 @@ def test_aggregations_weigh_a_batch_to_one_but_for_sums() -> None:
     assert aggregation_weights(index, 3, "sequence_sum").sum().item() == pytest.approx(2.0)
 
 
+def test_ids_that_are_tensors_of_one_number_name_the_same_sequences() -> None:
+    batch = ragged_batch()
+    policy = near_policy(batch)
+    losses = [GRPOLoss(policy, aggregation=name)(batch).loss_objective for name in ("sequence_mean", "group_mean")]
+    for key in (("rollout", "rollout_id"), ("rollout", "group_id")):
+        for row in batch.unbind(0):
+            row.set(key, torch.tensor([int(row[key])]))
+    for name, expected in zip(("sequence_mean", "group_mean"), losses, strict=True):
+        torch.testing.assert_close(GRPOLoss(policy, aggregation=name)(batch).loss_objective, expected)
+
+
 def test_losses_are_left_per_sequence_when_asked() -> None:
     batch = ragged_batch(1)
     policy = near_policy(batch)
@@ -377,6 +388,9 @@ def test_losses_are_left_per_sequence_when_asked() -> None:
         (lambda: SFTLoss(reduction="max"), ValueError, "reduction"),
         (lambda: SFTLoss(reduction="token_mean", loss_function="minor_sft"), ValueError, "token_mean"),
         (lambda: GRPOLoss(dual_clip=0.5), ValueError, "dual_clip"),
+        (lambda: CISPOLoss(dual_clip=1.5), TypeError, "CISPOLoss has no argument 'dual_clip': use clip_epsilon"),
+        (lambda: GRPOLoss(fixed_length=1000), ValueError, "fixed_length=1000 has no effect with aggregation='token_"),
+        (lambda: GSPOLoss(fixed_length=8), ValueError, "has no effect with aggregation='sequence_mean'"),
         (lambda: GRPOLoss(max_staleness=-1), ValueError, "max_staleness"),
         (lambda: GRPOLoss(importance_cap=0.0), ValueError, "floor < cap"),
         (lambda: ImportanceBound(2.0, floor=0.5), ValueError, "use mode 'mask'"),

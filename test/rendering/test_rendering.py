@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendering_families import END_OF_TURN, FAMILIES, TOOLS, family_renderer, family_tokenizer, template_text
 
-from llmrl.rendering import PackageRenderer, RenderingError, TemplateRenderer, make_renderer
+from llmrl.rendering import PackageRenderer, RenderingError, TemplateRenderer, demonstrate, make_renderer
 
 FAMILY_NAMES = sorted(FAMILIES)
 # Without the beginnings of special tokens, which are split in contents (security/test_special_tokens.py).
@@ -137,6 +137,53 @@ def test_calls_are_written_into_a_template_that_knows_none(model_path):
     renderer = family_renderer(model_path, "chatml")
     text = renderer.decode(renderer.render([user("q"), calling(a=1)]))
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in text
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} if text else {"type": "image"} for text in texts]
+
+
+def renderer_of_parts(tokenizer, *, is_system_known=True):
+    """A template that reads contents as text or as parts, and shows neither tools nor calls."""
+    refusal = "" if is_system_known else "{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template = (
+        f"{{% for m in messages %}}{refusal}{{{{ '<|im_start|>' + m['role'] + '\n' }}}}"
+        "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+        "{{ part['text'] if part['type'] == 'text' else '(image)' }}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    return TemplateRenderer(tokenizer, chat_template=template, tool_results="user")
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_a_tool_prompt_beside_parts_is_that_beside_their_text(tokenizer, role):
+    renderer = renderer_of_parts(tokenizer, is_system_known=role == "system")
+
+    def shown(content):
+        first = {"role": role, "content": content}
+        return renderer.render_text([first, user("q")], tools=TOOLS, add_generation_prompt=True)
+
+    assert shown(parts("Be ", "brief.")) == shown("Be brief.")
+    assert "Adds." in shown(parts("See ", "", ".")) and "See (image)." in shown(parts("See ", "", "."))
+
+
+def test_calls_beside_parts_are_those_beside_their_text(tokenizer):
+    renderer = renderer_of_parts(tokenizer)
+
+    def shown(content):
+        return renderer.render_text([user("q"), {**calling(a=1), "content": content}, user("r")])
+
+    assert shown(parts("Let me ", "see.")) == shown("Let me see.")
+    assert "(image)\n<tool_call>" in shown(parts("Look: ", "")) and shown([]) == shown("")
+
+
+def test_an_answer_in_parts_is_demonstrated_as_its_text(tokenizer):
+    renderer = renderer_of_parts(tokenizer)
+    in_parts, as_text = (
+        demonstrate(renderer, [user("q"), assistant(content)]) for content in (parts("fo", "ur"), "four")
+    )
+    assert in_parts.turns[0].completion_ids == as_text.turns[0].completion_ids
+    assert renderer.decode(in_parts.turns[0].completion_ids) == "four<|im_end|>"
 
 
 def test_empty_tool_calls_render_like_none(model_path):

@@ -88,6 +88,25 @@ def test_what_is_not_all_of_a_call_is_no_call(name, body, reason):
     assert not parsed.tool_calls and reason in parsed.malformed[0].reason
 
 
+@pytest.mark.parametrize("text", ['[{"type": "circle", "r": 1}]', "[]", '{"content": []}', '[{"type": ["text"]}]'])
+def test_json_that_has_no_blocks_is_an_answer(text):
+    parsed = TOOL_CALL_PARSERS["anthropic"](text)
+    assert parsed.content == text and not parsed.tool_calls and not parsed.malformed
+
+
+def test_a_call_after_thinking_is_read():
+    call = '{"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}'
+    parsed = TOOL_CALL_PARSERS["anthropic"](f'[{{"type": "thinking", "thinking": "hm", "signature": "s"}}, {call}]')
+    assert [one["function"] for one in parsed.tool_calls] == [{"name": "add", "arguments": {"a": 1}}]
+
+
+def test_a_glm4_call_with_arguments_that_are_no_json_is_malformed():
+    parsed = TOOL_CALL_PARSERS["glm4"]('add\n{"a": 1}\nadd\n{"a": NaN}')
+    assert [call["function"] for call in parsed.tool_calls] == [{"name": "add", "arguments": {"a": 1}}]
+    assert [bad.raw.strip() for bad in parsed.malformed] == ['add\n{"a": NaN}']
+    assert TOOL_CALL_PARSERS["glm4"]('add\n{"a": NaN}').content == 'add\n{"a": NaN}'
+
+
 @pytest.mark.parametrize("written", ["{1, 2}", "b'x'", "...", "1j", "{[]: 1}", "1e999"])
 def test_python_s_values_that_are_no_json_are_no_arguments(written):
     parsed = TOOL_CALL_PARSERS["pythonic"](f"[f(a={written})]")

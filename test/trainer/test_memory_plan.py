@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from script_configs import config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from llmrl.cli.app import app
@@ -148,6 +150,34 @@ def test_what_is_not_known_is_not_refused(folder: Path, monkeypatch: pytest.Monk
     )
     with pytest.raises(ValueError, match=r"dense transformers.*num_experts"):
         ModelShape.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries"),
+    [
+        ("gemma3_text", {}),
+        ("gemma3_text", {"tie_word_embeddings": False}),
+        ("llama", {}),
+        ("qwen3_vl", {"tie_word_embeddings": True}),
+        ("qwen3_vl", {}),
+        ("gemma3", {}),
+    ],
+)
+def test_the_head_is_the_embedding_where_transformers_ties_them(
+    tmp_path: Path, model_type: str, entries: dict[str, bool]
+) -> None:
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    is_text = model_type in ("gemma3_text", "llama")
+    text = sizes if is_text else {"text_config": {**sizes, "model_type": f"{model_type}_text"}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **text, **entries}))
+    kind = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+    with torch.device("meta"):
+        model = kind.from_config(AutoConfig.from_pretrained(tmp_path))
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert ModelShape.read(tmp_path).is_tied == is_tied
 
 
 def test_a_plan_is_printed_for_a_folder_and_a_hardware(folder: Path) -> None:

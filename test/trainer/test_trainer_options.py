@@ -77,6 +77,11 @@ def test_a_reference_offloads_nothing(tiny_model_path: str) -> None:
     torch.testing.assert_close(found[1:], expected.detach(), atol=1e-4, rtol=0)
 
 
+def test_context_ranks_without_a_mesh_are_refused(tiny_model_path: str) -> None:
+    with pytest.raises(ValueError, match=r"context_ranks=7 needs mesh.*leave context_ranks=1"):
+        load_model(tiny_model_path, context_ranks=7)
+
+
 def test_each_layers_input_is_kept_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", attn_implementation="eager")
     reference = copy.deepcopy(model)

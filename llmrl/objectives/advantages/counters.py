@@ -103,7 +103,7 @@ class GroupCounters(Transform):
     @property
     def is_shared(self) -> bool:
         """Whether counters and incomplete groups are shared with other processes."""
-        return self.queue is not None and isinstance(self.queue.waiting, PickledRows)
+        return not isinstance(self._stats, dict)
 
     def share_memory_(self) -> Self:
         """Move counters and incomplete groups to memory that all processes share."""

@@ -52,7 +52,7 @@ class GRPOLoss(LLMLoss):
             tokens are excluded. The current version is `self.policy_version`, or if None the newest in the batch.
         aggregation: method of `aggregation_weights`; a sequence is a rollout with all its rows. Excluded tokens still
             count in the denominator, so that micro-batches add up.
-        fixed_length: sequence length for `aggregation="fixed_length"`.
+        fixed_length: sequence length for `aggregation="fixed_length"`; refused with another aggregation.
         entropy_bonus, entropy_coeff: whether to subtract `entropy_coeff * entropy`, and the coefficient (default 0.01);
             a given coefficient implies the bonus.
         kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_probs`.
@@ -116,6 +116,11 @@ class GRPOLoss(LLMLoss):
                 raise ValueError(f"{name} must be a finite number of at least 0, got {number}.")
         if dual_clip is not None and not dual_clip > 1:
             raise ValueError(f"dual_clip must be above 1, got {dual_clip}.")
+        if fixed_length is not None and aggregation != "fixed_length":
+            raise ValueError(
+                f"fixed_length={fixed_length} has no effect with aggregation={aggregation!r}: "
+                "use aggregation='fixed_length', or leave fixed_length out."
+            )
         # Raises ValueError for invalid arguments now rather than at the first batch.
         aggregation_weights(torch.zeros(1, dtype=torch.int64), 1, aggregation, fixed_length=fixed_length)
         if importance_cap is not None and not isinstance(importance_cap, ImportanceBound):
@@ -320,7 +325,7 @@ class CISPOLoss(GRPOLoss):
 
     The weight is a constant, so clipped tokens keep their gradient, unlike in TorchRL. There is no lower bound by
     default (`epsilon_low` of 1), as in the paper's experiments (section 3.1). The paper does not state its upper
-    bound; the default here limits the weight to 5.
+    bound; the default here limits the weight to 5. Keywords are those of `GRPOLoss` except `dual_clip`.
     """
 
     output_type = CISPOLossOutput
@@ -332,6 +337,8 @@ class CISPOLoss(GRPOLoss):
         clip_epsilon: float | tuple[float, float] = (1.0, 4.0),
         **arguments: Any,
     ) -> None:
+        if "dual_clip" in arguments:
+            raise TypeError("CISPOLoss has no argument 'dual_clip': use clip_epsilon to bound the weights.")
         super().__init__(actor_network, clip_epsilon=clip_epsilon, **arguments)
 
     def policy_loss(self, log_ratio: torch.Tensor, log_probs: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -264,5 +264,7 @@ def _numbered(batch: TensorDictBase, key: NestedKey) -> tuple[torch.Tensor, int]
     if not has_entry(batch, key):
         return torch.arange(batch.batch_size[0]), batch.batch_size[0]
     numbers: dict[object, int] = {}
-    index = [numbers.setdefault(name, len(numbers)) for name in value_column(batch, key)]
+    # Ids of shape [1] are lists, which MCAdvantage accepts as well.
+    names = (name if isinstance(name, Hashable) else str(name) for name in value_column(batch, key))
+    index = [numbers.setdefault(name, len(numbers)) for name in names]
     return torch.tensor(index, dtype=torch.int64), len(numbers)
