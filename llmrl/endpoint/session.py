@@ -139,13 +139,18 @@ class Session:
         self.overridden.update(request.overridden)
         if not self._does_client_sample:
             self.overridden.update(request.sampling.keys())
-        if self._is_aside(request):
+        num_counted = 0 if self._is_aside(request) else request.num_answers
+        if not num_counted:
             self.counts["num_aside"] += 1
-        else:
-            self._num_begun += request.num_answers
+        self._num_begun += num_counted
         exchange = Exchange(request, num_troubles=self._num_troubles)
         task = asyncio.create_task(self._sample(exchange, prompt, sampling))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks the error as retrieved
+
+        def give_back(task: asyncio.Task[Sampled]) -> None:
+            if task.cancelled() or task.exception() is not None:  # also marks the error as retrieved
+                self._num_begun -= num_counted  # no answer was given, so another request may have its turn
+
+        task.add_done_callback(give_back)
         exchange.begin(task)
         self.exchanges[digest] = [*same, exchange]
         return exchange
@@ -220,14 +225,9 @@ class Session:
         return prompted, prompt_key
 
     async def _measured_prompt(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
-        try:
-            if (num_tokens := await self._measured(request)) > self.limits.max_prompt_tokens:
-                raise self._too_long(f"{num_tokens} tokens")
-            return self._prompt(request)
-        except RefusedRequest:
-            if not self._is_aside(request):
-                self._num_begun -= request.num_answers
-            raise
+        if (num_tokens := await self._measured(request)) > self.limits.max_prompt_tokens:
+            raise self._too_long(f"{num_tokens} tokens")
+        return self._prompt(request)
 
     def _over(self, reason: str, budget: str) -> RefusedRequest:
         self.reason = self.last_refusal = reason
@@ -300,8 +300,6 @@ class Session:
             return await asyncio.to_thread(with_grammar)  # a large schema takes time to compile
         except ValueError as error:
             if form.is_required:
-                if not self._is_aside(request):
-                    self._num_begun -= request.num_answers
                 raise RefusedRequest(f"{form.option} of type json_schema is not supported here: {error}") from error
             self.overridden[form.option] += 1
             return sampling
