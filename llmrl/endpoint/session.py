@@ -224,11 +224,6 @@ class Session:
             raise self._too_long(f"{prompted.num_tokens} tokens")
         return prompted, prompt_key
 
-    async def _measured_prompt(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
-        if (num_tokens := await self._measured(request)) > self.limits.max_prompt_tokens:
-            raise self._too_long(f"{num_tokens} tokens")
-        return self._prompt(request)
-
     def _over(self, reason: str, budget: str) -> RefusedRequest:
         self.reason = self.last_refusal = reason
         self._num_troubles += 1
@@ -308,7 +303,9 @@ class Session:
         self, exchange: Exchange, prompt: tuple[Conversation, ChainKey] | None, sampling: SamplingConfig
     ) -> Sampled:
         request = exchange.request
-        prompted, prompt_key = await self._measured_prompt(request) if prompt is None else prompt
+        if prompt is None and (num_tokens := await self._measured(request)) > self.limits.max_prompt_tokens:
+            raise self._too_long(f"{num_tokens} tokens")
+        prompted, prompt_key = self._prompt(request) if prompt is None else prompt
         asked: list[asyncio.Future[Completion]] = []
         try:
             if request.form is not None:
@@ -319,7 +316,12 @@ class Session:
             if request.is_streamed and sampling.grammar is None and request.may_call:
                 texts = [self.tree.answer_text(prompted, sampling.stop) for _ in streamed]
                 streamed = [{"stream": stream} for stream in exchange.open_streams(texts, prompted.num_tokens)]
-            asked += [asyncio.ensure_future(self._complete(ids, sampling, **options)) for options in streamed]
+            samplings = [sampling for _ in streamed]
+            seed = sampling.seed
+            if seed is not None and seed != self._sampling.seed:  # from the run's seed, each request derives its own
+                samplings = [sampling.with_changes(seed=(seed + i) % (1 << 63)) for i in range(len(streamed))]
+            pairs = zip(samplings, streamed, strict=True)
+            asked += [asyncio.ensure_future(self._complete(ids, one, **options)) for one, options in pairs]
             completions = [await one for one in asked]
         except (asyncio.CancelledError, RefusedRequest):
             raise

@@ -110,6 +110,16 @@ def test_clients_say_how_to_sample(renderer):
     assert used == [(0.0, 3, 7, 0), (0.5, None, 99, 0), (0.5, None, 9, 4)]
 
 
+@pytest.mark.parametrize(("seed", "seeds"), [(7, [7, 8, 9]), (2**63 - 1, [2**63 - 1, 0, 1])])
+def test_several_answers_of_a_request_with_a_seed_have_different_seeds(renderer, seed, seeds):
+    async def act(url):
+        client = openai.AsyncOpenAI(base_url=url, api_key="secret")
+        await talk(client, 1, n=3, seed=seed)
+
+    _, engine = served(renderer, act)
+    assert [one.seed for _, one, _ in engine.requests] == seeds
+
+
 class ParticularEngine(LoggingEngine):
     """Supports what vLLM does on a CPU."""
 
