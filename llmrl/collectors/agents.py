@@ -202,7 +202,8 @@ class AgentEndpoint:
 
         def reward(reply_id: str, value: float, answer: int) -> None:
             session = self._sessions.named(key, None, reply_id)
-            assert session is not None
+            if session is None:
+                raise RefusedRequest("the agent's run has ended: give rewards before it returns.")
             session.replies.reward(reply_id, value, answer)
 
         model = AgentModel(
