@@ -290,13 +290,17 @@ class BatchCollector:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Suspend collection within this context: no rollout or turn starts, and nothing is written to the buffer."""
+        """Suspend collection within this context: no rollout or turn starts, and nothing is written to the buffer.
+
+        Pauses may overlap; the end of the last one continues, unless the collector was shut down meanwhile.
+        """
         self._run(self._scheduler.pause())
         try:
             with self._not_writing():
                 yield
         finally:
-            self._background.post(self._scheduler.resume)
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so there is nothing to continue
+                self._background.post(self._scheduler.resume)
 
     def _not_writing(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._filler is None else self._filler.lock
