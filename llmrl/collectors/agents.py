@@ -64,6 +64,10 @@ class KeyedSessions:
         roles = self._of(api_key, session_id)
         return roles.get(request.model.removesuffix(ASIDE)) or next(iter(roles.values()))
 
+    def look_up(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
+        """Return what `find` returns, which opens no session."""
+        return self.find(api_key, session_id, request)
+
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
         """Return the session of a key that has the reply, or else the first one; None if the key is unknown."""
         roles = self._open.get(session_id or "") or self._open.get(api_key or "") or {}
@@ -198,7 +202,8 @@ class AgentEndpoint:
 
         def reward(reply_id: str, value: float, answer: int) -> None:
             session = self._sessions.named(key, None, reply_id)
-            assert session is not None
+            if session is None:
+                raise RefusedRequest("the agent's run has ended: give rewards before it returns.")
             session.replies.reward(reply_id, value, answer)
 
         model = AgentModel(

@@ -196,15 +196,15 @@ class BatchCollector:
             if batch is not None and self.postproc is not None:
                 try:
                     batch = self.postproc(batch)
-                except BaseException:  # the batch is lost; the caller gets the error
-                    self._collected.leave_out(self._groups, None)
-                    self._mark_delivered()
+                except BaseException:
+                    self._lose()
                     raise
             left_out = self._collected.leave_out(self._groups, batch)
             if not is_empty(batch):
                 self._report()
                 if self._post_collect_hook is not None and batch is not None:
-                    self._post_collect_hook(batch)
+                    with self._lost_on_error():
+                        self._post_collect_hook(batch)
                 return batch
             self._nothing_trained(left_out)
         if self._collected.rollouts:
@@ -223,7 +223,8 @@ class BatchCollector:
     def _write(self, batch: TensorDictBase) -> bool:
         """Write a batch into the buffer, and return whether the buffer kept any of it."""
         assert self.replay_buffer is not None
-        indices = self.replay_buffer.extend(batch)
+        with self._lost_on_error():
+            indices = self.replay_buffer.extend(batch)
         if not isinstance(indices, torch.Tensor) or indices.numel():
             self._delivered()
             return True
@@ -231,6 +232,21 @@ class BatchCollector:
         self._collected = self._reported
         self._nothing_trained(self._collected.leave_out(self._groups, None))
         return False
+
+    def _lose(self) -> None:
+        """Count the rollouts of a batch that is lost with the next batch; the caller gets the error that lost it."""
+        self._collected.leave_out(self._groups, None)
+        self._mark_delivered()
+
+    @contextlib.contextmanager
+    def _lost_on_error(self) -> Iterator[None]:
+        """Lose the reported batch if an error is raised; after an interrupt, a saved state still has it."""
+        try:
+            yield
+        except Exception:
+            self._collected = self._reported
+            self._lose()
+            raise
 
     def _delivered(self) -> None:
         self._signal_detector.delivered()
@@ -290,13 +306,17 @@ class BatchCollector:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Suspend collection within this context: no rollout or turn starts, and nothing is written to the buffer."""
+        """Suspend collection within this context: no rollout or turn starts, and nothing is written to the buffer.
+
+        Pauses may overlap; the end of the last one continues, unless the collector was shut down meanwhile.
+        """
         self._run(self._scheduler.pause())
         try:
             with self._not_writing():
                 yield
         finally:
-            self._background.post(self._scheduler.resume)
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so there is nothing to continue
+                self._background.post(self._scheduler.resume)
 
     def _not_writing(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._filler is None else self._filler.lock

@@ -127,6 +127,7 @@ class CollectionTally:
     def leave_out(self, groups: Sequence[Sequence[Rollout]], batch: object) -> list[Dropped]:
         """Count and return, with reasons, the rollouts of the delivered groups that are not in their batch.
 
+        A rollout that was left out before, as by `postproc` before the buffer's transforms, is not counted again.
         A non-empty batch without rollout ids is ignored, since it does not say what it contains.
         """
         kept_ids = set()
@@ -139,7 +140,8 @@ class CollectionTally:
             missing = [rollout for rollout in group if rollout.rollout_id not in kept_ids]
             is_constant = len(missing) == len(group) and have_equal_rewards(group)
             left_out += [(one, DropReason.CONSTANT_REWARDS if is_constant else DropReason.POSTPROC) for one in missing]
-        self.dropped += left_out
+        counted_ids = {rollout.rollout_id for rollout, _ in self.dropped}
+        self.dropped += [one for one in left_out if one[0].rollout_id not in counted_ids]
         return left_out
 
     def report(self) -> CollectionReport:

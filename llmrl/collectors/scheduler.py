@@ -131,6 +131,7 @@ class RolloutScheduler:
         self._running: dict[asyncio.Task[None], int] = {}
         self._pending: deque[tuple[str, RolloutTask]] = deque()
         self._num_pending = 0
+        self._num_pauses = 0
         self._dropped: list[Dropped] = []
         self._undelivered: list[int] = []  # dataset positions of groups that `mark_delivered` has not confirmed
         self._unreported: list[int] = []  # dataset positions of dropped groups that no delivery has reported
@@ -237,14 +238,18 @@ class RolloutScheduler:
         self.notify()
 
     async def pause(self) -> None:
-        """Start nothing new until `resume`; engine requests in flight end, and their rollouts wait."""
+        """Start nothing new until each pause has its `resume`; requests in flight end, and their rollouts wait."""
+        self._num_pauses += 1
         self.is_open.clear()
         await asyncio.sleep(0)  # let tasks that have passed the event start their requests
 
     def resume(self) -> None:
-        """Continue after `pause`."""
-        self.is_open.set()
-        self.notify()
+        """End one `pause`; continue after the last one."""
+        self._num_pauses -= 1
+        if not self._num_pauses:
+            self.is_open.set()
+            self._start_pending()
+            self.notify()
 
     async def stop(self) -> None:
         """Cancel everything in flight and wait for it to end, for a limited time."""
@@ -298,7 +303,7 @@ class RolloutScheduler:
         return bool(groups)
 
     def _start_pending(self) -> None:
-        while self._pending and not self._is_stopped:
+        while self._pending and self.is_open.is_set() and not self._is_stopped:
             group_id, job = self._pending[0]
             size = len(job.records)
             if self.num_running and self.num_running + size > self.max_concurrent_rollouts:

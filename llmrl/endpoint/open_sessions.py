@@ -62,25 +62,37 @@ class OpenSessions:
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
         """Return the session of a request. Raises RefusedRequest if the key is wrong."""
         self.check(api_key, session_id)
-        name = self._name(request) if session_id is None else f"named/{session_id}"
+        names = self._candidates(session_id, request) or [f"unnamed/{next(self._numbers)}"]
+        names.append(name := names.pop(0))  # the next request that continues the same answer joins the next session
         if name not in self._sessions:
             self._sessions[name] = self._open_session(name)
         return self._sessions[name]
+
+    def look_up(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
+        """Return the session that `find` would return; one that is not open is not kept, and no turn is taken.
+
+        Raises RefusedRequest if the key is wrong.
+        """
+        self.check(api_key, session_id)
+        name = next(iter(self._candidates(session_id, request)), "unnamed/counted")
+        return self._sessions[name] if name in self._sessions else self._open_session(name)
 
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
         """Return the open session that the client names, or None. Raises RefusedRequest if the key is wrong."""
         self.check(api_key, session_id)
         return self._sessions.get(f"named/{session_id}")
 
-    def _name(self, request: ModelRequest) -> str:
+    def _candidates(self, session_id: str | None, request: ModelRequest) -> list[str]:
+        """Return the names of the sessions that a request may join, the next in turn first; none for a new session."""
+        if session_id is not None:
+            return [f"named/{session_id}"]
         if request.known_id is not None:
             answered = (name for name, session in self._sessions.items() if request.known_id in session.replies)
-            return next(answered, "unnamed/none")  # a session without answers, which refuses the id
+            return [next(answered, "unnamed/none")]  # a session without answers, which refuses the id
         for key in reversed(_answer_keys(request.messages, request.tools)):
             if names := self._by_answer.get(key):
-                names.append(names.pop(0))
-                return names[-1]
-        return f"unnamed/{next(self._numbers)}"
+                return names
+        return []
 
     def note_answers(self, session: Session, request: ModelRequest, reply: ModelReply) -> None:
         """Record which conversations a session has answered, so that `find` can match requests that continue them."""

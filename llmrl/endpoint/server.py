@@ -64,6 +64,10 @@ class Sessions(Protocol):
         """Return the session of a request, by its path or `X-Session-ID`. Raises RefusedRequest if access is denied."""
         ...
 
+    def look_up(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
+        """Return the session that `find` would return, without a trace: a session that is not open is not kept."""
+        ...
+
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
         """Return the session that a client names by its key, its path or `X-Session-ID`, if it is open.
 
@@ -207,7 +211,8 @@ class EndpointServer:
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))  # before anything is read
         asked, digest = await self._read(dialect, request)
-        session = self._session(request, asked)
+        self._check_model(asked)
+        session = self.sessions.find(*self._asker(request), asked)
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
         exchange = session.begin(asked, digest, is_repeated=is_repeated)
         try:
@@ -243,7 +248,9 @@ class EndpointServer:
     async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))
         asked, _ = await self._read(dialect, request)
-        return self.web.json_response({"input_tokens": await self._session(request, asked).count_tokens(asked)})
+        self._check_model(asked)
+        session = self.sessions.look_up(*self._asker(request), asked)
+        return self.web.json_response({"input_tokens": await session.count_tokens(asked)})
 
     async def _show(self, request: web.Request, exchange: Exchange, stream: ReplyStream) -> web.StreamResponse | None:
         """Send the final text of the answers while they are sampled, or pings; return the response, if it is open."""
@@ -295,12 +302,10 @@ class EndpointServer:
             raise RefusedRequest(f"the session's name must be printable text, got {session_id!a:.80}.")
         return api_key, session_id
 
-    def _session(self, request: web.Request, asked: ModelRequest) -> Session:
-        session = self.sessions.find(*self._asker(request), asked)
-        # After the check of the key, so that only clients with access see the name.
+    def _check_model(self, asked: ModelRequest) -> None:
+        """Refuse an unknown model; to be called after the check of the key, since the refusal names the models."""
         if asked.model.removesuffix(ASIDE) not in self.model_names:
             raise self._unknown_model(asked.model)
-        return session
 
     async def _models(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))

@@ -139,13 +139,18 @@ class Session:
         self.overridden.update(request.overridden)
         if not self._does_client_sample:
             self.overridden.update(request.sampling.keys())
-        if self._is_aside(request):
+        num_counted = 0 if self._is_aside(request) else request.num_answers
+        if not num_counted:
             self.counts["num_aside"] += 1
-        else:
-            self._num_begun += request.num_answers
+        self._num_begun += num_counted
         exchange = Exchange(request, num_troubles=self._num_troubles)
         task = asyncio.create_task(self._sample(exchange, prompt, sampling))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks the error as retrieved
+
+        def give_back(task: asyncio.Task[Sampled]) -> None:
+            if task.cancelled() or task.exception() is not None:  # also marks the error as retrieved
+                self._num_begun -= num_counted  # no answer was given, so another request may have its turn
+
+        task.add_done_callback(give_back)
         exchange.begin(task)
         self.exchanges[digest] = [*same, exchange]
         return exchange
@@ -219,16 +224,6 @@ class Session:
             raise self._too_long(f"{prompted.num_tokens} tokens")
         return prompted, prompt_key
 
-    async def _measured_prompt(self, request: ModelRequest) -> tuple[Conversation, ChainKey]:
-        try:
-            if (num_tokens := await self._measured(request)) > self.limits.max_prompt_tokens:
-                raise self._too_long(f"{num_tokens} tokens")
-            return self._prompt(request)
-        except RefusedRequest:
-            if not self._is_aside(request):
-                self._num_begun -= request.num_answers
-            raise
-
     def _over(self, reason: str, budget: str) -> RefusedRequest:
         self.reason = self.last_refusal = reason
         self._num_troubles += 1
@@ -300,8 +295,6 @@ class Session:
             return await asyncio.to_thread(with_grammar)  # a large schema takes time to compile
         except ValueError as error:
             if form.is_required:
-                if not self._is_aside(request):
-                    self._num_begun -= request.num_answers
                 raise RefusedRequest(f"{form.option} of type json_schema is not supported here: {error}") from error
             self.overridden[form.option] += 1
             return sampling
@@ -310,7 +303,9 @@ class Session:
         self, exchange: Exchange, prompt: tuple[Conversation, ChainKey] | None, sampling: SamplingConfig
     ) -> Sampled:
         request = exchange.request
-        prompted, prompt_key = await self._measured_prompt(request) if prompt is None else prompt
+        if prompt is None and (num_tokens := await self._measured(request)) > self.limits.max_prompt_tokens:
+            raise self._too_long(f"{num_tokens} tokens")
+        prompted, prompt_key = self._prompt(request) if prompt is None else prompt
         asked: list[asyncio.Future[Completion]] = []
         try:
             if request.form is not None:
@@ -321,7 +316,12 @@ class Session:
             if request.is_streamed and sampling.grammar is None and request.may_call:
                 texts = [self.tree.answer_text(prompted, sampling.stop) for _ in streamed]
                 streamed = [{"stream": stream} for stream in exchange.open_streams(texts, prompted.num_tokens)]
-            asked += [asyncio.ensure_future(self._complete(ids, sampling, **options)) for options in streamed]
+            samplings = [sampling for _ in streamed]
+            seed = sampling.seed
+            if seed is not None and seed != self._sampling.seed:  # from the run's seed, each request derives its own
+                samplings = [sampling.with_changes(seed=(seed + i) % (1 << 63)) for i in range(len(streamed))]
+            pairs = zip(samplings, streamed, strict=True)
+            asked += [asyncio.ensure_future(self._complete(ids, one, **options)) for one, options in pairs]
             completions = [await one for one in asked]
         except (asyncio.CancelledError, RefusedRequest):
             raise

@@ -110,6 +110,16 @@ def test_clients_say_how_to_sample(renderer):
     assert used == [(0.0, 3, 7, 0), (0.5, None, 99, 0), (0.5, None, 9, 4)]
 
 
+@pytest.mark.parametrize(("seed", "seeds"), [(7, [7, 8, 9]), (2**63 - 1, [2**63 - 1, 0, 1])])
+def test_several_answers_of_a_request_with_a_seed_have_different_seeds(renderer, seed, seeds):
+    async def act(url):
+        client = openai.AsyncOpenAI(base_url=url, api_key="secret")
+        await talk(client, 1, n=3, seed=seed)
+
+    _, engine = served(renderer, act)
+    assert [one.seed for _, one, _ in engine.requests] == seeds
+
+
 class ParticularEngine(LoggingEngine):
     """Supports what vLLM does on a CPU."""
 
@@ -154,6 +164,46 @@ def test_samples_of_one_prompt_are_conversations_of_their_own(renderer, tmp_path
     run = read_run(tmp_path / "out")
     assert [record["num_turns"] for record in run.rollouts] == [3, 3, 3, 3]
     assert [record["turns"] for record in run.rollouts] == [[]] * 4, "none has branches"
+
+
+def test_counting_tokens_opens_no_session_and_takes_no_turn(renderer, tmp_path):
+    """Two conversations with equal answers, of clients that count before they ask."""
+
+    async def act(url):
+        client = anthropic.AsyncAnthropic(base_url=url, api_key="secret").messages
+        talks = [[USER] for _ in range(2)]
+        for number in range(2):
+            for messages in talks:
+                count = await client.count_tokens(model="small", messages=messages)
+                answer = await client.create(model="small", messages=messages, max_tokens=9)
+                assert count.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+                messages += [
+                    {"role": "assistant", "content": answer.content[0].text},
+                    {"role": "user", "content": f"And {number}?"},
+                ]
+        return await num_sessions(url)
+
+    count, _ = served(renderer, act, out=tmp_path / "out", answers=["15<|im_end|>"])
+    assert count == 2
+    assert [record["num_turns"] for record in read_run(tmp_path / "out").rollouts] == [2, 2]
+
+
+def test_a_request_for_a_model_that_is_not_there_opens_no_session(renderer):
+    async def act(url):
+        with pytest.raises(openai.NotFoundError, match="'other' does not exist here"):
+            await openai.AsyncOpenAI(base_url=url, api_key="secret").responses.create(model="other", input="?")
+        with pytest.raises(anthropic.NotFoundError, match="'other' does not exist here"):
+            claude = anthropic.AsyncAnthropic(base_url=url, api_key="secret")
+            await claude.messages.count_tokens(model="other", messages=[USER])
+        return await num_sessions(url)
+
+    assert served(renderer, act)[0] == 0
+
+
+async def num_sessions(url):
+    async with aiohttp.ClientSession() as client, client.get(url.removesuffix("/v1") + "/metrics") as response:
+        lines = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines())
+    return int(lines["llmrl_sessions"])
 
 
 def test_requests_without_the_key_are_refused_and_metrics_count(renderer):

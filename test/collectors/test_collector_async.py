@@ -346,6 +346,14 @@ def test_a_buffer_fills_in_the_background_and_pauses(make_policy):
     assert len(set(ids)) == len(ids) and not collector.is_running()
 
 
+def test_a_collector_may_be_shut_down_within_a_pause(make_policy):
+    collector = LLMCollector(addition(), policy=make_policy(), groups_per_batch=1)
+    collector.next()
+    with collector.pause():
+        collector.shutdown()
+    assert not collector.is_initialized()
+
+
 def test_a_consumer_slower_than_the_producer_is_waited_for(make_policy):
     policy = make_policy()
     buffer, collector = fill(policy, max_staleness=2)

@@ -724,6 +724,37 @@ def test_rollouts_that_are_given_up_before_they_begin_take_no_room():
     assert len(delivery.groups) == 2 and num_running == 0
 
 
+@pytest.mark.parametrize("num_pauses", [1, 2])
+def test_rollouts_that_wait_for_their_places_start_after_the_last_pause(num_pauses):
+    """Two rollouts of a group of four may play at once; they end within the pause."""
+
+    class Source(SoundSource):
+        num_started = 0
+
+        async def play(self, job):
+            self.num_started += 1
+            return await super().play(job)
+
+    async def collect():
+        source = Source(random.Random(4), num_groups=1, group_size=4)
+        scheduler = RolloutScheduler(source, DemandGate(1), rules=GroupRules(), max_concurrent_rollouts=2)
+        asking = asyncio.ensure_future(scheduler.next_batch())
+        while not source.num_started:
+            await asyncio.sleep(0.01)
+        for _ in range(num_pauses):
+            await scheduler.pause()
+        for _ in range(num_pauses - 1):
+            scheduler.resume()
+        await asyncio.sleep(1000)
+        num_started, num_running = source.num_started, scheduler.num_running
+        scheduler.resume()
+        delivery = await asyncio.wait_for(asking, 1000)
+        await scheduler.stop()
+        return num_started, num_running, source.num_started, len(delivery.rollouts)
+
+    assert run_in_virtual_time(collect()) == (2, 0, 4, 4)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_every_rollout_of_a_scheduler_is_accounted_for_once(seed):
     draw = random.Random(seed)

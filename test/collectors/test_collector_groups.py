@@ -8,13 +8,14 @@ import time
 from collections import Counter
 
 import pytest
+import torch
 from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import check_env_specs
 from waiting import wait_until
 
 from llmrl.collectors import CollectionStalled, DropReason, GroupRules, LLMCollector
-from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, PromptSampler
+from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep, PromptSampler
 from llmrl.envs.chat import ChatEnv
 from llmrl.objectives import MCAdvantage, TopKRewardSelector
 from llmrl.policies import LLMWrapperBase
@@ -233,6 +234,95 @@ def test_a_buffer_that_gets_nothing_of_a_batch_is_given_another(make_policy):
             assert rows_of(arguments["replay_buffer"]) == {"train/0/5": 4}
             if "postproc" in arguments:
                 assert collector.report.num_dropped_by_reason == {DropReason.CONSTANT_REWARDS: 20}
+
+
+class FailsOnce(ReplayBuffer):
+    has_failed = False
+
+    def extend(self, data):
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError("the disk is full")
+        return super().extend(data)
+
+
+def losing(where):
+    """Arguments of a collector and what is set on it, so that its first batch is lost by an error."""
+    errors = iter([OSError("the disk is full")])
+
+    def fail_once(batch):
+        for error in errors:
+            raise error
+        return batch
+
+    if where == "extend":
+        return {"replay_buffer": FailsOnce(storage=LazyStackStorage(100))}, lambda collector: None
+    if where == "postproc":
+        return {"postproc": fail_once}, lambda collector: None
+    return {}, lambda collector: collector.set_post_collect_hook(fail_once)
+
+
+@pytest.mark.parametrize("where", ["postproc", "hook", "extend"])
+def test_a_batch_that_an_error_loses_is_counted_and_lost_for_the_state_too(make_policy, where):
+    arguments, prepare = losing(where)
+    with LLMCollector(addition(2), policy=make_policy(), groups_per_batch=2, **arguments) as collector:
+        prepare(collector)
+        with pytest.raises(OSError, match="disk is full"):
+            next(iter(collector))
+        state = collector.state_dict()
+        batch = next(iter(collector))
+        batch = collector.replay_buffer[:] if batch is None else batch
+        report = collector.report
+    with LLMCollector(addition(2), policy=make_policy(), groups_per_batch=2) as resumed:
+        resumed.load_state_dict(state)
+        groups = [set(one["rollout", "group_id"]) for one in (batch, resumed.next())]
+    assert groups == [{"train/0/2", "train/0/3"}] * 2
+    assert report.num_rollouts == 8 and sum(report.num_dropped_by_reason.values()) == 4
+
+
+class TwoTurns(MessageEnv):
+    def __init__(self, item):
+        self.num_turns = 0
+
+    async def init(self):
+        return [{"role": "user", "content": "go"}]
+
+    async def step(self, message):
+        self.num_turns += 1
+        return MessageStep([{"role": "user", "content": "again"}], reward=1.0, is_done=self.num_turns == 2)
+
+
+@pytest.mark.parametrize("where", ["postproc", "hook", "extend"])
+def test_batches_of_turns_are_full_after_an_error_lost_one(make_policy, where):
+    """The lost batch takes three of the four turns of two rollouts, and the next one begins with the fourth."""
+    arguments, prepare = losing(where)
+    arguments |= {"dialog_turns_per_batch": 3, "max_concurrent_rollouts": 1}
+    with LLMCollector(MessageChatEnv(TwoTurns, [{}]), policy=make_policy(), **arguments) as collector:
+        prepare(collector)
+        with pytest.raises(OSError, match="disk is full"):
+            next(iter(collector))
+        batch = next(iter(collector))
+        batch = collector.replay_buffer[:] if batch is None else batch
+        assert batch["next", "done"].flatten().tolist() == [True, False, True]
+        assert collector.state_dict()["num_turns"] == 6
+
+
+def test_a_rollout_that_a_postproc_and_then_a_buffer_leave_out_is_counted_once(make_policy):
+    class KeepsNothingOnce(FailsOnce):
+        def extend(self, data):
+            try:
+                return super().extend(data)
+            except OSError:
+                return torch.empty(0, dtype=torch.long)
+
+    buffer = KeepsNothingOnce(storage=LazyStackStorage(100))
+    arguments = {"replay_buffer": buffer, "postproc": lambda batch: batch[:1]}
+    with LLMCollector(addition(2), policy=make_policy(), groups_per_batch=1, **arguments) as collector:
+        next(iter(collector))
+        metrics = collector.report.to_metrics()
+    # Of two groups of two, one rollout is in the buffer.
+    assert len(buffer) == 1
+    assert (metrics["num_rollouts"], metrics["num_dropped"], metrics["trained_share"]) == (4, 3, 0.25)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

@@ -81,6 +81,21 @@ def test_a_role_of_a_model_that_is_not_recorded_is_not_recorded():
     assert model.aside.role("user").name == model.role("user").aside.name != model.role("user").name
 
 
+def test_a_reward_after_the_end_of_an_agents_run_is_refused(renderer):
+    given = []
+
+    async def play(row, model):
+        reply_id, _ = await ask(model, "Hi.")
+        given.append((model, reply_id))
+        return 1.0
+
+    with LLMCollector(AgentEnv(play, ROWS[:1]), policy=policy_of(renderer, "15"), groups_per_batch=1) as collector:
+        collector.play(1)
+        ((model, reply_id),) = given
+        with pytest.raises(ValueError, match="the agent's run has ended"):
+            model.reward(reply_id, 0.5)
+
+
 def test_self_play_of_one_policy_is_compared_by_role(renderer):
     async def play(row, model):
         await asyncio.gather(ask(model.role("black"), "Move."), ask(model.role("white"), "Move."))

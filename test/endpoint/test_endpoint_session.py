@@ -204,6 +204,35 @@ def test_limits_refuse_and_keep_what_was_there(renderer):
     assert run_session(renderer, ["a<|im_end|>"], act, max_turns=3) == (2, 1)
 
 
+@pytest.mark.parametrize("outcome", ["failed", "aborted", "cancelled"])
+def test_a_request_without_an_answer_leaves_its_turn_to_the_next_one(renderer, outcome):
+    async def act(session, engine):
+        if outcome == "failed":
+            engine.fail_next()
+        else:
+            engine.hang_next()
+        exchange = session.begin(*read(body(USER)))
+        if outcome != "failed":
+            while not engine.num_in_flight:
+                await asyncio.sleep(0)
+        if outcome == "aborted":
+            engine.pause("abort")
+            engine.resume()
+        elif outcome == "cancelled":
+            exchange.task.cancel()  # as when its client has disconnected
+        await asyncio.wait({exchange.task})
+        with pytest.raises(RefusedRequest) as refused:
+            session.deliver(exchange)
+        exchange.leave()
+        await ask(session, body(USER))
+        with pytest.raises(RefusedRequest, match="its 1 answers"):
+            await ask(session, body(USER))
+        return refused.value.status, session.tree.num_turns
+
+    status = 499 if outcome == "cancelled" else 500
+    assert run_session(renderer, ["a<|im_end|>"], act, max_turns=1) == (status, 1)
+
+
 def test_tokens_are_a_budget_of_all_answers(renderer):
     async def act(session, engine):
         replies = [await ask(session, body(USER, max_tokens=4)) for _ in range(3)]
