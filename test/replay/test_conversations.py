@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 
 import pytest
+from recorded_runs import edit_jsonl
 from typer.testing import CliRunner
 
 from llmrl import RubricReward
@@ -119,6 +120,33 @@ def test_better_answers_are_a_data_set_and_pairs_have_the_best_beside_the_worst(
     for pair in pairs:
         assert length(pair["chosen"][-1]["content"]) > length(pair["rejected"][-1]["content"])
         assert pair["prompt"][0]["role"] in ("system", "user") and pair["chosen"][0] != pair["rejected"][0]
+
+
+def test_each_role_of_a_game_has_its_own_better_answer_and_its_own_pair(run, tmp_path):
+    """The first player wins each game: compared with the second, all of its answers would be the better ones."""
+    games = iter([("first", 1.0), ("second", 0.2), ("first", 0.8), ("second", 0.0)])
+
+    def play(one):
+        role, reward = next(games)
+        asked = {"role": "user", "content": f"You are {role}."}
+        said = [asked, {"role": "assistant", "content": f"{role} {reward}"}]
+        return {**one, "group_id": "game", "role": role, "reward": reward, "messages": said}
+
+    edit_jsonl(run / "rollouts.jsonl", play)
+    call("conversations", run, tmp_path / "sft.jsonl", "--as", "sft")
+    better = [row["messages"][-1]["content"] for row in rows_of(tmp_path / "sft.jsonl")]
+    assert better == ["first 1.0", "second 0.2"]
+    call("conversations", run, tmp_path / "pairs.jsonl", "--as", "preferences")
+    pairs = [
+        (row["chosen"][-1]["content"], row["rejected"][-1]["content"]) for row in rows_of(tmp_path / "pairs.jsonl")
+    ]
+    assert pairs == [("first 1.0", "first 0.8"), ("second 0.2", "second 0.0")]
+    # The new reward is equal within a role; the run and its file of conversations say so.
+    (tmp_path / "reward.py").write_text("def side(completion):\n    return float(completion.startswith('first'))\n")
+    call("conversations", run, tmp_path / "said.jsonl")
+    for source in (run, tmp_path / "said.jsonl"):
+        called = call("rescore", source, "--reward", f"{tmp_path}/reward.py:side", "--json")
+        assert json.loads(called.output)["signal_share"] == [1.0, 0.0], source
 
 
 def branch(row, model):
