@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import mean
 from typing import Literal, cast
 
 from llmrl._utils.files import open_file
@@ -70,7 +70,8 @@ def write_conversations(run: RecordedRun, path: str | Path, form: Form = "messag
             groups[record["step"], *group_of(record)].append(record)
     rows: Iterator[dict[str, object]]
     if form == "messages":
-        rows = (_described(record, messages) for record in records for messages in conversations_of(record))
+        told = ((record, messages) for record in records for messages in conversations_of(record))
+        rows = (_described(record, messages) for record, messages in told if messages)
     elif form == "sft":
         rows = ({"messages": as_openai(said)} for group in groups.values() for said in _better(group))
     else:
@@ -93,9 +94,9 @@ def _described(record: Record, messages: Sequence[Message]) -> dict[str, object]
 
 
 def _better(group: Sequence[Record]) -> Iterator[list[Message]]:
-    mean = fmean(record["reward"] for record in group)
+    baseline = mean(record["reward"] for record in group)  # exact, so that equal rewards are not above it
     for record in group:
-        if record["reward"] > mean:
+        if record["reward"] > baseline:
             yield from conversations_of(record)
 
 
