@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from llmrl._utils.types import JSON
 
@@ -67,6 +68,20 @@ def by_dotted_name(value: object, prefix: str = "") -> dict[str, object]:
     for key, part in value.items():
         leaves |= by_dotted_name(part, f"{prefix}.{key}" if prefix else str(key))
     return leaves
+
+
+def without_references(value: Any) -> Any:
+    r"""Return a value as OmegaConf must be given it, so that it reads each `${` in a text as these two characters.
+
+    Example:
+        >>> print(without_references({"prompt": ["Say ${name}."]})["prompt"][0])
+        Say \${name}.
+    """
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: without_references(entry) for key, entry in value.items()}
+    return [without_references(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def as_entry_value(value: object) -> str:
