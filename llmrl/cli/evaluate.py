@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.live import Live
@@ -13,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torchrl.envs import EnvBase
 
+from llmrl._utils.json_values import from_yaml
 from llmrl._utils.types import JSON, Tokenizer
 from llmrl.cli.models import ChatModel
 from llmrl.runs.evaluation import EvaluationReport, Evaluator
@@ -40,18 +44,27 @@ class EvaluationSettings:
 
 
 def options_of(words: Sequence[str]) -> dict[str, JSON]:
-    """Return the options of an environment, given as on the command line. Raises ValueError if one is not NAME=VALUE.
+    """Return the options of an environment, given as on the command line, with values in YAML.
+
+    Raises ValueError if one is not NAME=VALUE, or if a value is not valid YAML.
 
     Example:
         >>> options_of(["num_digits=2", "prompt=Count."])
         {'num_digits': 2, 'prompt': 'Count.'}
     """
-    import yaml
-
+    options: dict[str, JSON] = {}
     for word in words:
-        if not word.partition("=")[0].isidentifier():
+        name, _, value = word.partition("=")
+        if not name.isidentifier():
             raise ValueError(f"{word!r} is not an option of the environment; write NAME=VALUE, such as num_digits=2.")
-    return {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
+        try:
+            options[name] = cast(JSON, from_yaml(value))
+        except ValueError as error:
+            quoted = shlex.quote(f"{name}={json.dumps(value, ensure_ascii=False)}")
+            raise ValueError(
+                f"{name} must be a value in YAML, got {value!r}: {error}. Quote a text: {quoted}"
+            ) from error
+    return options
 
 
 class _Progress:

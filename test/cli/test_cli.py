@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from llmrl.cli.app import app
 from llmrl.cli.chat import ChatSession, make_env, talk
 from llmrl.cli.doctor import Check, _places, check_requirements, check_vllm, examine_server, print_findings
+from llmrl.cli.evaluate import options_of
 from llmrl.cli.models import make_chat_renderer
 from llmrl.data import Rollout
 from llmrl.engines import EngineError
@@ -114,6 +115,15 @@ def test_the_files_of_a_new_folder_are_listed_for_programs(monkeypatch, tmp_path
     found = json.loads(runner.invoke(app, ["new", "task", "mine", "--json"]).stdout)
     assert found["folder"] == "mine" and found["edit"] == "mine/mine.py"
     assert sorted(found["files"]) == sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+
+
+def test_options_are_values_in_yaml_and_a_text_that_is_none_is_to_be_quoted():
+    assert options_of(["rate=1e-3", "prompt=Count.", "day=2024-05-01", "text=${x}", "empty="]) == {
+        "rate": 0.001, "prompt": "Count.", "day": "2024-05-01", "text": "${x}", "empty": None,
+    }  # fmt: skip
+    result = runner.invoke(app, ["eval", "--env", "addition", "prompt=[a"])
+    assert result.exit_code == 2 and """'prompt="[a"'""" in " ".join(result.output.split())
+    assert options_of(['prompt="[a"']) == {"prompt": "[a"}
 
 
 def test_the_doctor_compares_vllm_with_the_version_that_llmrl_is_made_for(monkeypatch):
