@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -270,6 +271,32 @@ def test_wrong_use_exits_with_2_and_a_sentence(tmp_path):
     assert result.exit_code == 2 and "addition" in result.output
     assert runner.invoke(app, ["view", str(tmp_path / "missing")]).exit_code == 2
     assert runner.invoke(app, ["evl"]).exit_code == 2 and "eval" in runner.invoke(app, ["evl"]).output
+
+
+@pytest.mark.parametrize("command", ["eval", "serve"])
+def test_a_place_for_results_that_is_none_is_refused_before_an_engine_starts(command, run_path, tmp_path, monkeypatch):
+    monkeypatch.setattr("llmrl.engines.AsyncVLLM.from_pretrained", lambda *_, **__: pytest.fail("an engine starts"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/rollouts.jsonl").symlink_to(tmp_path / "nothing")
+    with contextlib.closing(RunFolder(tmp_path / "used", trackers=())):
+        for name, words in (
+            ("file", "File exists"),
+            ("file/below", "Not a directory"),
+            ("used", "is in use by process"),
+            ("linked", "rollouts.jsonl"),
+            ("run", "already contains a run"),
+        ):
+            result = runner.invoke(app, [command, "--out", str(tmp_path / name)])
+            assert result.exit_code == 2 and words in " ".join(result.output.split()), (name, result.output)
+
+
+def test_an_environment_without_problems_is_refused_before_an_engine_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmrl.engines.AsyncVLLM.from_pretrained", lambda *_, **__: pytest.fail("an engine starts"))
+    (tmp_path / "chat.py").write_text("from llmrl import ChatEnv\n\ndef env(split, repeats):\n    return ChatEnv()\n")
+    result = runner.invoke(app, ["eval", "--env", f"{tmp_path}/chat.py:env", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2 and "has no problems" in " ".join(result.output.split()), result.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_runs_is_answered_with_the_last_run(run_path):
