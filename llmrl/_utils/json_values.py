@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from llmrl._utils.types import JSON
 
@@ -69,16 +70,56 @@ def by_dotted_name(value: object, prefix: str = "") -> dict[str, object]:
     return leaves
 
 
+def from_yaml(text: str) -> object:
+    """Return the value of a YAML text as configurations have it, where 1e-3 is a number and a date is text.
+
+    Raises ValueError if the text is not valid YAML.
+
+    Example:
+        >>> from_yaml("1e-3"), from_yaml("2024-05-01")
+        (0.001, '2024-05-01')
+    """
+    import yaml
+    from omegaconf._utils import (
+        get_yaml_loader,  # OmegaConf.create would also read references, which texts may look like
+    )
+
+    try:
+        return yaml.load(text, Loader=get_yaml_loader())
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def without_references(value: Any) -> Any:
+    r"""Return a value as OmegaConf must be given it, so that it reads each `${` in a text as these two characters.
+
+    Example:
+        >>> print(without_references({"prompt": ["Say ${name}."]})["prompt"][0])
+        Say \${name}.
+    """
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    if isinstance(value, Mapping):
+        return {key: without_references(entry) for key, entry in value.items()}
+    return [without_references(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def as_entry_value(value: object) -> str:
     """Return a value of JSON as hydra reads it in an entry NAME=VALUE.
 
     Example:
-        >>> print(as_entry_value(["runs/a=b", 1]))
-        ['runs/a=b',1]
+        >>> print(as_entry_value(["runs/a=b", 1, {"a": None}]))
+        ['runs/a=b',1,{a:null}]
     """
     if isinstance(value, str):
         # Hydra reads a doubled backslash only before a quote, including the closing quote.
         return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), value) + "'"
     if isinstance(value, list):
         return f"[{','.join(map(as_entry_value, value))}]"
+    if isinstance(value, Mapping):  # hydra reads no quoted keys
+        return f"{{{','.join(f'{_as_key(key)}:{as_entry_value(entry)}' for key, entry in value.items())}}}"
     return json.dumps(value)
+
+
+def _as_key(key: object) -> str:
+    return re.sub(r"[\\()\[\]{}:=, \t]", r"\\\g<0>", str(key))

@@ -179,8 +179,12 @@ def evaluate(
     try:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         found = ChatModel.find(model, max_model_len, chat_template, shown)
-        settings = command.EvaluationSettings(env=env, model=found, sampling=sampling, seed=seed, limit=limit, out=out)
         environment = make_task_env(env, split, data=data, repeats=samples, **command.options_of(options or []))
+        command.check_has_problems(env, environment)
+        folder = None if out is None else command.open_folder(out)
+        settings = command.EvaluationSettings(
+            env=env, model=found, sampling=sampling, seed=seed, limit=limit, folder=folder
+        )
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise fail(error) from None
     try:
@@ -314,6 +318,7 @@ def serve(
 ) -> None:
     """Serve a model through the APIs of OpenAI and Anthropic: chat completions, responses, messages, and `/metrics`."""
     from llmrl.cli import serve as command
+    from llmrl.cli.evaluate import open_folder
     from llmrl.cli.models import ChatModel
     from llmrl.engines import AsyncVLLM, EngineError
     from llmrl.policies import vLLMWrapper
@@ -322,6 +327,8 @@ def serve(
         named = name or Path(model).name
         settings = command.ServeSettings(name=named, host=host, port=port, api_key=api_key, out=out)
         found = ChatModel.find(model, max_model_len, chat_template, console)
+        if out is not None:  # fail before the engine starts
+            open_folder(out).close()
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise fail(error) from None
     try:

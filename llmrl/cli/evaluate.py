@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.live import Live
@@ -13,15 +17,19 @@ from rich.table import Table
 from rich.text import Text
 from torchrl.envs import EnvBase
 
+from llmrl._utils.files import UnsafeFileError
+from llmrl._utils.json_values import from_yaml
 from llmrl._utils.types import JSON, Tokenizer
 from llmrl.cli.models import ChatModel
+from llmrl.envs.primer import dataset_env_of
 from llmrl.runs.evaluation import EvaluationReport, Evaluator
+from llmrl.runs.folder_lock import FolderInUseError
 from llmrl.runs.run_folder import RunFolder, holds_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
-    """Settings of an evaluation. Raises FileExistsError if `out` contains a run."""
+    """Settings of an evaluation."""
 
     env: str
     """Name of the environment."""
@@ -31,27 +39,54 @@ class EvaluationSettings:
     seed: int
     limit: int | None
     """Maximum number of problems; None plays all."""
-    out: Path | None
-    """Folder to save rollouts and results in."""
+    folder: RunFolder | None
+    """Folder to save rollouts and results in (`open_folder`)."""
 
-    def __post_init__(self) -> None:
-        if self.out is not None and holds_run(self.out):
-            raise FileExistsError(f"{self.out} already contains a run; choose another folder.")
+
+def open_folder(path: Path) -> RunFolder:
+    """Open a new folder for results, so that another process cannot take it. Raises ValueError if that is impossible.
+
+    Open it before the engine: otherwise results are lost that have no place.
+    """
+    if holds_run(path):
+        raise ValueError(f"--out {path} already contains a run; choose another folder.")
+    try:
+        return RunFolder(path, trackers=())
+    except (OSError, FolderInUseError, UnsafeFileError) as error:
+        raise ValueError(f"--out must be a new folder or an empty one, and {path} cannot be used: {error}") from error
+
+
+def check_has_problems(name: str, env: EnvBase) -> None:
+    """Raise ValueError if an environment has no problems to evaluate."""
+    if dataset_env_of(env) is None:
+        raise ValueError(
+            f"--env {name} has no problems, and an evaluation needs them: return a DatasetChatEnv, with transforms or "
+            "without."
+        )
 
 
 def options_of(words: Sequence[str]) -> dict[str, JSON]:
-    """Return the options of an environment, given as on the command line. Raises ValueError if one is not NAME=VALUE.
+    """Return the options of an environment, given as on the command line, with values in YAML.
+
+    Raises ValueError if one is not NAME=VALUE, or if a value is not valid YAML.
 
     Example:
         >>> options_of(["num_digits=2", "prompt=Count."])
         {'num_digits': 2, 'prompt': 'Count.'}
     """
-    import yaml
-
+    options: dict[str, JSON] = {}
     for word in words:
-        if not word.partition("=")[0].isidentifier():
+        name, _, value = word.partition("=")
+        if not name.isidentifier():
             raise ValueError(f"{word!r} is not an option of the environment; write NAME=VALUE, such as num_digits=2.")
-    return {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
+        try:
+            options[name] = cast(JSON, from_yaml(value))
+        except ValueError as error:
+            quoted = shlex.quote(f"{name}={json.dumps(value, ensure_ascii=False)}")
+            raise ValueError(
+                f"{name} must be a value in YAML, got {value!r}: {error}. Quote a text: {quoted}"
+            ) from error
+    return options
 
 
 class _Progress:
@@ -68,7 +103,19 @@ class _Progress:
 
 
 def run(settings: EvaluationSettings, env: EnvBase, console: Console) -> EvaluationReport:
-    """Generate, score, print and save; return the report."""
+    """Generate, score, print and save; return the report. Closes the folder of the settings."""
+    with contextlib.ExitStack() as closing:
+        if settings.folder is not None:
+            closing.callback(settings.folder.close)
+        report, tokenizer = _played(settings, env, console)
+        console.print(table_of(report))
+        console.print(f"{len(report.rollouts)} answers in {report.seconds:.0f} s", highlight=False)
+        if settings.folder is not None:
+            _save(settings.folder, report, tokenizer, console)
+    return report
+
+
+def _played(settings: EvaluationSettings, env: EnvBase, console: Console) -> tuple[EvaluationReport, Tokenizer]:
     from llmrl.engines import AsyncVLLM
     from llmrl.policies import vLLMWrapper
 
@@ -80,14 +127,9 @@ def run(settings: EvaluationSettings, env: EnvBase, console: Console) -> Evaluat
         policy = vLLMWrapper(engine, renderer=model.renderer, generate_kwargs=settings.sampling)
         with Evaluator({settings.env: env}, policy, num_problems=settings.limit) as evaluator:
             with Live(_Progress(evaluator), console=console, refresh_per_second=4):
-                report = evaluator.evaluate()[settings.env]
+                return evaluator.evaluate()[settings.env], tokenizer
     finally:
         engine.shutdown()
-    console.print(table_of(report))
-    console.print(f"{len(report.rollouts)} answers in {report.seconds:.0f} s", highlight=False)
-    if settings.out is not None:
-        _save(settings.out, report, tokenizer, console)
-    return report
 
 
 def table_of(report: EvaluationReport) -> Table:
@@ -106,10 +148,8 @@ def table_of(report: EvaluationReport) -> Table:
     return table
 
 
-def _save(out: Path, report: EvaluationReport, tokenizer: Tokenizer, console: Console) -> None:
-    folder = RunFolder(out, trackers=())
+def _save(folder: RunFolder, report: EvaluationReport, tokenizer: Tokenizer, console: Console) -> None:
     folder.save_tokenizer(tokenizer)
     folder.log_evaluation(0, "eval", report.rollouts)
     folder.write_summary({"evaluation": report.to_summary()})
-    folder.close()
-    console.print(f"saved: [bold]llmrl view {out}[/bold]", highlight=False, soft_wrap=True)
+    console.print(f"saved: [bold]llmrl view {folder.path}[/bold]", highlight=False, soft_wrap=True)

@@ -233,6 +233,8 @@ def run_conversations(path: Path, file: Path | None, form: str, split: str, *, i
     """Write the conversations of a run to a file, or send them as spans."""
     run = RecordedRun(path)
     if form == "spans":
+        if file is not None:
+            raise ValueError(f"FILE must be left out with --as spans, which writes no file, got {str(file)!r}.")
         trace_spans()
         number = send_conversations(run, split=split)
     elif form not in get_args(Form) or file is None:

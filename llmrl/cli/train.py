@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from llmrl._utils.imports import own_function
-from llmrl._utils.json_values import as_entry_value, by_dotted_name
+from llmrl._utils.json_values import as_entry_value, by_dotted_name, from_yaml
 
 MODULE = "llmrl.scripts.grpo"
 
@@ -29,7 +29,7 @@ def entries_of(words: Sequence[str]) -> list[str]:
 
     Raises:
         FileNotFoundError: if there is no file FILE.py.
-        ValueError: if FUNCTION is missing, or if FILE.yaml is not a mapping.
+        ValueError: if FUNCTION is missing, or if FILE.yaml is not a mapping in YAML.
 
     Example:
         >>> entries_of(["task=gsm8k", "seed=1"])
@@ -48,12 +48,13 @@ def entries_of(words: Sequence[str]) -> list[str]:
 
 
 def _entries_beside(file: Path) -> list[str]:
-    import yaml
-
     path = file.with_suffix(".yaml")
     if not path.is_file():
         return []
-    found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    try:
+        found = from_yaml(path.read_text(encoding="utf-8")) or {}
+    except ValueError as error:
+        raise ValueError(f"{path} must be valid YAML: {error}.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must contain sections with entries, such as collect: {{group_size: 8}}.")
     return [f"++{name}={as_entry_value(value)}" for name, value in by_dotted_name(found).items() if name]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from llmrl._utils.arguments import nearest
 from llmrl._utils.failure import NothingLearned
 from llmrl._utils.imports import MissingExtraError, require
+from llmrl._utils.json_values import without_references
 from llmrl._utils.other_libraries import EXPLAINED, SYNONYMS
 from llmrl.config.dry_run import as_dry_run, plan_of
 from llmrl.config.entries import choices_of, entries_by_name, types_of
@@ -170,7 +171,8 @@ def typed(cfg: DictConfig, config_type: type[AnyConfig]) -> AnyConfig:
     from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
     try:
-        entries = OmegaConf.to_container(cfg, resolve=True) if OmegaConf.is_config(cfg) else cfg
+        is_composed = OmegaConf.is_config(cfg)  # its references are resolved; what is left of them is text
+        entries = without_references(OmegaConf.to_container(cfg, resolve=True)) if is_composed else cfg
         config = OmegaConf.to_object(OmegaConf.merge(_schema_of(config_type), entries))  # type: ignore[arg-type]
     except ConfigKeyError as error:
         known = [entry.name for entry in dataclasses.fields(error.object_type)]

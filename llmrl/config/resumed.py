@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from llmrl._utils.cpu_limit import CpuLimitError, call_within
 from llmrl._utils.files import UnsafeFileError, open_file, write_atomically
-from llmrl._utils.json_values import by_dotted_name
+from llmrl._utils.json_values import by_dotted_name, without_references
 from llmrl.config.sections import ScriptConfig
 from llmrl.data.state_file import DamagedFileError
 
@@ -44,7 +44,8 @@ def save_config(cfg: ScriptConfig, folder: Path) -> None:
     """Write a run's configuration to its `config.yaml`."""
     from omegaconf import OmegaConf
 
-    write_atomically(folder / CONFIG_NAME, lambda path: OmegaConf.save(OmegaConf.create(asdict(cfg)), path))
+    entries = OmegaConf.create(without_references(asdict(cfg)))
+    write_atomically(folder / CONFIG_NAME, lambda path: OmegaConf.save(entries, path))
 
 
 def load_config(folder: Path) -> Entries:
@@ -110,8 +111,9 @@ def resumed_config(
             "a new run without resume=true."
         )
     saved = load_config(folder)
-    composed = asdict(cfg) if isinstance(cfg, ScriptConfig) else OmegaConf.to_container(cfg, resolve=True)
-    parts = [_completed(saved, composed), *_asked(composed, overrides, config_folders)]
+    given = asdict(cfg) if isinstance(cfg, ScriptConfig) else OmegaConf.to_container(cfg, resolve=True)
+    composed = without_references(given)
+    parts = [_completed(without_references(saved), composed), *_asked(composed, overrides, config_folders)]
     # These entries belong to this call, not to the run.
     parts.append({"resume": True, "dry_run": composed["dry_run"], "run": {"path": composed["run"]["path"]}})
     resumed = OmegaConf.merge(*map(OmegaConf.create, parts))

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import mean
 from typing import Literal, cast
 
 from llmrl._utils.files import open_file
@@ -16,10 +16,13 @@ from llmrl.data import Message
 from llmrl.endpoint.chat_logs import as_openai, read_chat_log
 from llmrl.envs.sources import load_rows
 from llmrl.replay.recorded import RecordedRun
+from llmrl.replay.rewards import group_of
 from llmrl.viewer.run_data import Record
 
 Form = Literal["messages", "sft", "preferences"]
-"""Kind of rows: all conversations; those with a reward above the mean of their group; the best and worst of a group."""
+"""Kind of rows: all conversations; those with a reward above the mean of their group; the best and worst of a group.
+
+Rollouts of other roles in a game are another group."""
 
 _FINISH_REASONS = {"completed": "stop", "truncated": "length"}
 """Finish reasons of the GenAI conventions by status of a rollout."""
@@ -61,13 +64,14 @@ def write_conversations(run: RecordedRun, path: str | Path, form: Form = "messag
         ValueError: if there is nothing to write.
     """
     records = [record for record in run.all_records if record["split"] == split]
-    groups: dict[tuple[int, str], list[Record]] = defaultdict(list)
+    groups: dict[tuple[int, str, str], list[Record]] = defaultdict(list)
     for record in records:
         if record.get("is_scored", True):
-            groups[record["step"], record["group_id"]].append(record)
+            groups[record["step"], *group_of(record)].append(record)
     rows: Iterator[dict[str, object]]
     if form == "messages":
-        rows = (_described(record, messages) for record in records for messages in conversations_of(record))
+        told = ((record, messages) for record in records for messages in conversations_of(record))
+        rows = (_described(record, messages) for record, messages in told if messages)
     elif form == "sft":
         rows = ({"messages": as_openai(said)} for group in groups.values() for said in _better(group))
     else:
@@ -84,13 +88,15 @@ def write_conversations(run: RecordedRun, path: str | Path, form: Form = "messag
 
 def _described(record: Record, messages: Sequence[Message]) -> dict[str, object]:
     named = {name: record.get(name) for name in ("step", "group_id", "rollout_id", "status", "reward", "is_scored")}
+    if record.get("role"):
+        named["role"] = record["role"]  # a file is grouped by it, too
     return {"messages": as_openai(messages), **(record.get("columns") or {}), **named}
 
 
 def _better(group: Sequence[Record]) -> Iterator[list[Message]]:
-    mean = fmean(record["reward"] for record in group)
+    baseline = mean(record["reward"] for record in group)  # exact, so that equal rewards are not above it
     for record in group:
-        if record["reward"] > mean:
+        if record["reward"] > baseline:
             yield from conversations_of(record)
 
 
@@ -161,8 +167,8 @@ def _with_parts(message: Message) -> dict[str, object]:
 def records_of_log(path: str | Path) -> list[Record]:
     """Return the conversations of a file as records to score; further entries are columns for the reward function.
 
-    `reward`, `group_id` and `rollout_id` have the meaning of `write_conversations`. A record without a `reward` is not
-    scored.
+    `reward`, `group_id`, `role` and `rollout_id` have the meaning of `write_conversations`. A record without a
+    `reward` is not scored.
 
     Raises FileNotFoundError if the file does not exist, and ValueError if a row has no conversation.
     """
@@ -179,6 +185,7 @@ def records_of_log(path: str | Path) -> list[Record]:
             "split": "train",
             "rollout_id": columns.pop("rollout_id", f"row {place}"),
             "group_id": columns.pop("group_id", f"row {place}"),
+            "role": str(columns.get("role") or ""),  # also a column, because other files may mean something else by it
             "status": columns.pop("status", "completed"),
             "reason": "",
             "reward": 0.0 if reward is None else reward,

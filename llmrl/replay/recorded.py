@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 
+from llmrl._utils.json_values import without_references
 from llmrl._utils.types import StateDict
 from llmrl.config.launch import typed
 from llmrl.config.resumed import Entries, changes_of, load_config
@@ -133,7 +134,8 @@ class RecordedRun:
             )
         here: Entries = {"collect": {"num_collectors": None, "max_concurrent_rollouts": None}}
         here |= {"resume": False, "dry_run": False}
-        return typed(OmegaConf.merge(self.entries, OmegaConf.from_dotlist(list(changes)), here), GRPOConfig)
+        recorded = without_references(self.entries)
+        return typed(OmegaConf.merge(recorded, OmegaConf.from_dotlist(list(changes)), here), GRPOConfig)
 
     def check_batches(self, first: int, last: int) -> None:
         """Raise ValueError if the batch of one of these steps was not kept."""

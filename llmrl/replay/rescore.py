@@ -11,7 +11,7 @@ from statistics import correlation, fmean
 
 from llmrl.replay.conversations import records_of_log
 from llmrl.replay.recorded import RecordedRun
-from llmrl.replay.rewards import own_rubric, reward_input, score_again
+from llmrl.replay.rewards import group_of, own_rubric, reward_input, score_again
 from llmrl.viewer.run_data import Record
 
 _NUM_SHOWN = 10
@@ -77,9 +77,9 @@ def rescore(source: RecordedRun | str | Path, reward: str) -> Rescored:
         if record.get("is_scored", True) and score.is_scored
     ]
     changes = sorted((_change(record, after) for record, after in both), key=lambda one: -abs(one.after - one.before))
-    groups: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    groups: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
     for record, after in both:
-        groups[record["step"], record["group_id"]].append((record["reward"], after))
+        groups[record["step"], *group_of(record)].append((record["reward"], after))
     pairs = [(a, b) for group in groups.values() for a, b in combinations(group, 2)]
     ordered = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in pairs if a[0] != b[0] and a[1] != b[1]]
     sides = list(zip(*(pair for group in groups.values() for pair in group), strict=True))

@@ -80,12 +80,28 @@ def reward_input(record: Record) -> RewardInput:
     )
 
 
+def group_of(record: Record) -> tuple[str, str]:
+    """Return the key of the rollouts that a rollout is compared with: its group and its role in a game.
+
+    Example:
+        >>> group_of({"group_id": "g", "role": "first"}), group_of({"group_id": "g"})
+        (('g', 'first'), ('g', ''))
+    """
+    return record["group_id"], record.get("role", "")
+
+
 def advantages_of(
-    records: Sequence[Record], normalization: Normalization, rewards: Mapping[str, float] | None = None
+    records: Sequence[Record],
+    normalization: Normalization,
+    rewards: Mapping[str, float] | None = None,
+    *,
+    by_role: bool = True,
 ) -> dict[str, float]:
     """Return the advantage of each scored rollout within its group, by rollout id.
 
-    `rewards`, by rollout id, replace the recorded ones; a rollout without a reward then counts as not scored.
+    Args:
+        rewards: new rewards by rollout id, which replace the recorded ones; a rollout without one counts as not scored.
+        by_role: whether a rollout is compared only with those of its group in the same role, as in the GRPO script.
 
     Example:
         >>> records = [{"rollout_id": name, "group_id": "g", "reward": reward, "is_scored": True}
@@ -93,11 +109,12 @@ def advantages_of(
         >>> advantages_of(records, "mean"), advantages_of(records, "mean", {"a": 0.0, "b": 4.0})
         ({'a': 0.5, 'b': -0.5}, {'a': -2.0, 'b': 2.0})
     """
-    groups: dict[str, dict[str, float]] = defaultdict(dict)
+    groups: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for record in records:
+        group = group_of(record) if by_role else (record["group_id"], "")
         name = record["rollout_id"]
         if record.get("is_scored", True) if rewards is None else name in rewards:
-            groups[record["group_id"]][name] = record["reward"] if rewards is None else rewards[name]
+            groups[group][name] = record["reward"] if rewards is None else rewards[name]
     return {
         name: advantage
         for group in groups.values()

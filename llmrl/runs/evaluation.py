@@ -172,9 +172,16 @@ class Evaluator:
         }
 
     def evaluate(self) -> dict[str, EvaluationReport]:
-        """Play all environments at once and return reports by name. Raises EndOfData if one has no epoch left."""
+        """Play all environments at once and return reports by name. Ctrl-C shuts the evaluator down.
+
+        Raises EndOfData if an environment has no epoch left.
+        """
         with ThreadPoolExecutor(max(1, len(self._collectors)), thread_name_prefix="llmrl-evaluation") as pool:
-            return dict(zip(self._collectors, pool.map(self._play, self._collectors), strict=True))
+            try:
+                return dict(zip(self._collectors, pool.map(self._play, self._collectors), strict=True))
+            except KeyboardInterrupt:
+                self.shutdown()  # otherwise the pool waits until all answers are played
+                raise
 
     def _play(self, name: str) -> EvaluationReport:
         started = time.perf_counter()

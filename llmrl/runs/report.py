@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -15,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from llmrl._utils.files import write_atomically
+from llmrl._utils.json_values import as_json
 from llmrl._utils.types import JSON
 from llmrl.config.sections import EnvConfig
 from llmrl.envs.tasks.registry import is_env_name
@@ -119,13 +121,16 @@ def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
 def print_next_steps(console: Console, folder: RunFolder, resume_command: str, env: EnvConfig | None = None) -> None:
     """Print where the run is, and the commands to view it, evaluate its model, chat with the model, and continue.
 
-    The command to evaluate is printed only if `llmrl eval` can build `env` by name.
+    The command to evaluate is printed only if `llmrl eval` can build `env` from names.
     """
     path = shlex.quote(str(folder.path))
     measure = ""
-    if env is not None and is_env_name(env.name):
-        options = [f"{name}={value}" for name, value in env.options.items()]
-        measure = shlex.join(["llmrl", "eval", "--model", str(folder.path), "--env", env.name, *options])
+    if env is not None and is_env_name(env.name) and isinstance(env.data, str | None):
+        problems = [] if env.data is None else ["--data", env.data]
+        if env.eval_split != "test":  # the default of the command
+            problems += ["--split", env.eval_split]
+        options = [f"{name}={json.dumps(as_json(value), ensure_ascii=False)}" for name, value in env.options.items()]
+        measure = shlex.join(["llmrl", "eval", "--model", str(folder.path), *problems, "--env", env.name, *options])
     lines = (
         ("the run", f"{folder.path}: model/, curve.png, metrics.csv, rollouts.jsonl"),
         ("look at it", f"llmrl view {path}"),

@@ -245,6 +245,8 @@ class Run:
                 collected = cast(SavedBatch, saved)
                 restore(collector, collected)
                 yield collected
+                if self.why_stopped:  # interrupted
+                    return
             self._is_replay = False
             if (aside := folder.load_set_aside(self._step + 1)) is not None:
                 collected = cast(SavedBatch, aside)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from llmrl._utils.json_values import without_references
 from llmrl.config.sections import ScriptConfig
 from llmrl.runs.report import RunResults, shown_results
 
@@ -56,7 +57,7 @@ def run_card(
         *_section("Held-out problems", ["| | before | last |", "|---|---|---|"], evaluated),
         *_section(f"Metrics of step {step}", ["| | |", "|---|---|"], measured),
         f"## Command\n\n```bash\n{shlex.join(['python', *sys.argv])}\n```",
-        f"## Configuration\n\n```yaml\n{OmegaConf.to_yaml(OmegaConf.create(asdict(cfg)))}```",
+        f"## Configuration\n\n```yaml\n{OmegaConf.to_yaml(OmegaConf.create(without_references(asdict(cfg))))}```",
     ]
     return "\n\n".join(parts) + "\n"
 

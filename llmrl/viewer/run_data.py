@@ -29,6 +29,7 @@ class Record(TypedDict):
     reason: str
     reward: float
     messages: list[Message]
+    role: NotRequired[str]
     turns: NotRequired[list[Turn]]
     is_scored: NotRequired[bool]
     error: NotRequired[str]
@@ -199,6 +200,7 @@ _TYPES: dict[str, type] = {
     "step": int,
     "split": str,
     "group_id": str,
+    "role": str,
     "rollout_id": str,
     "status": str,
     "reason": str,

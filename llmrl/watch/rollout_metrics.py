@@ -56,7 +56,8 @@ def rollout_records(rollouts: Sequence[Rollout]) -> list[dict[str, JSON]]:
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return metrics of rollouts, named as in `docs/metrics.md`, without those that are undefined.
 
-    Spreads are population standard deviations. Groups are the scored answers to the same prompt.
+    Spreads are population standard deviations. Groups are the scored answers to the same prompt, in a game those of the
+    same role.
 
     Example:
         >>> def answer(group_id, reward, num_tokens):
@@ -107,10 +108,10 @@ def metrics_by_env(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _right_metrics(scored: Sequence[Rollout], rights: Sequence[bool]) -> Iterator[tuple[str, float]]:
-    groups: dict[str, list[bool]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[bool]] = defaultdict(list)
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for rollout, is_right in zip(scored, rights, strict=True):
-        groups[rollout.group_id].append(is_right)
+        groups[rollout.group_id, rollout.role].append(is_right)
         lengths[is_right].append(rollout.num_completion_tokens)
     for name, of_kind in (("right", lengths[True]), ("wrong", lengths[False])):
         if of_kind:
@@ -125,10 +126,10 @@ def _reward_metrics(scored: Sequence[Rollout]) -> Iterator[tuple[str, float]]:
         return
     yield "reward_std", pstdev(rollout.reward for rollout in scored)
     yield "reward_max", max(rollout.reward for rollout in scored)
-    groups: dict[str, list[float]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     parts: dict[str, list[float]] = defaultdict(list)
     for rollout in scored:
-        groups[rollout.group_id].append(rollout.reward)
+        groups[rollout.group_id, rollout.role].append(rollout.reward)
         for name, value in rollout.breakdown.items():
             parts[name].append(value)
     if len(groups) < len(scored):  # some prompt has several answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from llmrl.cli.app import app
 from llmrl.cli.chat import ChatSession, make_env, talk
 from llmrl.cli.doctor import Check, _places, check_requirements, check_vllm, examine_server, print_findings
+from llmrl.cli.evaluate import options_of
 from llmrl.cli.models import make_chat_renderer
 from llmrl.data import Rollout
 from llmrl.engines import EngineError
@@ -114,6 +116,15 @@ def test_the_files_of_a_new_folder_are_listed_for_programs(monkeypatch, tmp_path
     found = json.loads(runner.invoke(app, ["new", "task", "mine", "--json"]).stdout)
     assert found["folder"] == "mine" and found["edit"] == "mine/mine.py"
     assert sorted(found["files"]) == sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
+
+
+def test_options_are_values_in_yaml_and_a_text_that_is_none_is_to_be_quoted():
+    assert options_of(["rate=1e-3", "prompt=Count.", "day=2024-05-01", "text=${x}", "empty="]) == {
+        "rate": 0.001, "prompt": "Count.", "day": "2024-05-01", "text": "${x}", "empty": None,
+    }  # fmt: skip
+    result = runner.invoke(app, ["eval", "--env", "addition", "prompt=[a"])
+    assert result.exit_code == 2 and """'prompt="[a"'""" in " ".join(result.output.split())
+    assert options_of(['prompt="[a"']) == {"prompt": "[a"}
 
 
 def test_the_doctor_compares_vllm_with_the_version_that_llmrl_is_made_for(monkeypatch):
@@ -260,6 +271,32 @@ def test_wrong_use_exits_with_2_and_a_sentence(tmp_path):
     assert result.exit_code == 2 and "addition" in result.output
     assert runner.invoke(app, ["view", str(tmp_path / "missing")]).exit_code == 2
     assert runner.invoke(app, ["evl"]).exit_code == 2 and "eval" in runner.invoke(app, ["evl"]).output
+
+
+@pytest.mark.parametrize("command", ["eval", "serve"])
+def test_a_place_for_results_that_is_none_is_refused_before_an_engine_starts(command, run_path, tmp_path, monkeypatch):
+    monkeypatch.setattr("llmrl.engines.AsyncVLLM.from_pretrained", lambda *_, **__: pytest.fail("an engine starts"))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/rollouts.jsonl").symlink_to(tmp_path / "nothing")
+    with contextlib.closing(RunFolder(tmp_path / "used", trackers=())):
+        for name, words in (
+            ("file", "File exists"),
+            ("file/below", "Not a directory"),
+            ("used", "is in use by process"),
+            ("linked", "rollouts.jsonl"),
+            ("run", "already contains a run"),
+        ):
+            result = runner.invoke(app, [command, "--out", str(tmp_path / name)])
+            assert result.exit_code == 2 and words in " ".join(result.output.split()), (name, result.output)
+
+
+def test_an_environment_without_problems_is_refused_before_an_engine_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmrl.engines.AsyncVLLM.from_pretrained", lambda *_, **__: pytest.fail("an engine starts"))
+    (tmp_path / "chat.py").write_text("from llmrl import ChatEnv\n\ndef env(split, repeats):\n    return ChatEnv()\n")
+    result = runner.invoke(app, ["eval", "--env", f"{tmp_path}/chat.py:env", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2 and "has no problems" in " ".join(result.output.split()), result.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_runs_is_answered_with_the_last_run(run_path):

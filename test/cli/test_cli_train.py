@@ -6,6 +6,8 @@ import json
 import sys
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 from typer.testing import CliRunner
 from warm_processes import run_warm
 
@@ -60,6 +62,27 @@ def test_a_file_or_function_that_is_missing_is_answered_before_anything_starts(s
     assert "sums.yaml must contain sections" in started("train", "sums.py:env")
 
 
+@pytest.mark.parametrize(("text", "message"), [("a: [1", "sums.yaml must be valid YAML"), ("a: 1\na: 2", "duplicate")])
+def test_a_file_beside_an_environment_that_cannot_be_read_is_named(started, tmp_path, text, message):
+    (tmp_path / "sums.py").write_text("")
+    (tmp_path / "sums.yaml").write_text(text)
+    assert message in started("train", "sums.py:env")
+
+
+def test_values_beside_an_environment_are_those_that_a_configuration_has(started, tmp_path):
+    """The script reads the entries of the command line, and the same text as a file of its own configuration."""
+    text = (
+        "train:\n  learning_rate: 1e-3\nenv:\n  options: {since: 2024-05-01, parts: [{a: 1, b c: [x, {d=e: 1.5}]}]}\n"
+    )
+    (tmp_path / "sums.py").write_text("")
+    (tmp_path / "sums.yaml").write_text(text)
+    overrides = OverridesParser.create().parse_overrides(started("train", "sums.py:env")[2:])
+    given = {one.key_or_group: one.value() for one in overrides}
+    expected = OmegaConf.to_container(OmegaConf.create(text))
+    assert given.pop("train.learning_rate") == expected["train"]["learning_rate"] == 0.001
+    assert given == {f"env.options.{name}": value for name, value in expected["env"]["options"].items()}
+
+
 SCRIPT = """
 import sys
 from llmrl.runs.run_folder import RunFolder
@@ -97,7 +120,5 @@ def test_json_is_one_object_and_the_rest_goes_to_stderr(tmp_path, own_programs):
 
 @pytest.mark.parametrize("text", ["a", "it's", "C:\\temp\\", "a, b=c [d] {e}", "$x", "1", "true", "", " ä "])
 def test_hydra_reads_a_text_as_it_was_written(text):
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     (override,) = OverridesParser.create().parse_overrides([f"++env.options.prompt={as_entry_value(text)}"])
     assert override.value() == text

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
+import yaml
 from omegaconf import OmegaConf
 from script_configs import FOLDER, composed
 
 from llmrl.config.launch import typed
-from llmrl.config.resumed import resumed_config, save_config
+from llmrl.config.resumed import load_config, resumed_config, save_config
 from llmrl.config.sections import GRPOConfig
+from llmrl.replay.recorded import RecordedRun
+from llmrl.runs.run_card import run_card
+from llmrl.runs.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("takes_long")  # hydra composes configurations
 
@@ -97,6 +103,30 @@ def test_an_entry_that_came_with_a_newer_version_has_its_default(run_path):
     OmegaConf.save(saved, run_path / "config.yaml")
     cfg, changes = resumed(run_path)
     assert cfg.train.weight_decay == 0.0 and changes == {"train.weight_decay": (None, 0.0)}
+
+
+@pytest.mark.parametrize("text", ["{{ '${' }}${{ x }}", "${x}", r"\${x} \\${oc.env:HOME}", "a\\", "${run.path}"])
+def test_a_text_with_a_dollar_and_a_brace_is_no_reference(tmp_path, text):
+    cfg = typed(composed("grpo-async", "task=addition", f"run.path={tmp_path}"), GRPOConfig)
+    cfg.model.chat_template, cfg.env.options = text, {"prompts": [text]}
+    save_config(cfg, tmp_path)
+    assert yaml.safe_load(run_card(cfg, 1, {}, {}).split("```yaml\n")[1].split("```")[0])["env"]["name"] == "addition"
+    asked, changes = resumed(tmp_path, "train.num_steps=70")
+    assert list(changes) == ["train.num_steps"]
+    for again in (typed(asked, GRPOConfig), typed(resumed_config(cfg)[0], GRPOConfig)):
+        assert again.model.chat_template == text and again.env.options == {"prompts": [text]}
+    folder = RunFolder(tmp_path, trackers=())
+    folder.log_metrics(1, {"policy_version": 1.0})
+    folder.close()
+    assert RecordedRun(tmp_path).config(["loss=dapo"]).model.chat_template == text
+
+
+def test_a_saved_text_is_read_as_it_was(tmp_path):
+    texts = ["".join(signs) for length in range(6) for signs in product("\\${}a", repeat=length)]
+    cfg = typed(composed("grpo-async", "task=addition"), GRPOConfig)
+    cfg.env.options = {"prompts": texts}
+    save_config(cfg, tmp_path)
+    assert load_config(tmp_path)["env"]["options"] == {"prompts": texts}
 
 
 def test_a_folder_that_was_moved_is_where_it_is_now(run_path, tmp_path_factory):

@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 
 import pytest
+from recorded_runs import edit_jsonl
 from typer.testing import CliRunner
 
 from llmrl import RubricReward
@@ -121,6 +122,54 @@ def test_better_answers_are_a_data_set_and_pairs_have_the_best_beside_the_worst(
         assert pair["prompt"][0]["role"] in ("system", "user") and pair["chosen"][0] != pair["rejected"][0]
 
 
+def test_equal_rewards_are_not_above_their_mean(run, tmp_path):
+    """The sum of three times 0.7 is below 2.1 in floating point."""
+    edit_jsonl(run / "rollouts.jsonl", lambda one: {**one, "group_id": "g", "reward": 0.7})
+    lines = (run / "rollouts.jsonl").read_text().splitlines()
+    (run / "rollouts.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    called = call("conversations", run, tmp_path / "sft.jsonl", "--as", "sft")
+    assert called.exit_code == 2 and "no conversations" in called.output
+
+
+def test_a_rollout_without_messages_is_in_no_file(run, tmp_path):
+    names = iter("abcd")
+    edit_jsonl(run / "rollouts.jsonl", lambda one: {**one, "messages": [] if next(names) == "b" else one["messages"]})
+    assert json.loads(call("conversations", run, tmp_path / "said.jsonl", "--json").output)["num_conversations"] == 3
+    assert all(row["messages"] for row in rows_of(tmp_path / "said.jsonl"))
+
+
+def test_a_file_that_spans_would_not_be_written_to_is_refused(run, tmp_path):
+    called = call("conversations", run, tmp_path / "said.jsonl", "--as", "spans")
+    assert called.exit_code == 2 and "FILE must be left out" in " ".join(called.output.split())
+
+
+def test_each_role_of_a_game_has_its_own_better_answer_and_its_own_pair(run, tmp_path):
+    """The first player wins each game: compared with the second, all of its answers would be the better ones."""
+    games = iter([("first", 1.0), ("second", 0.2), ("first", 0.8), ("second", 0.0)])
+
+    def play(one):
+        role, reward = next(games)
+        asked = {"role": "user", "content": f"You are {role}."}
+        said = [asked, {"role": "assistant", "content": f"{role} {reward}"}]
+        return {**one, "group_id": "game", "role": role, "reward": reward, "messages": said}
+
+    edit_jsonl(run / "rollouts.jsonl", play)
+    call("conversations", run, tmp_path / "sft.jsonl", "--as", "sft")
+    better = [row["messages"][-1]["content"] for row in rows_of(tmp_path / "sft.jsonl")]
+    assert better == ["first 1.0", "second 0.2"]
+    call("conversations", run, tmp_path / "pairs.jsonl", "--as", "preferences")
+    pairs = [
+        (row["chosen"][-1]["content"], row["rejected"][-1]["content"]) for row in rows_of(tmp_path / "pairs.jsonl")
+    ]
+    assert pairs == [("first 1.0", "first 0.8"), ("second 0.2", "second 0.0")]
+    # The new reward is equal within a role; the run and its file of conversations say so.
+    (tmp_path / "reward.py").write_text("def side(completion):\n    return float(completion.startswith('first'))\n")
+    call("conversations", run, tmp_path / "said.jsonl")
+    for source in (run, tmp_path / "said.jsonl"):
+        called = call("rescore", source, "--reward", f"{tmp_path}/reward.py:side", "--json")
+        assert json.loads(called.output)["signal_share"] == [1.0, 0.0], source
+
+
 def branch(row, model):
     import httpx
 
@@ -150,11 +199,14 @@ def test_spans_have_the_text_and_the_rewards(run):
     exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     trace_spans(provider)
+    lines = (run / "rollouts.jsonl").read_text().splitlines()
+    silent = json.dumps({**json.loads(lines[0]), "rollout_id": "silent", "messages": []})  # it ended before its prompt
+    (run / "rollouts.jsonl").write_text("\n".join([*lines, silent]) + "\n")
     try:
         assert send_conversations(RecordedRun(run)) == 4
     finally:
         stop_spans()
-    recorded = RecordedRun(run).records(1)
+    recorded = RecordedRun(run).records(1)[:4]
     for span, one in zip(exporter.get_finished_spans(), recorded, strict=True):
         assert span.attributes["gen_ai.conversation.id"] == one["rollout_id"]
         [output] = json.loads(span.attributes["gen_ai.output.messages"])

@@ -17,12 +17,14 @@ import torch
 from opened_pages import opened
 from pytest import approx
 from recorded_runs import NUM_STEPS, call, edit_jsonl, make_agent, train_run
-from tensordict import lazy_stack
+from tensordict import TensorDict, lazy_stack
 
 from llmrl.data.state_file import load_state, save_state
+from llmrl.objectives import MCAdvantage
 from llmrl.replay.page import write_what_if
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import rank_correlation
+from llmrl.replay.rewards import advantages_of
 from llmrl.replay.step import replay_steps
 from llmrl.replay.what_if import what_if
 from llmrl.runs.run_folder import RunFolder
@@ -396,6 +398,34 @@ def test_rewards_of_another_function_are_compared_with_the_recorded_ones(recorde
     assert "Rank correlation of the rewards: 1.000" in call("rescore", recorded, "--reward", f"{rewards}:length").output
     called = call("rescore", recorded, "--reward", f"{rewards}:missing")
     assert called.exit_code == 2 and "no function 'missing'" in called.output
+
+
+@pytest.mark.parametrize("by", ["role", None])
+def test_advantages_of_a_game_are_those_of_training(by):
+    rewards = {"first": (1.0, 0.5, 0.0, 1.0), "second": (0.0, 0.0, 1.0, 0.25)}
+    records = [
+        {"rollout_id": f"{role}{game}", "group_id": "g", "role": role, "reward": of_role[game]}
+        for game in range(4)
+        for role, of_role in rewards.items()
+    ]
+    names = ("rollout_id", "group_id", "role")
+    rows = [
+        TensorDict({"rollout": {name: one[name] for name in names}, "next": {"reward": [[one["reward"]]]}})
+        for one in records
+    ]
+    trained = MCAdvantage(by=by)(lazy_stack(rows))
+    expected = dict(zip(trained["rollout", "rollout_id"], trained["advantage"].flatten().tolist(), strict=True))
+    assert advantages_of(records, "std", by_role=by == "role") == approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("algorithm", "is_equal"), [("grpo", False), ("distillation", True)])
+def test_roles_are_compared_apart_where_the_script_does_so(run_path, algorithm, is_equal):
+    """The run compared all rollouts of a group, as the script of distillation does for the roles of a game."""
+    edit_jsonl(run_path / "rollouts.jsonl", lambda one: {**one, "role": f"player {one['sample_index'] % 2}"})
+    config = run_path / "config.yaml"
+    config.write_text(config.read_text().replace("algorithm: grpo", f"algorithm: {algorithm}"))
+    [replayed] = replay_steps(RecordedRun(run_path), [2], quantities=["advantages"])
+    assert results_of(replayed) == {"advantages": is_equal}
 
 
 def test_rank_correlation_is_that_of_pandas():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -188,6 +191,25 @@ def test_an_update_in_the_midst_of_an_evaluation_is_reported(make_policy):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert evaluator.evaluate()["sums"].policy_version == 1
+
+
+def test_an_interrupted_evaluation_waits_for_no_answers(make_policy):
+    interrupts = iter([signal.SIGALRM])
+
+    def interrupt(engine, total):
+        if next(interrupts, None) is not None:
+            os.kill(os.getpid(), signal.SIGALRM)
+
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    envs = {name: sums(range(2), 2, name) for name in ("one", "other")}
+    try:
+        with Evaluator(envs, make_policy(latency_s=math.inf)) as evaluator, pytest.raises(KeyboardInterrupt):
+            evaluator.evaluate()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_of_no_environment_there_is_nothing_to_evaluate(make_policy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from killed_runs import train
 
 from llmrl.config.sections import EvalConfig
+from llmrl.runs.run import Run
 from llmrl.runs.run_folder import RunFolder
 from llmrl.runs.tracked import check_free_space, split_tracked
 from llmrl.trainer import make_optimizer
@@ -218,3 +220,22 @@ def test_an_optimizer_without_moments_needs_no_room_for_them(tmp_path, monkeypat
     tracked = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 * 300 * 301))
     check_free_space(tracked, tmp_path / "checkpoint.safetensors", num_checkpoints=1)
+
+
+def test_an_interrupted_replay_ends_after_its_step_and_is_repeated_by_the_next_resumption(
+    renderer, tmp_path, monkeypatch
+):
+    path, steps = tmp_path / "run", []
+
+    def interrupt(step, batch):
+        steps.append(step)
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Run, "is_due", staticmethod(lambda step, every: False))  # no checkpoint: all batches are kept
+    train(path, renderer, resume=False)
+    weights = (path / "weights.json").read_text()
+    assert train(path, renderer, resume=True, on_step=interrupt).startswith("interrupted")
+    assert steps == [1, 2] and not (path / "set-aside").exists()
+    train(path, renderer, resume=True)
+    assert (path / "weights.json").read_text() == weights

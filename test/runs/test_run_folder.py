@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import sqlite3
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 from waiting import wait_until
 
 from llmrl._utils.files import write_atomically
+from llmrl.cli.evaluate import options_of
 from llmrl.config.sections import EnvConfig, RunConfig
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.runs.report import print_next_steps, resume_command
@@ -276,6 +278,22 @@ def test_how_to_go_on_names_the_environment_that_is_not_active(tmp_path, monkeyp
     assert f". {sys.prefix}/bin/activate" in said[0] and "activate" not in said[1]
     assert all("llmrl view" in text and "python script.py" in text for text in said)
     assert all("--env addition num_digits=1\n" in text for text in said)
+
+
+def test_the_command_to_measure_evaluates_the_problems_of_the_run(tmp_path):
+    env = EnvConfig(name="addition", data="my sums.jsonl", eval_split="held out")
+    env.options = {"prompt": "yes", "num_digits": 2, "seed": None, "scale": 1e-7, "sizes": [1, {"a": "it's"}]}
+    console = Console(file=io.StringIO(), width=500)
+    folder = RunFolder(tmp_path / "run", trackers=[])
+    print_next_steps(console, folder, "python script.py", env)
+    [line] = [line for line in console.file.getvalue().splitlines() if line.startswith("measure it")]
+    words = shlex.split(line.removeprefix("measure it"))
+    model, options = ["--model", str(tmp_path / "run")], words[10:]
+    asked = ["--data", "my sums.jsonl", "--split", "held out", "--env", "addition"]
+    assert words[:10] == ["llmrl", "eval", *model, *asked] and options_of(options) == env.options
+    env.data = [{"query": "1 + 1 ="}]  # not on a command line
+    print_next_steps(Console(file=(text := io.StringIO())), folder, "python script.py", env)
+    assert "measure it" not in text.getvalue() and "talk to it" in text.getvalue()
 
 
 # Rollouts

@@ -6,6 +6,7 @@ import json
 import math
 import time
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,14 @@ def test_numbers_of_rollouts_are_those_of_plain_loops(drawn):
         return
     assert metrics["groups_all_right"] == pytest.approx(np.mean([min(group) == 1 for group in groups]))
     assert metrics["groups_all_wrong"] == pytest.approx(np.mean([max(group) < 1 for group in groups]))
+
+
+def test_each_role_of_a_game_is_a_group_of_its_own():
+    """The first player always wins: between games of a role nothing differs, so that nothing is learned."""
+    played = [replace(rollout("g", reward), role=role) for role, reward in (("first", 1.0), ("second", 0.0)) * 2]
+    metrics = rollout_metrics(played)
+    names = ("num_groups", "groups_all_equal", "reward_group_std", "groups_all_right", "groups_all_wrong")
+    assert [metrics[name] for name in names] == [2.0, 1.0, 0.0, 0.5, 0.5]
 
 
 def test_cut_answers_tool_calls_and_answers_that_are_alike_are_shares():
