@@ -149,10 +149,13 @@ def serve(connection):
                 os._exit(0)
             while os.getppid() == between:
                 time.sleep(0.001)
+            *asked, is_session = pickle.loads(request)
+            if is_session:  # before the process is known: who starts it may ask for its group
+                os.setsid()
             connection.sendall(HEADER.pack(os.getpid()))
             connection.close()
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            return pickle.loads(request), files
+            return asked, files
         os.wait()
         for file in files:
             os.close(file)
@@ -174,9 +177,7 @@ def catch_up(environment):
 
 def become(request, files):
     """Run the program that was asked for, and end."""
-    arguments, environment, folder, numbers, is_session = request
-    if is_session:
-        os.setsid()
+    arguments, environment, folder, numbers = request
     above = 1 + max((*numbers, *files))
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
     for file in files:
