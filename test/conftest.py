@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
+import gc
 import importlib.util
 import os
 import ssl
@@ -55,6 +55,11 @@ def pytest_collection_modifyitems(items):
                 starting.add(item.path)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: (group_of(item.path) not in SHARED, item.path not in starting))
+
+
+def pytest_collection_finish():
+    """What the tests are made of lives until the end: collections of garbage need not look through it."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -119,31 +124,10 @@ def certificates():
 
 @pytest.fixture(scope="session", autouse=True)
 def tokenizers():
-    """A folder's tokenizer is parsed once, which takes a third of a second, and not by each of hundreds of runs.
+    """A folder's tokenizer is parsed once, and not by each of hundreds of runs."""
+    from parsed_tokenizers import parse_once
 
-    What is handed out are copies with the same vocabulary: a test that adds tokens does so to a deep copy.
-    """
-    from transformers import AutoTokenizer
-
-    load = AutoTokenizer.from_pretrained
-    parsed = {}
-
-    def from_pretrained(path, *args, **options):
-        files = [file for file in Path(path).glob("*.*") if file.suffix != ".safetensors"]  # none of a hub's name
-        if args or not files or set(options) - {"local_files_only", "trust_remote_code"}:
-            return load(path, *args, **options)
-        key = (str(path), *sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
-        if key not in parsed:
-            tokenizer = load(path, **options)
-            parsed[key] = tokenizer, len(tokenizer)
-        tokenizer, size = parsed[key]
-        assert len(tokenizer) == size, "a test has added tokens to all copies of a tokenizer; add them to a deep copy"
-        twin = copy.copy(tokenizer)
-        containers = {name: value for name, value in vars(twin).items() if isinstance(value, dict | list)}
-        vars(twin).update({name: value.copy() for name, value in containers.items()})
-        return twin
-
-    with mock.patch.object(AutoTokenizer, "from_pretrained", from_pretrained):
+    with parse_once():
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -12,9 +13,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from parsed_tokenizers import parse_once
 from sharded_runs import make_env, play, ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoTokenizer
 
 import llmrl
 from llmrl.config.model import LoRAEntries, ModelConfig
@@ -150,6 +153,8 @@ def main():
     os.environ["STORE"] = str(folder / "store")
     model = str(folder / "tiny")
     ranks(1, lambda rank: make_tiny_model(model))
+    AutoTokenizer.from_pretrained(model)
+    gc.freeze()  # what is forked does not look through all that was imported
     codes = {}
     for name in sys.argv[2:] or RUNS:
         path, entries, happening = RUNS[name]
@@ -168,4 +173,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with parse_once():
+        main()

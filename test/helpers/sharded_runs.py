@@ -21,6 +21,7 @@ import torch.distributed.checkpoint
 from causal_types import tiny_config
 from loss_batches import ragged_batch, tiny_model, with_lora
 from models_with_images import make_checkpoint
+from parsed_tokenizers import parse_once
 from rich.console import Console
 from tensordict import lazy_stack
 from torch.distributed.device_mesh import init_device_mesh
@@ -311,6 +312,8 @@ def main():
         AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(model)
 
     ranks(1, save_model)  # what loads a model starts threads, and no process is forked from one that has them
+    AutoTokenizer.from_pretrained(model)
+    gc.freeze()  # what is forked does not look through all that was imported
     codes = {f"losses-{num_ranks}": losses(folder, num_ranks) for num_ranks in (1, 2, 4)}
 
     codes["loading"] = loading(folder)
@@ -343,4 +346,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with parse_once():
+        main()
