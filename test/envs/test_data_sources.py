@@ -164,6 +164,16 @@ def test_columns_and_data_frames_are_rows(source, split):
     assert list(load_rows(source, split=split, columns=["question"])) == TABLE
 
 
+def test_files_of_columns_and_of_rows_in_one_folder_are_rows(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(TABLE_COLUMNS))
+    (tmp_path / "b.json").write_text(json.dumps(TABLE))
+    assert load_rows(tmp_path) == TABLE * 2
+    assert DatasetChatEnv(tmp_path, data_key="question").columns == ("question", "answer")
+    (tmp_path / "b.json").write_text(json.dumps({"question": ["a", "b"], "answer": ["1"]}))
+    with pytest.raises(ValueError, match=r"b.json has columns of different lengths"):
+        load_rows(tmp_path)
+
+
 def test_numbers_in_columns_stay_numbers_and_what_a_data_frame_lacks_is_none():
     rows = load_rows(pd.DataFrame([{"question": "a", "level": 1}, {"question": "b"}]))
     assert rows == [{"question": "a", "level": 1.0}, {"question": "b", "level": None}]
