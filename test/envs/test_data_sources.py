@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from llmrl.envs import DatasetChatEnv
+from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.sources import load_rows, rows_of_batches
 
 ROWS = [{"query": "1 + 1 =", "answer": "2"}, {"query": "1 + 2 =", "answer": "3"}]
@@ -124,6 +124,31 @@ def test_dataset_env_takes_a_path_and_a_split(tmp_path):
     assert env.reset()["answer"] == "3"
     with pytest.raises(ValueError, match="name it with data_key"):
         DatasetChatEnv(tmp_path, split="test", data_key="question")
+
+
+class Asked(MessageEnv):
+    """Asks the question of its row."""
+
+    def __init__(self, row):
+        self.row = row
+
+    async def init(self):
+        return [{"role": "user", "content": self.row["query"]}]
+
+    async def step(self, message):
+        return MessageStep(is_done=True)
+
+
+@pytest.mark.parametrize("convert", [str, lambda path: path], ids=["str", "path"])
+def test_an_environment_of_messages_takes_a_path(tmp_path, convert):
+    path = convert(write_json_lines(tmp_path / "rows.jsonl"))
+    env = MessageChatEnv(Asked, path, num_epochs=1)
+    opened = [env.reset() for _ in ROWS]
+    assert [data["history"].prompt.content for data in opened] == [[row["query"]] for row in ROWS]
+    assert [data["answer"] for data in opened] == ["2", "3"]
+    env.close()
+    with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
+        MessageChatEnv(Asked, "missing.jsonl")
 
 
 def test_batches_of_a_loader_become_rows_again():
