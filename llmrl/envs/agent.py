@@ -56,7 +56,7 @@ class AgentEnv(DatasetChatEnv):
             model that is not trained, such as a frozen judge: `model.role(NAME)` reaches it, and nothing is recorded.
 
     Raises:
-        TypeError: if `play` is not callable.
+        TypeError: if `play` is not callable, or `roles` is a string.
         ValueError: if a command reads a missing column, `host` needs a `public_url`, names of roles are empty or equal,
             or `repeats` is not a multiple of the number of roles; see also `DatasetChatEnv`.
 
@@ -94,6 +94,8 @@ class AgentEnv(DatasetChatEnv):
                 f"host={host!r} is not an address that agents can connect to: pass public_url=, such as "
                 "'http://10.0.0.5:{port}', or the address of one network as host."
             )
+        if isinstance(roles, str):
+            raise TypeError(f"roles must be a list of names, got {roles!r}; write roles=[{roles!r}] for one role.")
         self.roles = tuple(roles)
         self.policies = dict(policies or {})
         names = [*self.roles, *(set(self.policies) - set(self.roles))]

@@ -146,7 +146,8 @@ class Command:
         """Run the program on a row and score its result.
 
         Raises AgentTimeout at the time limit, CommandFailed for an exit code that means failure, ValueError if an
-        argument is too long, and FileNotFoundError if there is no such program.
+        argument is too long or a link leads a file out of the folder, and FileNotFoundError if there is no such
+        program.
         """
         words = [word.format_map(row) for word in self._words]
         for template, word in zip(self._words, words, strict=True):
@@ -189,6 +190,11 @@ class Command:
             shutil.copytree(self._folder, folder, symlinks=True, dirs_exist_ok=True)
         for name, template in self._files.items():
             path = folder / name
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise ValueError(
+                    f"files has {name!r}, which symbolic links of the folder lead to {str(path.resolve())!r}; choose a "
+                    "path that stays in the program's folder, or remove the link."
+                )
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(filled(template, row, fields), errors="replace")
 

@@ -84,6 +84,8 @@ class DatasetChatEnv(ChatEnv):
         self.prompts = PromptSampler(
             items, num_samples=repeats, shuffle=shuffle, seed=seed, num_epochs=num_epochs, name=name
         )
+        # Without messages in the conversation, rewards read the prepared query, so that it needs an entry of its own.
+        has_raw_column = prepare is not None and data_key in self.columns and input_mode != "history"
         self._prepare = prepare
         self._query_column = data_key
         super().__init__(
@@ -92,7 +94,7 @@ class DatasetChatEnv(ChatEnv):
             system_prompt=system_prompt,
             tokenizer=tokenizer,
             template_kwargs=template_kwargs,
-            data_key=f"{data_key}_query" if data_key in RESERVED_ENTRIES else data_key,
+            data_key=f"{data_key}_query" if has_raw_column or data_key in RESERVED_ENTRIES else data_key,
             device=device,
         )
 

@@ -8,6 +8,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar, TypeAlias, Unpack, cast
 
 import torch
@@ -84,7 +85,7 @@ class GameEnv(MessageChatEnv):
 
     Args:
         make_game: function that creates the game of a row.
-        dataset: rows; by default one empty row, which is repeated.
+        dataset: rows, or a file of them, see `load_rows`; by default one empty row, which is repeated.
         roles: names of the players, as in `Game.roles`.
         opponents: players in place of the policy, by role.
         repeats: rollouts per row; by default one per role that the policy plays.
@@ -112,7 +113,7 @@ class GameEnv(MessageChatEnv):
     def __init__(
         self,
         make_game: Callable[[Row], Game],
-        dataset: Iterable[Row] | None = None,
+        dataset: str | Path | Iterable[Row] | None = None,
         *,
         roles: Sequence[str],
         opponents: Mapping[str, Opponent] | None = None,

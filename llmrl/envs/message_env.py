@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -86,7 +87,7 @@ class MessageChatEnv(DatasetChatEnv):
 
     Args:
         factory: function that builds the environment of one conversation from a dataset item.
-        dataset: items; by default one empty item, which is repeated.
+        dataset: items, or a file of them, see `load_rows`; by default one empty item, which is repeated.
         **draws: `repeats`, `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
     Example:
@@ -104,16 +105,15 @@ class MessageChatEnv(DatasetChatEnv):
     def __init__(
         self,
         factory: Callable[[Row], MessageEnv],
-        dataset: Iterable[Row] | None = None,
+        dataset: str | Path | Iterable[Row] | None = None,
         *,
         device: torch.device | None = None,
         **draws: Unpack[DrawOptions],
     ) -> None:
         self._factory = factory
         self._loops = ReplaceableLoop("llmrl-message-envs")
-        items = [{}] if dataset is None else list(dataset)
         super().__init__(
-            items,
+            [{}] if dataset is None else dataset,
             prepare=lambda item: "",
             device=device,
             **draws,

@@ -10,7 +10,8 @@ from torchrl.envs import EnvBase
 
 from llmrl._utils.numbers import finite_number
 from llmrl._utils.types import StateDict
-from llmrl.envs.primer import dataset_env_of
+from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.primer import DataLoadingPrimer, dataset_env_of
 from llmrl.envs.sampler import PromptSampler
 
 _RECENT = 64
@@ -179,6 +180,7 @@ class MixedEnv:
         if not envs:
             raise ValueError("envs is empty; at least one environment is needed.")
         self._envs = dict(envs)
+        self._dataset_envs: dict[str, DatasetChatEnv | DataLoadingPrimer] = {}
         samplers: dict[str, PromptSampler] = {}
         for name, env in self._envs.items():
             dataset_env = dataset_env_of(env)
@@ -193,6 +195,7 @@ class MixedEnv:
                 raise ValueError(f"the environment {name!r} shares its prompts with another one: give it its own.")
             samplers[name] = dataset_env.prompts
             samplers[name].name = name
+            self._dataset_envs[name] = dataset_env
         repeats = {name: sampler.num_samples for name, sampler in samplers.items()}
         if len(set(repeats.values())) > 1:
             raise ValueError(
@@ -208,9 +211,12 @@ class MixedEnv:
         return list(self._envs.items())
 
     def state_dict(self) -> StateDict:
-        """Return the position in every dataset."""
-        return {"prompts": self.prompts.state_dict()}
+        """Return the position in every dataset, and the states of the environments, such as a curriculum."""
+        envs = {name: env.state_dict() for name, env in self._dataset_envs.items()}
+        return {"prompts": self.prompts.state_dict(), "envs": envs}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore a saved position."""
+        """Restore a saved position and the states of the environments."""
         self.prompts.load_state_dict(state_dict["prompts"])
+        for name, state in state_dict.get("envs", {}).items():  # absent from states of older versions
+            self._dataset_envs[name].load_state_dict(state)

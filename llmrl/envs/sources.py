@@ -161,7 +161,9 @@ def _read_folder(path: Path, split: str | None) -> Any:
             f"{[str(file.relative_to(path)) for file in files[:20]]}."
         )
     parts = [_read_file(file) for file in chosen]
-    return parts[0] if len(parts) == 1 else [row for part in parts for row in part]
+    if len(parts) == 1:
+        return parts[0]
+    return [row for file, part in zip(chosen, parts, strict=True) for row in _rows_of(part, None, None, str(file))]
 
 
 def _names(relative: Path) -> set[str]:

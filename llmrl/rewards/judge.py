@@ -61,7 +61,8 @@ class Judge:
         prices: prices of a million input and a million output tokens, for `usage.cost`.
         options: further arguments of a request, such as `{"temperature": 0}`.
 
-    Raises ValueError if the prompt contains no names or invalid ones, or if a number or the scale is invalid.
+    Raises ValueError if the prompt contains no names or invalid ones, if a number or the scale is invalid, or if
+    `cache_path` cannot be written.
 
     Example:
         >>> judge = Judge("a-model", "Rate the answer to {query} from 0 to 10: {completion}", api_key="-")
@@ -116,6 +117,14 @@ class Judge:
         self._set_up()
 
     def _set_up(self) -> None:
+        if self.cache_path is not None:  # before a request is paid for, in each process
+            try:
+                Path(self.cache_path).open("a").close()
+            except OSError as error:
+                raise ValueError(
+                    f"cache_path must be a file that can be written, got {str(self.cache_path)!r}: {error}. Create its "
+                    "folder, or choose another path."
+                ) from error
         self._opening = threading.Lock()
         self._opened: _Questions | None = None
 
@@ -162,7 +171,6 @@ class _Questions:
     """A judge's requests, from any thread, on one event loop."""
 
     def __init__(self, judge: Judge) -> None:
-        self.loop = BackgroundLoop("llmrl-judge")
         self._room = asyncio.Semaphore(judge.max_concurrent_requests)
         self._next_start = 0.0
         self._interval = 60 / judge.requests_per_minute if judge.requests_per_minute is not None else 0.0
@@ -174,6 +182,7 @@ class _Questions:
         openai = require("openai", extra="judge")
         # A custom HTTP client, because the default one is closed at garbage collection, possibly on another event loop.
         self._client = openai.AsyncOpenAI(**judge.client_options, http_client=openai.DefaultAsyncHttpxClient())
+        self.loop = BackgroundLoop("llmrl-judge")  # last, because each rollout tries again what is raised above
 
     async def ask(self, request: Mapping[str, object]) -> str:
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()

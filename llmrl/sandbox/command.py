@@ -39,7 +39,7 @@ class _CommandSandbox:
         raise NotImplementedError
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
-        """Run a command, which is killed in the sandbox with its process group after `timeout` seconds."""
+        """Run a command; after `timeout` seconds or if cancelled, its process group is killed in the sandbox."""
         mark = f"/tmp/{self._name}-{next(self._numbers)}"
         kill = self._inside(["sh", "-c", _KILL, mark])
         command = self._inside(["sh", "-c", _RUN, mark, *argv])
@@ -169,8 +169,8 @@ async def _run(
 ) -> tuple[int, bytes, bytes, bool]:
     """Run a local command; return its exit code, output, errors, and whether it was killed for exceeding `timeout`.
 
-    `kill` is a command that ends the processes in the sandbox. At the timeout, it runs before the local process is
-    killed.
+    `kill` is a command that ends the processes in the sandbox. At the timeout, or if this coroutine is cancelled, it
+    runs before the local process is killed.
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
@@ -186,10 +186,10 @@ async def _run(
     )
     try:
         timed_out = not (await asyncio.wait([work], timeout=timeout))[0]
-        if timed_out and kill:
-            await _run(kill, b"", _GRACE_SECONDS)
     finally:
         if not work.done():
+            if kill:
+                await _run(kill, b"", _GRACE_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             # Wait for the end of the output, with a limit, because another process may keep the pipes open.

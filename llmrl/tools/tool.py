@@ -137,10 +137,11 @@ class InstanceTools:
         self._make = make or cls
         self._instances: dict[str, Any] = {}
         self._loops: dict[str, asyncio.AbstractEventLoop] = {}
-        self.tools = [self._tool(name, function) for name, function in functions.items()]
+        self.tools = [self._tool(cls, name, function) for name, function in functions.items()]
 
-    def _tool(self, name: str, function: Callable[..., object]) -> Tool:
-        signature = Signature(function, is_method=True)
+    def _tool(self, cls: type, name: str, function: Callable[..., object]) -> Tool:
+        is_static = isinstance(inspect.getattr_static(cls, name), staticmethod)
+        signature = Signature(function, is_method=not is_static)
 
         async def run(arguments: dict[str, object], conversation_id: str) -> object:
             valid = signature.validate(arguments)

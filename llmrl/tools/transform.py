@@ -114,6 +114,8 @@ class ToolTransform(KnownArguments, Transform):
         self._home: BackgroundLoop | None = None  # for tools bound to one loop, such as connections
         self._given = tuple(tools)
         self._set_tools(collect_tools(tools))
+        if unknown := sorted(set(self.rate_limits) - set(self.tools)):
+            raise ValueError(f"rate_limits has {unknown}, but the names of the tools are {sorted(self.tools)}.")
 
     def __getstate__(self) -> dict[str, object]:
         # A copy creates its own tools: loops, threads and instances cannot be copied.

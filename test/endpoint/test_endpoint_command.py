@@ -171,6 +171,27 @@ def test_a_row_comes_by_standard_input_files_and_variables(play, tmp_path, monke
     assert "the argument '{long}' has 400000 bytes" in rollout.error and "stdin='{long}'" in rollout.error
 
 
+@pytest.mark.parametrize(("link", "name"), [("out", "out/new.txt"), ("task.txt", "task.txt")])
+def test_a_file_that_a_link_of_the_folder_leads_outside_is_refused(play, tmp_path, link, name):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "task.txt").write_text("kept")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / link).symlink_to(outside if link == "out" else outside / "task.txt")
+    rollout = play("print(1)", folder=tmp_path / "project", files={name: "{query}"})
+    assert rollout.status is RolloutStatus.ERROR and f"files has {name!r}, which symbolic links" in rollout.error
+    assert [path.name for path in outside.iterdir()] == ["task.txt"]
+    assert (outside / "task.txt").read_text() == "kept"
+
+
+def test_a_link_within_the_folder_may_lead_to_a_file(play, tmp_path):
+    (tmp_path / "project/deep").mkdir(parents=True)
+    (tmp_path / "project/here").symlink_to("deep")
+    code = 'print(open("deep/task.txt").read()); ask({"role": "user", "content": "?"})'
+    rollout = play(code, folder=tmp_path / "project", files={"here/task.txt": "{answer}"})
+    assert rollout.status is RolloutStatus.COMPLETED and rollout.info["output"] == "15\n", rollout.error
+
+
 @pytest.mark.slow
 def test_a_program_ends_with_its_rollout(play, tmp_path):
     rollout = play(

@@ -173,6 +173,8 @@ def test_what_is_wrong_with_roles_is_said_before_anything_starts(renderer):
     for roles in ((), ("a", "a"), ("aside",), ("a", "")):
         with pytest.raises(ValueError, match="distinct, non-empty names"):
             AgentEnv(play, ROWS, roles=roles)
+    with pytest.raises(TypeError, match=r"roles must be a list of names, got 'solver'; write roles=\['solver'\]"):
+        AgentEnv(play, ROWS, roles="solver")
     env = AgentEnv(play, ROWS, policies={"judge": "gpt"})
     with pytest.raises(TypeError, match="policies such as a vLLMWrapper, got 'gpt' for 'judge'"):
         LLMCollector(env, policy=policy_of(renderer, "15"), groups_per_batch=1)

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from llmrl.envs import DatasetChatEnv
+from llmrl.envs import DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.sources import load_rows, rows_of_batches
 
 ROWS = [{"query": "1 + 1 =", "answer": "2"}, {"query": "1 + 2 =", "answer": "3"}]
@@ -126,6 +126,31 @@ def test_dataset_env_takes_a_path_and_a_split(tmp_path):
         DatasetChatEnv(tmp_path, split="test", data_key="question")
 
 
+class Asked(MessageEnv):
+    """Asks the question of its row."""
+
+    def __init__(self, row):
+        self.row = row
+
+    async def init(self):
+        return [{"role": "user", "content": self.row["query"]}]
+
+    async def step(self, message):
+        return MessageStep(is_done=True)
+
+
+@pytest.mark.parametrize("convert", [str, lambda path: path], ids=["str", "path"])
+def test_an_environment_of_messages_takes_a_path(tmp_path, convert):
+    path = convert(write_json_lines(tmp_path / "rows.jsonl"))
+    env = MessageChatEnv(Asked, path, num_epochs=1)
+    opened = [env.reset() for _ in ROWS]
+    assert [data["history"].prompt.content for data in opened] == [[row["query"]] for row in ROWS]
+    assert [data["answer"] for data in opened] == ["2", "3"]
+    env.close()
+    with pytest.raises(FileNotFoundError, match=r"missing\.jsonl"):
+        MessageChatEnv(Asked, "missing.jsonl")
+
+
 def test_batches_of_a_loader_become_rows_again():
     numbered = [{**row, "index": index} for index, row in enumerate(ROWS)]
     assert rows_of_batches(DataLoader(numbered, batch_size=2)) == numbered
@@ -162,6 +187,16 @@ TABLE_COLUMNS = {"question": ["a", "b"], "answer": ["1", None]}
 @pytest.mark.parametrize("split", [None, "train"])
 def test_columns_and_data_frames_are_rows(source, split):
     assert list(load_rows(source, split=split, columns=["question"])) == TABLE
+
+
+def test_files_of_columns_and_of_rows_in_one_folder_are_rows(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(TABLE_COLUMNS))
+    (tmp_path / "b.json").write_text(json.dumps(TABLE))
+    assert load_rows(tmp_path) == TABLE * 2
+    assert DatasetChatEnv(tmp_path, data_key="question").columns == ("question", "answer")
+    (tmp_path / "b.json").write_text(json.dumps({"question": ["a", "b"], "answer": ["1"]}))
+    with pytest.raises(ValueError, match=r"b.json has columns of different lengths"):
+        load_rows(tmp_path)
 
 
 def test_numbers_in_columns_stay_numbers_and_what_a_data_frame_lacks_is_none():

@@ -74,6 +74,26 @@ def test_tokens_mode_hands_ids_through():
     assert env.step(data)["next", "tokens", "prompt"].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("input_mode", ["text", "tokens"])
+def test_rewards_of_text_and_tokens_read_the_prepared_query(tokenizer, input_mode):
+    seen = []
+
+    def reward(messages, query):
+        seen.append((messages, query))
+        return 1.0
+
+    rows = [{"query": "7 + 8", "answer": "15"}]
+    env = DatasetChatEnv(rows, prepare=lambda row: f"{row['query']} =", input_mode=input_mode, tokenizer=tokenizer)
+    env = env.append_transform(RubricReward(reward))
+    data = env.reset()
+    response = "15<|im_end|>"
+    data[input_mode, "response"] = torch.tensor(tokenizer.encode(response)) if input_mode == "tokens" else response
+    assert env.step(data)["next", "reward"].item() == 1.0
+    [(messages, query)] = seen
+    assert [message["content"] for message in messages][-2:] == ["7 + 8 =", "15"]
+    assert query == "7 + 8"  # the column as it is
+
+
 def test_one_env_plays_batches_of_any_shape():
     env = ChatEnv(system_prompt="Be brief.")
     for shape in ((), (3,), (1,)):

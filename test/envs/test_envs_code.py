@@ -46,6 +46,52 @@ def test_types_are_told_apart_and_the_input_may_be_changed():
     assert passed("def solve(n):\n    n.sort()\n    return n if len(n) > 1 else 1", row) == [True, True]
 
 
+CODE = "def solve(numbers):\n    return sum(numbers)\n"
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        f'An example:\n```json\n{{"solve": 1}}\n```\nAnd the function:\n```python\n{CODE}```',
+        f"Call ```solve(numbers)```\nas here:\n```python\n{CODE}```",
+        f"```Python3 title=answer.py\n{CODE}```",
+        f"```python\n{CODE}```\nIt prints\n```text\n5\n```\nfor 2 and 3.",
+        f"So: ```py\n{CODE}```",
+    ],
+)
+def test_the_code_is_the_last_block_of_python_among_others(completion):
+    assert code_of(completion) == CODE
+
+
+def test_results_are_compared_as_json_values():
+    row = {"hidden": [[1], [2], [3], [4]], "expected": ['[1,{"b":2,"a":1}]', "1e1", "[ ]", '"\\u00e4"']}
+    code = """
+def solve(numbers):
+    return {1: [1, {"a": 1, "b": 2}], 2: 10.0, 3: [], 4: "ä"}[numbers[0]]
+"""
+    assert passed(code, row) == [True] * 4
+    constant = {"hidden": [[1], [2], [3]], "expected": ["[1,2]", "[1, 2]", "0"]}
+    assert reward("```python\ndef solve(numbers):\n    return [1, 2]\n```", constant) == 0
+
+
+@pytest.mark.parametrize(
+    ("hidden", "expected", "words"),
+    [
+        ([], [], "0 inputs in 'hidden' and 0 results"),
+        ([[1], [2]], ["1"], "2 inputs in 'hidden' and 1 results"),
+        ([[1], [2]], ["1", ""], "JSON of each result, got ''"),
+        ([[1]], ["violet"], "JSON of each result, got 'violet'"),
+        ([[1]], [1], "JSON of each result, got 1"),
+    ],
+)
+def test_a_row_without_results_to_compare_is_an_error_and_no_score(hidden, expected, words):
+    env = make_task_env("code", "test")
+    messages = ({"role": "assistant", "content": CODE},)
+    columns = {"hidden": hidden, "expected": expected}
+    score = run_sync(env.transform.rubric.score(RewardInput(messages, columns=columns)))
+    assert not score.is_scored and words in score.error
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [

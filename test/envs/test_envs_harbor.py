@@ -165,6 +165,8 @@ def test_commands_find_it_and_it_keeps_its_contract(tmp_path):
         ({"instruction": " "}, "has no instruction.md, or an empty one"),
         ({"test": ""}, "has no tests/test.sh"),
         ({"agent_seconds": -1.0}, "agent.timeout_sec -1; a positive number"),
+        ({"agent_seconds": 0}, "agent.timeout_sec 0; a positive number"),
+        ({"verifier_seconds": 0}, "verifier.timeout_sec 0; a positive number"),
         ({"agent_seconds": "nan"}, "agent.timeout_sec"),
         ({"environment": "mcp_servers = [{name = 'a'}]"}, "has MCP servers"),
         ({"environment": 'docker_image = "towns:1"'}, "need an image, the first is 'towns': it names the image"),

@@ -355,6 +355,11 @@ def test_what_cannot_be_served_is_refused_before_a_port_is_taken(make, reason):
         OpenEnvServer(make())
 
 
+def test_an_empty_key_is_refused():
+    with pytest.raises(ValueError, match=r"api_key must be a key .* or None for no key, got ''"):
+        OpenEnvServer(rooms(), api_key="")
+
+
 def test_an_environment_over_there_is_trained_in_here(renderer):
     """The client of this library reads what the server says."""
 

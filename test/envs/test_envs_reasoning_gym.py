@@ -1,4 +1,4 @@
-"""All data sets of reasoning-gym: a problem of each, a right answer and a wrong one, paid as its own scorer says."""
+"""Data sets of reasoning-gym: right and wrong answers of each, paid as its own scorer says, and saved curricula."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llmrl.data import ChatHistory
-from llmrl.envs import make_task_env
+from llmrl.envs import DatasetChatEnv, MixedEnv, ReasoningGymEnv, ReasoningGymProblems, make_task_env
 
 factory = pytest.importorskip("reasoning_gym.factory", reason="reasoning-gym is not installed: no C compiler")
 
@@ -56,3 +56,31 @@ def test_each_data_set_is_generated_and_pays_right_answers(takes_long):
         if (right is None) != (name in NO_ANSWER) or rewards[0] < (right is not None) or rewards[1] > 0.1:
             failed[name] = rewards
     assert set(failed) == PAYS_ANYTHING
+
+
+@pytest.mark.parametrize("saved", [lambda state: state, lambda state: json.loads(json.dumps(state))])
+def test_a_restored_curriculum_goes_on_at_the_same_levels(saved):
+    def make():
+        return ReasoningGymProblems("chain_sum", num_problems=8, curriculum=True, window=1)
+
+    first, second = make(), make()
+    assert [first[index]["level"] for index in range(6)] == [0] * 6
+    first.record("chain_sum", 0, 1.0)
+    assert first[6]["level"] == 1
+    second.load_state_dict(saved(first.state_dict()))
+    # Four problems are kept, 3 to 6: these in flight stay at their levels, and all later ones are new.
+    order = [5, 6, 7, 0, 1, 2, 3, 4, 5]
+    expected = [0, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert [[one[index]["level"] for index in order] for one in (first, second)] == [expected] * 2
+    assert [first[index] for index in (4, 5)] == [second[index] for index in (4, 5)]
+
+
+def test_a_mix_is_saved_with_the_curricula_of_its_environments():
+    def make():
+        env = ReasoningGymEnv("chain_sum", num_problems=8, curriculum=True, window=1)
+        return env.base_env.problems, MixedEnv({"sums": env, "other": DatasetChatEnv(["a", "b"])})
+
+    (problems, mixed), (again, restored) = make(), make()
+    problems.record("chain_sum", 0, 1.0)
+    restored.load_state_dict(mixed.state_dict())
+    assert again.levels == {"chain_sum": 1}

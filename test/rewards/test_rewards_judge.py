@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import pickle
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -242,6 +243,22 @@ def test_a_copy_asks_for_itself(server, copied):
 def test_what_cannot_be_asked_is_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         Judge("judge", **{"prompt": "Rate {completion}", **options})
+
+
+def test_a_judge_without_a_key_leaves_its_rollouts_unscored_and_no_threads(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    before = set(threading.enumerate())
+    rubric = Rubric(Judge("judge", "{completion}"))
+    scores = [run_sync(rubric.score(answered(text))) for text in "abc"]
+    assert not any(score.is_scored for score in scores) and "OPENAI_API_KEY" in scores[-1].error
+    assert [thread.name for thread in set(threading.enumerate()) - before if "judge" in thread.name] == []
+
+
+@pytest.mark.parametrize("name", ["missing/replies.jsonl", "."])
+def test_a_cache_that_cannot_be_written_is_refused_before_a_request_is_paid_for(server, tmp_path, name):
+    with pytest.raises(ValueError, match="cache_path must be a file that can be written"):
+        run_sync(make_judge(server, cache_path=tmp_path / name)(completion="a"))
+    assert server.requests == []
 
 
 def test_a_column_that_is_not_there_is_named_where_the_reward_is_appended():

@@ -291,6 +291,20 @@ def test_each_conversation_has_its_own_instance_also_in_a_batch():
     transform.close()
 
 
+def test_a_static_method_is_a_tool_with_all_its_parameters():
+    class Shop:
+        @staticmethod
+        def price(item: str, count: int = 1) -> str:
+            """Price of an item."""
+            return f"{count} x {item}"
+
+    transform = ToolTransform([Shop])
+    parameters = transform.tools["price"].parameters
+    assert list(parameters["properties"]) == ["item", "count"] and parameters["required"] == ["item"]
+    assert Chat(transform).call("price", item="tea", count=2) == "2 x tea"
+    transform.close()
+
+
 def test_a_reset_begins_with_nothing():
     transform = ToolTransform(InstanceTools(Notes).tools)
     assert [Chat(transform).call("note", line="x") for _ in range(2)] == ["1", "1"]

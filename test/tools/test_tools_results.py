@@ -167,6 +167,15 @@ def test_the_time_of_a_call_begins_when_it_has_its_slot():
     tools.close()
 
 
+def test_a_limit_of_a_tool_that_there_is_not_is_refused():
+    def look() -> str:
+        """Look."""
+        return "seen"
+
+    with pytest.raises(ValueError, match=r"rate_limits has \['lok'\], but the names of the tools are \['look'\]"):
+        ToolTransform([look], rate_limits={"lok": RateLimiter(max_concurrent=1)})
+
+
 def test_calls_in_anthropics_format():
     parse = find_tool_call_parser("anthropic")
     blocks = [

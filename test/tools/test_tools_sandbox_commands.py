@@ -58,6 +58,22 @@ def test_a_command_that_is_late_is_ended_in_the_sandbox_too(programs):
     wait_until(lambda: not is_running(pid), timeout_s=30)
 
 
+def test_a_command_that_is_cancelled_is_ended_in_the_sandbox_too(programs):
+    async def play(sandbox):
+        await sandbox.start()
+        running = asyncio.create_task(sandbox.run(["sh", "-c", "echo $$ > pid; sleep 300"], timeout=300))
+        await asyncio.to_thread(wait_until, lambda: any(path.read_text() for path in programs.glob("*/pid")), 30)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        pid = int(await sandbox.get("pid"))  # of this machine, where the stand-in runs commands
+        await sandbox.close()
+        return pid
+
+    pid = asyncio.run(play(ContainerSandbox("debian:12-slim")))
+    wait_until(lambda: not is_running(pid), timeout_s=30)
+
+
 def test_a_container_is_built_started_without_network_and_removed(programs, tmp_path):
     async def play(sandbox):
         await sandbox.start()

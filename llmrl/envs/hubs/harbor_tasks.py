@@ -144,7 +144,7 @@ def _harbor_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
         verifier=own,
         tests=folder / "tests",
         test_command=("/tests/test.sh",),
-        agent_seconds=_seconds(folder, config.get("agent", {}).get("timeout_sec") or 600.0, "agent.timeout_sec"),
+        agent_seconds=_seconds(folder, config.get("agent", {}).get("timeout_sec", 600.0), "agent.timeout_sec"),
         verifier_seconds=_seconds(folder, verifier.get("timeout_sec", 600.0), "verifier.timeout_sec"),
         verifier_env=_variables(folder, verifier.get("env", {})),
         artifacts=_artifacts(folder, config.get("artifacts", [])),

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -58,7 +59,7 @@ class OpenEnvChatEnv(MessageChatEnv):
     def __init__(
         self,
         url: str,
-        dataset: Iterable[Row] | None = None,
+        dataset: str | Path | Iterable[Row] | None = None,
         *,
         action_adapter: Callable[[str], Mapping[str, object]] | None = None,
         observation_adapter: Callable[..., object] | None = None,

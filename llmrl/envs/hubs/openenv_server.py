@@ -118,7 +118,7 @@ class OpenEnvServer:
         step_timeout_seconds: time limit of a reset or a step.
 
     Raises:
-        ValueError: if the environment cannot be served over the protocol.
+        ValueError: if the environment cannot be served over the protocol, or `api_key` is empty.
         MissingExtraError: if aiohttp is not installed.
 
     Example:
@@ -137,6 +137,8 @@ class OpenEnvServer:
         step_timeout_seconds: float | None = None,
     ) -> None:
         require("aiohttp", extra="server")
+        if api_key == "":
+            raise ValueError("api_key must be a key that clients must send, or None for no key, got ''.")
         self.env = env
         self.name = name
         self._prompts = _playable_prompts(env)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import secrets
 from collections import Counter
@@ -20,7 +21,9 @@ _SECONDS = 4.0
 _LIMITS = PythonLimits(
     memory_bytes=512 << 20, cpu_seconds=_SECONDS, num_processes=8, file_bytes=1 << 20, folder_bytes=1 << 20
 )
-_FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
+# Blocks of all languages and of one line, so that no closing fence is taken for an opening one.
+_FENCED = re.compile(r"```(?:([^\n`]*)\n)?(.*?)```", re.DOTALL)
+_LANGUAGES = ("", "python", "py", "python3")
 _MAX_CHARACTERS = 20_000
 
 # The interpreter gets the inputs without the expected results, so the answer cannot read these. The random mark
@@ -45,7 +48,7 @@ def _interpreters() -> PythonExecutorService:
 
 
 def code_of(completion: str, *, reasoning: bool = False) -> str | None:
-    r"""Return the code of an answer: its last fenced block, or the whole answer if it has none.
+    r"""Return the code of an answer: its last fenced block of Python, or the whole answer if it has none.
 
     Example:
         >>> code_of("So:\n```python\ndef solve(numbers):\n    return 1\n```")
@@ -54,22 +57,45 @@ def code_of(completion: str, *, reasoning: bool = False) -> str | None:
     answer = extract_answer(completion, reasoning=reasoning)
     if answer is None or len(answer) > _MAX_CHARACTERS:
         return None
-    blocks = _FENCED.findall(answer)
+    blocks = [found[2] for found in _FENCED.finditer(answer) if _is_python(found[1])]
     return blocks[-1] if blocks else answer
+
+
+def _is_python(label: str | None) -> bool:
+    """Return whether the text after an opening fence labels Python or nothing; None is a block of one line."""
+    return label is not None and label.strip().partition(" ")[0].lower() in _LANGUAGES
 
 
 async def run_tests(code: str, inputs: Sequence[object], expected: Sequence[str]) -> list[bool]:
     """Return whether `solve` passes each test; tests after the time limit or the end of the process fail.
 
     The untrusted `code` defines `solve`; `inputs` has the argument of each call, `expected` the JSON of each result,
-    which the code cannot read. Raises IsolationError if this machine cannot confine code.
+    which the code cannot read. Raises ValueError if these are not JSON, or there are none or not one for each input,
+    and IsolationError if this machine cannot confine code.
     """
+    if not expected or len(inputs) != len(expected):
+        raise ValueError(
+            f"a row has {len(inputs)} inputs in 'hidden' and {len(expected)} results in 'expected'; give each "
+            "input one result, and at least one."
+        )
+    right = [_canonical(result) for result in expected]
+    if None in right:
+        raise ValueError(f"'expected' must have the JSON of each result, got {expected[right.index(None)]!r:.80}.")
     mark = secrets.token_hex(8)
     program = _PROGRAM.format(code=code, inputs=list(inputs), mark=mark)
     result = await _interpreters().run(program, timeout=_SECONDS)
-    given = [line.removeprefix(mark) for line in result.stdout.split("\n") if line.startswith(mark)]
-    given += ["failed"] * (len(expected) - len(given))
-    return [one == right for one, right in zip(given, expected, strict=False)]
+    lines = [line.removeprefix(mark) for line in result.stdout.split("\n") if line.startswith(mark)]
+    given = [_canonical(line) for line in lines[: len(right)]]
+    given += [None] * (len(right) - len(given))
+    return [one == other for one, other in zip(given, right, strict=True)]
+
+
+def _canonical(text: str) -> str | None:
+    """Return JSON in one spelling, without regard to spaces and the order of names; None if the text is not JSON."""
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def partial_credit(passed: Sequence[bool], expected: Sequence[str]) -> float:
@@ -79,7 +105,7 @@ def partial_credit(passed: Sequence[bool], expected: Sequence[str]) -> float:
         >>> partial_credit([True, True, False, False], ["0", "0", "1", "2"])
         0.0
     """
-    num_constant = max(Counter(expected).values())
+    num_constant = max(Counter(map(_canonical, expected)).values())
     if len(expected) == num_constant:
         return float(all(passed))
     return max(0.0, (sum(passed) - num_constant) / (len(expected) - num_constant))

@@ -79,7 +79,7 @@ class ReasoningGymProblems:
         # Not all problems are cached, so that the next epoch generates them at the current level.
         self._num_kept = max(1, min(_NUM_KEPT, num_problems // 2))
         self._drawn: dict[int, Row] = {}
-        self._drawn_levels: dict[int, int] = {}
+        self._drawn_levels: dict[int, int] = {}  # in the order of the draws, also of problems before a restoration
         for task in self.weights:
             try:
                 self._dataset(task, 0, seed=0)
@@ -96,9 +96,12 @@ class ReasoningGymProblems:
         if not 0 <= index < self.num_problems:
             raise IndexError(index)
         if index not in self._drawn:
-            self._drawn[index] = self._generate(index, self._drawn_levels.pop(index, None))
-            if len(self._drawn) > self._num_kept:
-                del self._drawn[next(iter(self._drawn))]
+            self._drawn[index] = self._generate(index, self._drawn_levels.get(index))
+            self._drawn_levels.setdefault(index, self._drawn[index]["level"])
+            if len(self._drawn_levels) > self._num_kept:
+                oldest = next(iter(self._drawn_levels))
+                del self._drawn_levels[oldest]
+                self._drawn.pop(oldest, None)
         return self._drawn[index]
 
     def _generate(self, index: int, level: int | None) -> Row:
@@ -136,7 +139,7 @@ class ReasoningGymProblems:
 
     def state_dict(self) -> StateDict:
         """Return the levels, the scores since they rose, and the levels of the cached problems."""
-        drawn = self._drawn_levels | {index: problem["level"] for index, problem in self._drawn.items()}
+        drawn = list(self._drawn_levels.items())  # pairs, because JSON turns numbers into texts as names
         return {"levels": dict(self.levels), "scores": {k: list(v) for k, v in self._scores.items()}, "drawn": drawn}
 
     def load_state_dict(self, state: StateDict) -> None:
