@@ -11,6 +11,7 @@ from llmrl._utils.files import write_atomically
 from llmrl._utils.imports import require
 from llmrl.recipes.band import Band, Curve, band_of
 from llmrl.recipes.recipe import Recipe, Record
+from llmrl.recipes.run import is_finished
 from llmrl.runs.run_folder import RunFolder
 
 DIFFERENCE = "log_prob_difference_mean"
@@ -30,8 +31,8 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
     """
     folder = RunFolder(run, read_only=True)
     metrics = folder.read_metrics()
-    if "after" not in folder.read_summary():
-        raise ValueError(f"{run} has not ended; resume it, or wait until its last evaluation.")
+    if not is_finished(run):
+        raise ValueError(f"{run} has not ended; resume it, or wait for its end.")
     cfg = recipe.config(entries)
     num_steps = cfg.train.num_steps
     curves: dict[str, Curve] = {}

@@ -28,6 +28,7 @@ from llmrl.config.launch import hints, prepared
 from llmrl.config.sections import GRPOConfig, ScriptConfig
 from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import MCAdvantage
+from llmrl.recipes.run import is_finished
 from llmrl.runs.null_engine import NullEngine
 from llmrl.runs.run import NothingLearned
 from llmrl.runs.setup import make_collector, make_env, make_eval_envs, start_engine, sync_scheme
@@ -648,6 +649,7 @@ def ended(run_script, tiny_model_path, capsys):
 def test_every_stop_has_its_reason_and_a_reward_above_one_is_none(ended, tmp_path):
     output, metrics, error = ended(tmp_path / "steps", unequal)
     assert "all 2 steps are done" in output and len(metrics) == 2 and error is None
+    assert set(json.loads((tmp_path / "steps/summary.json").read_text())) == {"before", "after", "ended"}
     assert all(row["reward_mean"] > 1.1 and row["num_dropped"] == 0 for row in metrics)
     output, metrics, _ = ended(tmp_path / "target", unequal, "train.target_reward=1.5")
     assert "the mean reward reached train.target_reward=1.5 at step 1" in output and len(metrics) == 1
@@ -677,7 +679,9 @@ def test_an_interrupted_step_is_finished_and_the_run_still_reports(ended, tmp_pa
     output, metrics, error = ended(tmp_path / "run", unequal, "train.num_steps=5", train_step=interrupted)
     assert "this step is finished first" in output and "interrupted; what was learned so far is kept" in output
     assert [row["step"] for row in metrics] == [1] and metrics[0]["is_skipped"] == 0 and error is None
-    assert set(json.loads((tmp_path / "run/summary.json").read_text())) == {"before", "after"}
+    assert not is_finished(tmp_path / "run")
+    ended(tmp_path / "run", unequal, "train.num_steps=2", "resume=true")
+    assert is_finished(tmp_path / "run")
 
 
 def test_a_run_that_learns_nothing_says_so_and_ends_with_an_error(ended, tmp_path, monkeypatch):
