@@ -452,13 +452,15 @@ class Run:
     def _close_folder(self, folder: RunFolder, error: BaseException | None) -> None:
         """Close the folder when nothing is written into it any more: another run may then begin in it."""
         try:
-            for writes in (self._writes, self._exports):
+            try:
                 try:
-                    writes.wait()
-                except Exception as failed:
-                    if error is None:
-                        raise
-                    self._warn(f"not everything was written: {describe(failed)}")
+                    self._writes.wait()
+                finally:
+                    self._exports.wait()
+            except Exception as failed:
+                if error is None:
+                    raise
+                self._warn(f"not everything was written: {describe(failed)}")
             if self._is_replay and self._is_in_step and (said := folder.fail_replay(self._step, error)):
                 self._warn(said)
         finally:
