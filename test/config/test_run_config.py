@@ -88,6 +88,22 @@ def test_another_run_is_refused(run_path, override, message):
     assert (run_path / "config.yaml").read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("saved", "asked"), [({}, {"a": 2}), ({"a": 2}, {}), ({"a": 1}, {"a": 2}), ({"b": 1}, {"a": 2})]
+)
+def test_other_options_of_the_environment_are_another_run(tmp_path, saved, asked):
+    cfg = typed(composed("grpo-async", "task=addition", f"run.path={tmp_path}"), GRPOConfig)
+    cfg.env.options = saved
+    save_config(cfg, tmp_path)
+    assert resumed_config(cfg)[1] == {}
+    cfg.env.options = asked
+    with pytest.raises(ValueError, match=r"env\.options\.[ab]=\w+ and cannot continue with"):
+        resumed_config(cfg)
+    if asked:
+        with pytest.raises(ValueError, match=r"env\.options\.a=\w+ and cannot continue with 2"):
+            resumed(tmp_path, "++env.options.a=2")
+
+
 def test_another_algorithm_is_refused(run_path):
     with pytest.raises(ValueError, match="algorithm='grpo' and cannot continue with 'expert-iteration'"):
         resumed(run_path, "algorithm=expert-iteration", algorithm="expert-iteration")
