@@ -200,7 +200,8 @@ def test_a_run_of_other_ranks_and_devices_says_what_this_machine_computes_otherw
     """The run was made here, on one rank of the CPU; its configuration is that of two GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = run_path / "config.yaml"
-    config.write_text(config.read_text().replace("device: cpu", "device: cuda").replace("num_ranks: 1", "num_ranks: 2"))
+    text = config.read_text().replace("device: cpu", "device: cuda").replace("num_ranks: 1", "num_ranks: 2")
+    config.write_text(text.replace("context_ranks: 1", "context_ranks: 2"))
     machines = run_path / "machines.jsonl"
     here = json.loads(machines.read_text())
     assert here["step"] == 1 and here["threads"] == torch.get_num_threads() and here["torch"] == torch.__version__
@@ -211,7 +212,7 @@ def test_a_run_of_other_ranks_and_devices_says_what_this_machine_computes_otherw
     )
     machines.write_text("".join(f"{json.dumps(one)}\n" for one in others))
     found = json.loads(call("replay", run_path, "--step", 2, "--quantities", "metrics", "--json").output)
-    trainer = {"train.device": ["cuda", "cpu"], "train.num_ranks": [2, 1]}
+    trainer = {"train.device": ["cuda", "cpu"], "train.num_ranks": [2, 1], "train.context_ranks": [2, 1]}
     assert found["changed_here"] == trainer | {"threads": [64, torch.get_num_threads()]}
     assert found["first_difference"] is None
     called = call("fork", run_path, f"run.path={tmp_path / 'forked'}", "--step", 2)
