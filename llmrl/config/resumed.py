@@ -74,7 +74,7 @@ def load_config(folder: Path) -> Entries:
 
 def own_config(cfg: DictConfig) -> DictConfig:
     """Return the configuration of a script: `cfg` as hydra composed it, or the saved one if `cfg` resumes a run."""
-    if not cfg.resume or cfg.dry_run:
+    if not cfg.resume:
         return cfg
     overrides, config_folders = _command_line()
     return resumed_config(cfg, overrides=overrides, config_folders=config_folders)[0]

@@ -52,7 +52,7 @@ DRY_RUNS = (
     ("grpo-async", "search", "gpu1"),
     ("grpo", "code", "ray-cpu"),
     ("sft", "reasoned-addition", "gpu1"),
-    ("distillation", "addition", "cpu"),
+    ("distillation", "addition", "cpu", "eval.num_samples=4", "eval.metric=eval/addition/pass@4"),
 )
 
 
@@ -334,6 +334,15 @@ def test_a_dry_run_changes_no_task_and_no_algorithm():
     assert cfg.ray.address == "auto"
 
 
+def test_a_dry_run_has_one_rank_and_a_tiny_teacher():
+    dry = as_dry_run(config("grpo", "train.num_ranks=8", "train.context_ranks=2"))
+    assert (dry.train.num_ranks, dry.train.context_ranks) == (1, 1)
+    for given in ("path=someone/elses", "url=http://localhost:1"):
+        teacher = as_dry_run(config("distillation", "teacher.hint=null", f"teacher.{given}", "teacher.top_k=4")).teacher
+        assert (teacher.path, teacher.url, teacher.top_k) == (dry.model.path, None, 4)
+    assert as_dry_run(config("distillation")).teacher == config("distillation").teacher
+
+
 def test_metrics_of_an_own_environment_have_one_name_in_every_folder(tmp_path):
     for folder in ("here", "there"):
         file = tmp_path / folder / "sums.py"
@@ -487,7 +496,7 @@ def test_every_configuration_runs_dry(algorithm, task, hardware, more, tiny_engi
     assert tiny_engine.is_alive and kept["path"] == folder
 
 
-def test_a_student_is_trained_on_its_teachers_likeliest_ids(tiny_model_path, tmp_path, run_script, monkeypatch):
+def test_a_student_is_trained_on_its_teachers_likeliest_ids(tiny_model_path, tmp_path, run_script):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     teacher = AutoModelForCausalLM.from_pretrained(tiny_model_path)
@@ -495,9 +504,9 @@ def test_a_student_is_trained_on_its_teachers_likeliest_ids(tiny_model_path, tmp
         teacher.lm_head.weight.mul_(100)  # a head sure of its tokens
     teacher.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path)
-    monkeypatch.setattr("llmrl.runs.run.shutil", SimpleNamespace(rmtree=lambda path: None))
-    taught = ("dry_run=true", "teacher.hint=null", f"teacher.path={tmp_path}", "teacher.top_k=4")
-    cfg = config("distillation", *taught)
+    taught = ("teacher.hint=null", f"teacher.path={tmp_path}", "teacher.top_k=4", f"model.path={tiny_model_path}")
+    short = ("train.num_steps=2", "train.warmup_steps=0", "collect.max_new_tokens=8", f"run.path={tmp_path / 'run'}")
+    cfg = config("distillation", *SMALL, *taught, *short)
     made = run_script(cfg)
     assert not any(made["before"][name].equal(tensor) for name, tensor in made["model"].state_dict().items())
     first, last = metrics_of(Path(cfg.run.path))
