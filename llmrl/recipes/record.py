@@ -22,6 +22,8 @@ _HELD_OUT = "eval/"
 def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[str, Curve]:
     """Return a run's measures by step. A run that ended early, because the task was learned, keeps its last value.
 
+    A step before the last value has no value if the run has measured none.
+
     Args:
         entries: further entries of the run, such as a smaller number of steps.
 
@@ -44,7 +46,8 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
             raise ValueError(f"{run} has no metric {name!r}, which the recipe {recipe.name} compares.")
         every = (cfg.eval.every or num_steps) if is_held_out else 1
         steps = [step for step in range(min(values), num_steps + 1) if step % every == 0 or step == num_steps]
-        curves[measure] = {step: values.get(step, values[max(values)]) for step in steps}
+        last = max(values)
+        curves[measure] = {step: values[min(step, last)] for step in steps if step in values or step > last}
     return curves
 
 
