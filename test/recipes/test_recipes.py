@@ -277,8 +277,24 @@ def test_a_recipe_that_is_run_with_entries_has_a_folder_of_its_own(own_recipe, m
         result = runner.invoke(app, ["recipe", "run", str(own_recipe), "--seed", "0", entry])
         assert result.exit_code == 2 and "no run" in result.output
     assert len(set(folders)) == 3  # other entries are other runs
-    result = runner.invoke(app, ["recipe", "run", str(own_recipe), "dry_run=true"])
-    assert result.exit_code == 2 and "a dry run leaves no curves" in result.output and len(folders) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "dry_run=true"], "a dry run leaves no curves"),
+        (["run", "seed=5"], "give the seed as --seed"),
+        (["run", "run.path=mine"], "leave out run.path"),
+        (["verify", "++seed=5"], "give the seed as --seed"),
+        (["verify", "--run", "RUN", "--seed", "5"], "leave out --seed and --script"),
+        (["verify", "--run", "RUN", "--script", "RUN"], "leave out --seed and --script"),
+    ],
+)
+def test_what_has_no_effect_on_a_recipe_s_run_is_refused(own_recipe, monkeypatch, words, message):
+    monkeypatch.setattr("llmrl.recipes.train_seed", lambda *arguments, **options: pytest.fail("a run was begun"))
+    command, *options = [word.replace("RUN", str(own_recipe)) for word in words]
+    result = runner.invoke(app, ["recipe", command, str(own_recipe), *options])
+    assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
 
 
 def test_a_recipe_composes_beside_torchrls_configurations():
@@ -304,6 +320,8 @@ def test_a_run_that_ended_early_keeps_its_last_value(own_recipe, tmp_path, takes
     curves = curves_of(Recipe.read(own_recipe), run)
     assert curves["reward_mean"] == {1: 0.9, 2: 1.0, 3: 1.0}
     assert curves["eval/pass@1"] == {0: 0.04, 3: 0.98}
+    gap = write_run(tmp_path / "gap", {1: 0.1, 3: 0.9}, {0: 0.04, 3: 0.88})
+    assert curves_of(Recipe.read(own_recipe), gap)["reward_mean"] == {1: 0.1, 3: 0.9}
     (run / "summary.json").write_text(json.dumps(EVALUATED))  # as after an evaluation in the midst of training
     with pytest.raises(ValueError, match="has not ended"):
         curves_of(Recipe.read(own_recipe), run)
