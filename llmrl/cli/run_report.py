@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmrl._utils.scripts import run_script
 from llmrl.cli.json_output import print_json
 from llmrl.cli.train import MODULE
 from llmrl.cli.view import report_of
+from llmrl.config.launch import run_script
 from llmrl.runs.run_folder import holds_run
 from llmrl.viewer import read_run
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmrl._utils.json_values import as_entry_value
-from llmrl._utils.scripts import run_script
+from llmrl.config.launch import run_script
 from llmrl.recipes.recipe import Recipe
 from llmrl.runs.run_folder import RunFolder, holds_run
 
