@@ -118,7 +118,7 @@ def draw(recipe: Recipe, names: Sequence[str], seeds: Sequence[int]) -> None:
             if not of_seeds:
                 continue
             rewards = [found["reward_mean"] for found in of_seeds]
-            steps = list(rewards[0])
+            steps = sorted(set.intersection(*map(set, rewards)))
             columns = [[curve[step] for curve in rewards] for step in steps]
             [line] = axis.plot(steps, list(map(statistics.mean, columns)), marker=".", label=label)
             axis.fill_between(

@@ -75,6 +75,7 @@ def run(name: Name, entries: Entries = None, seed: Seeds = None, as_json: AsJSON
     from llmrl.recipes import find_recipe
 
     with _refusals():
+        _check_entries(entries or [])
         recipe = find_recipe(name)
         recipe.config(entries or [])
         runs = _train(recipe, seed or list(recipe.seeds), entries or [])
@@ -117,6 +118,9 @@ def verify(
     from llmrl.recipes import DIFFERENCE, curves_of, find_recipe, judge, log_prob_difference, train_seed
 
     with _refusals():
+        _check_entries(entries or [])
+        if finished is not None and (seed is not None or script is not None):
+            raise ValueError("--run judges a run and trains none: leave out --seed and --script, or --run.")
         recipe = find_recipe(name)
         bands = recipe.bands()
         _check_data(recipe, entries or [])
@@ -155,6 +159,18 @@ def _refusals() -> Iterator[None]:
         raise fail(error) from None
 
 
+def _check_entries(entries: list[str]) -> None:
+    refused = {
+        "dry_run": "a dry run leaves no curves: give the entries of the recipe's last stage to its script, with "
+        "dry_run=true.",
+        "seed": "the entry seed has no effect here: give the seed as --seed.",
+        "run.path": f"the runs of a recipe are in {RUNS}: leave out run.path.",
+    }
+    for entry in entries:
+        if (why := refused.get(entry.lstrip("+").partition("=")[0])) is not None:
+            raise ValueError(why)
+
+
 def _check_data(recipe: Recipe, entries: list[str]) -> None:
     recorded = recipe.record()
     if recorded is not None and recorded.data != (found := recipe.data_hash(entries)):
@@ -167,10 +183,6 @@ def _check_data(recipe: Recipe, entries: list[str]) -> None:
 def _train(recipe: Recipe, seeds: list[int], entries: list[str]) -> dict[int, Path]:
     from llmrl.recipes import train_seed
 
-    if any(entry.startswith("dry_run=") for entry in entries):
-        raise ValueError(
-            "a dry run leaves no curves: give the entries of the recipe's last stage to its script, with dry_run=true."
-        )
     name = "-".join([recipe.name, *(re.sub(r"[^\w.+-]", "_", entry) for entry in entries)])
     return {seed: train_seed(recipe, seed, RUNS / name / f"seed-{seed}", entries=entries) for seed in seeds}
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +9,7 @@ from pathlib import Path
 from llmrl.cli.json_output import print_json
 from llmrl.cli.train import MODULE
 from llmrl.cli.view import report_of
+from llmrl.config.launch import run_script
 from llmrl.runs.run_folder import holds_run
 from llmrl.viewer import read_run
 
@@ -20,13 +18,7 @@ def run_and_report(entries: Sequence[str]) -> int:
     """Run the script with its output on stderr, print the run as one JSON object, and return the exit status."""
     paths = [entry.partition("=")[2].strip("'") for entry in entries if entry.lstrip("+").startswith("run.path=")]
     path = Path(paths[-1] if paths else time.strftime("runs/train-%Y%m%d-%H%M%S"))
-    command = [sys.executable, "-m", MODULE, *entries, *([] if paths else [f"run.path={path}"])]
-    with subprocess.Popen(command, stdout=sys.stderr.fileno()) as script:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the script, which ends its run
-        try:
-            status = script.wait()
-        finally:
-            signal.signal(signal.SIGINT, before)
+    status = run_script(["-m", MODULE, *entries, *([] if paths else [f"run.path={path}"])])
     if holds_run(path):
         print_json(report_of(read_run(path, max_rollouts=1), path))
     return status

@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from llmrl._utils.types import Row
 from llmrl.config.engine import EngineConfig, RayConfig
 from llmrl.config.fit import GIB, lines_of, shape_of, training_shape
-from llmrl.config.imitation import SFTConfig
+from llmrl.config.imitation import DistillationConfig, SFTConfig
 from llmrl.config.sections import EnvConfig, EvalEnvConfig, GRPOConfig, RunConfig, ScriptConfig
 from llmrl.envs.sources import is_local
 from llmrl.trainer.memory_plan import plan_memory
@@ -48,9 +48,11 @@ def as_dry_run(cfg: Config) -> Config:
     cfg.run = RunConfig(path=str(_temporary_folder()), trackers=[], checkpoint_every=NUM_STEPS, sample_every=1)
     cfg.export = replace(cfg.export, push_to_hub=None)
     cfg.model = replace(cfg.model, path=_tiny_model(), max_model_len=2048, dtype="float32")
+    if isinstance(cfg, DistillationConfig) and (cfg.teacher.path or cfg.teacher.url):
+        cfg.teacher = replace(cfg.teacher, path=_tiny_model(), url=None)  # its tokenizer must be the student's
     cfg.env = replace(cfg.env, data=_problems(cfg.env))
     num_problems = 0 if cfg.eval.num_problems == 0 else 2
-    cfg.eval = replace(cfg.eval, num_problems=num_problems, num_samples=1)
+    cfg.eval = replace(cfg.eval, num_problems=num_problems)
     for env in cfg.eval.envs.values():
         env.data = _problems(env)
     cfg.engine = EngineConfig(cpu_threads=1)
@@ -63,7 +65,8 @@ def as_dry_run(cfg: Config) -> Config:
         cfg.collect = replace(cfg.collect, replace_constant_groups=False)  # all answers of the tiny model are wrong
     warmup_steps = min(cfg.train.warmup_steps, 1)
     cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
-    cfg.train = replace(cfg.train, device="cpu", num_ranks=1, cpu_threads=None, head_kernel="torch")
+    cfg.train = replace(cfg.train, device="cpu", num_ranks=1, context_ranks=1)
+    cfg.train = replace(cfg.train, cpu_threads=None, head_kernel="torch")
     return cfg
 
 

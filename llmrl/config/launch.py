@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -89,6 +91,19 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
         raise
     finally:
         hiding.close()
+
+
+def run_script(arguments: Sequence[str]) -> int:
+    """Run Python with arguments, its output on standard error, and return the exit status.
+
+    Ctrl-C reaches only the script, which ends its run; this process waits for it. Call it from the main thread.
+    """
+    with subprocess.Popen([sys.executable, *arguments], stdout=sys.stderr.fileno()) as script:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return script.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def _require_packages(config: ScriptConfig) -> None:

@@ -74,7 +74,7 @@ def load_config(folder: Path) -> Entries:
 
 def own_config(cfg: DictConfig) -> DictConfig:
     """Return the configuration of a script: `cfg` as hydra composed it, or the saved one if `cfg` resumes a run."""
-    if not cfg.resume or cfg.dry_run:
+    if not cfg.resume:
         return cfg
     overrides, config_folders = _command_line()
     return resumed_config(cfg, overrides=overrides, config_folders=config_folders)[0]
@@ -117,18 +117,29 @@ def resumed_config(
     # These entries belong to this call, not to the run.
     parts.append({"resume": True, "dry_run": composed["dry_run"], "run": {"path": composed["run"]["path"]}})
     resumed = OmegaConf.merge(*map(OmegaConf.create, parts))
-    before = by_dotted_name(saved)
-    changes = changes_of(saved, OmegaConf.to_container(resumed, resolve=True))
+    if overrides is None and "env" in composed:  # merging has kept the saved options that `cfg` lacks
+        OmegaConf.update(resumed, "env.options", composed["env"]["options"], merge=False)
+    requested = OmegaConf.to_container(resumed, resolve=True)
+    check_fixed(saved, requested, folder)
+    changes = changes_of(saved, requested)
     for name in ("resume", "run.path"):
         changes.pop(name, None)
-    for name, (old, new) in changes.items():
-        if name in before and any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED):
+    return resumed, changes
+
+
+def check_fixed(before: Entries, after: Entries, path: Path) -> None:
+    """Raise ValueError if the entries of the run in `path` change in a way with which the run cannot continue."""
+    old, new = by_dotted_name(before), by_dotted_name(after)
+    for name in dict.fromkeys((*old, *new)):
+        is_fixed = any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED)
+        # A missing option is the environment's default. Other entries may be missing in one of two versions.
+        is_compared = name.startswith("env.options.") or (name in old and name in new)
+        if is_fixed and is_compared and old.get(name) != new.get(name):
             raise ValueError(
-                f"the run in {cfg.run.path} has {name}={old!r} and cannot continue with {new!r}, since its "
+                f"the run in {path} has {name}={old.get(name)!r} and cannot continue with {new.get(name)!r}, since its "
                 "checkpoint and its position in the data depend on it. Leave the entry out, or start another run "
                 "in another folder."
             )
-    return resumed, changes
 
 
 def _command_line() -> tuple[list[str] | None, list[Path]]:

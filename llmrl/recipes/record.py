@@ -11,6 +11,7 @@ from llmrl._utils.files import write_atomically
 from llmrl._utils.imports import require
 from llmrl.recipes.band import Band, Curve, band_of
 from llmrl.recipes.recipe import Recipe, Record
+from llmrl.recipes.run import is_finished
 from llmrl.runs.run_folder import RunFolder
 
 DIFFERENCE = "log_prob_difference_mean"
@@ -21,6 +22,8 @@ _HELD_OUT = "eval/"
 def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[str, Curve]:
     """Return a run's measures by step. A run that ended early, because the task was learned, keeps its last value.
 
+    A step before the last value has no value if the run has measured none.
+
     Args:
         entries: further entries of the run, such as a smaller number of steps.
 
@@ -30,8 +33,8 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
     """
     folder = RunFolder(run, read_only=True)
     metrics = folder.read_metrics()
-    if "after" not in folder.read_summary():
-        raise ValueError(f"{run} has not ended; resume it, or wait until its last evaluation.")
+    if not is_finished(run):
+        raise ValueError(f"{run} has not ended; resume it, or wait for its end.")
     cfg = recipe.config(entries)
     num_steps = cfg.train.num_steps
     curves: dict[str, Curve] = {}
@@ -43,7 +46,8 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
             raise ValueError(f"{run} has no metric {name!r}, which the recipe {recipe.name} compares.")
         every = (cfg.eval.every or num_steps) if is_held_out else 1
         steps = [step for step in range(min(values), num_steps + 1) if step % every == 0 or step == num_steps]
-        curves[measure] = {step: values.get(step, values[max(values)]) for step in steps}
+        last = max(values)
+        curves[measure] = {step: values[min(step, last)] for step in steps if step in values or step > last}
     return curves
 
 

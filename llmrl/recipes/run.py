@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from llmrl._utils.json_values import as_entry_value
+from llmrl.config.launch import run_script
 from llmrl.recipes.recipe import Recipe
 from llmrl.runs.run_folder import RunFolder, holds_run
 
@@ -43,7 +42,7 @@ def train_seed(
                 f"seed={seed}",
                 *(["resume=true"] if holds_run(path) else []),
             ]
-            status = subprocess.run([sys.executable, *program, *words, *own], stdout=sys.stderr.fileno()).returncode
+            status = run_script([*program, *words, *own])
             if status or not is_finished(path):
                 raise RecipeRunError(
                     f"{recipe.name}, seed {seed}: the script {name} exited with {status} before its run in {path} was "
@@ -54,5 +53,5 @@ def train_seed(
 
 
 def is_finished(path: Path) -> bool:
-    """Return whether a folder has a run that has ended and was evaluated after training."""
-    return holds_run(path) and "after" in RunFolder(path, read_only=True).read_summary()
+    """Return whether a folder has a run that has ended; an interrupted run has not."""
+    return holds_run(path) and "ended" in RunFolder(path, read_only=True).read_summary()

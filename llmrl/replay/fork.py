@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmrl._utils.files import cut_lines, open_file
+from llmrl._utils.json_values import without_references
 from llmrl.config.launch import typed
 from llmrl.config.ranks import call_on_ranks, this_rank
-from llmrl.config.resumed import changes_of, save_config
+from llmrl.config.resumed import changes_of, check_fixed, save_config
 from llmrl.config.sections import GRPOConfig
 from llmrl.replay.loop import OnStep, ReplayLoop, pass_over
 from llmrl.replay.recorded import RecordedRun
@@ -34,7 +35,8 @@ def fork(
 
     Raises:
         FileExistsError: if the folder exists.
-        ValueError: if the step was not logged, if a batch before it was not kept, or if an entry is unknown.
+        ValueError: if the step was not logged, if a batch before it was not kept, or if an entry is unknown or cannot
+            change within a run.
     """
     from omegaconf import OmegaConf
 
@@ -42,12 +44,15 @@ def fork(
     path = Path(path)
     if path.exists():
         raise FileExistsError(f"{path} exists already; set run.path to another folder.")
-    changed = OmegaConf.merge(run.entries, OmegaConf.from_dotlist([*changes, f"run.path={path}"]))
+    new_path = without_references({"run": {"path": str(path)}})
+    changed = OmegaConf.merge(without_references(run.entries), OmegaConf.from_dotlist(list(changes)), new_path)
     cfg = typed(changed, GRPOConfig)
+    entries = OmegaConf.to_container(changed, resolve=True)
+    check_fixed(run.entries, entries, run.path)
     num_ranks = run.config().train.num_ranks
     on_step = on_step if num_ranks == 1 else pass_over  # a callback does not work in other processes
     call_on_ranks(num_ranks, _write, run.path, step, cfg, on_step)
-    return changes_of(run.entries, OmegaConf.to_container(changed))
+    return changes_of(run.entries, entries)
 
 
 def _write(path: Path, step: int, cfg: GRPOConfig, on_step: OnStep) -> None:
@@ -73,6 +78,8 @@ def _copy(run: RecordedRun, folder: RunFolder, step: int) -> None:
     for logged in range(step + 1):
         if metrics := run.metrics(logged):
             folder.log_metrics(logged, {name: value for name, value in metrics.items() if name != "step"})
+    if (before := run.folder.read_summary().get("before")) is not None:
+        folder.write_summary({"before": before})
     for path in (folder.rollouts_path, folder.health.path, folder.machines.path):
         if (run.path / path.name).exists():
             with open_file(run.path / path.name, "rb") as source, open_file(path, "wb") as target:

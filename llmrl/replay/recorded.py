@@ -173,6 +173,9 @@ def _on_this_machine(train: GRPOTrainConfig) -> GRPOTrainConfig:
     """Return the entries of a trainer for the GPUs of this machine, or for the CPU."""
     num_gpus = torch.cuda.device_count()
     if train.device != "cpu" and num_gpus:
-        return replace(train, device="cuda", num_ranks=train.num_ranks if train.num_ranks <= num_gpus else 1)
-    is_other = train.device != "cpu" or train.num_ranks > (os.cpu_count() or 1)
-    return replace(train, device="cpu", head_kernel="torch", num_ranks=1 if is_other else train.num_ranks)
+        are_enough = train.num_ranks <= num_gpus
+        here = replace(train, device="cuda")
+    else:
+        are_enough = train.device == "cpu" and train.num_ranks <= (os.cpu_count() or 1)
+        here = replace(train, device="cpu", head_kernel="torch")
+    return here if are_enough else replace(here, num_ranks=1, context_ranks=1)

@@ -36,7 +36,9 @@ class RunRecorder:
         self._console = console
         self.folder = RunFolder(cfg.run.path, resume=cfg.resume, trackers=cfg.run.trackers)
         self.summary: dict[str, Results] = self.folder.read_summary()
-        """Content of `summary.json`."""
+        """Evaluations `before` and `after` training, as in `summary.json`."""
+        if self.summary.pop("ended", None) is not None:
+            self.folder.write_summary(self.summary)  # the run continues
         self.metrics: dict[str, float] = {}
         """Metrics of the last logged step."""
         self.view = LiveView(0, console=Console(quiet=True))  # replaced when the loop begins
@@ -179,3 +181,7 @@ class RunRecorder:
         if self.summary.get("after"):
             self._console.print(before_after_table(self.summary.get("before", {}), self.summary["after"]))
         return not num_steps or not all(row.get("is_skipped", 1.0) for row in metrics)
+
+    def record_end(self, why: str) -> None:
+        """Record in `summary.json` that the run has ended, and why."""
+        self.folder.write_summary({**self.summary, "ended": why})

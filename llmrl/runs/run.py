@@ -42,6 +42,7 @@ from llmrl.watch.live_view import LiveView
 from llmrl.watch.step_metrics import Learned
 
 Entered = TypeVar("Entered")
+_INTERRUPTED = "interrupted; what was learned so far is kept"
 
 
 class _TaskLearnedError(Exception):
@@ -293,7 +294,7 @@ class Run:
             self.why_stopped = f"nothing was left to learn from at step {step}"
             return None
         except KeyboardInterrupt:
-            self.why_stopped = "interrupted; what was learned so far is kept"
+            self.why_stopped = _INTERRUPTED
             return None
         if collected is None:
             self.why_stopped = f"the data ended before step {step}"
@@ -334,7 +335,7 @@ class Run:
         if self._recorder is not None:
             self._recorder.end_step()
         if self._is_interrupted:
-            self.why_stopped = "interrupted; what was learned so far is kept"
+            self.why_stopped = _INTERRUPTED
 
     def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Measure a part of a step as the metric `NAME_seconds`; the rest of the step is `train_seconds`."""
@@ -423,6 +424,8 @@ class Run:
             why = f"no step changed the weights; {self.why_stopped}"
             self.console.print(f"[bold red]nothing was learned: {why}[/bold red]")
             raise NothingLearned(f"{recorder.folder.path}: {why}.")
+        if self.why_stopped != _INTERRUPTED:
+            recorder.record_end(self.why_stopped)
         if self.cfg.dry_run:
             self.console.print("dry run: two steps done")
             return
@@ -449,13 +452,15 @@ class Run:
     def _close_folder(self, folder: RunFolder, error: BaseException | None) -> None:
         """Close the folder when nothing is written into it any more: another run may then begin in it."""
         try:
-            for writes in (self._writes, self._exports):
+            try:
                 try:
-                    writes.wait()
-                except Exception as failed:
-                    if error is None:
-                        raise
-                    self._warn(f"not everything was written: {describe(failed)}")
+                    self._writes.wait()
+                finally:
+                    self._exports.wait()
+            except Exception as failed:
+                if error is None:
+                    raise
+                self._warn(f"not everything was written: {describe(failed)}")
             if self._is_replay and self._is_in_step and (said := folder.fail_replay(self._step, error)):
                 self._warn(said)
         finally:

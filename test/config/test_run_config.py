@@ -9,7 +9,7 @@ import yaml
 from omegaconf import OmegaConf
 from script_configs import FOLDER, composed
 
-from llmrl.config.launch import typed
+from llmrl.config.launch import prepared, typed
 from llmrl.config.resumed import load_config, resumed_config, save_config
 from llmrl.config.sections import GRPOConfig
 from llmrl.replay.recorded import RecordedRun
@@ -88,6 +88,22 @@ def test_another_run_is_refused(run_path, override, message):
     assert (run_path / "config.yaml").read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("saved", "asked"), [({}, {"a": 2}), ({"a": 2}, {}), ({"a": 1}, {"a": 2}), ({"b": 1}, {"a": 2})]
+)
+def test_other_options_of_the_environment_are_another_run(tmp_path, saved, asked):
+    cfg = typed(composed("grpo-async", "task=addition", f"run.path={tmp_path}"), GRPOConfig)
+    cfg.env.options = saved
+    save_config(cfg, tmp_path)
+    assert resumed_config(cfg)[1] == {}
+    cfg.env.options = asked
+    with pytest.raises(ValueError, match=r"env\.options\.[ab]=\w+ and cannot continue with"):
+        resumed_config(cfg)
+    if asked:
+        with pytest.raises(ValueError, match=r"env\.options\.a=\w+ and cannot continue with 2"):
+            resumed(tmp_path, "++env.options.a=2")
+
+
 def test_another_algorithm_is_refused(run_path):
     with pytest.raises(ValueError, match="algorithm='grpo' and cannot continue with 'expert-iteration'"):
         resumed(run_path, "algorithm=expert-iteration", algorithm="expert-iteration")
@@ -134,6 +150,16 @@ def test_a_folder_that_was_moved_is_where_it_is_now(run_path, tmp_path_factory):
     run_path.rename(moved)
     cfg, changes = resumed(moved)
     assert cfg.run.path == str(moved) and changes == {}
+
+
+def test_a_dry_run_of_a_run_that_is_resumed_has_the_configuration_of_that_run(run_path, monkeypatch, capsys):
+    overrides = [f"run.path={run_path}", "resume=true", "dry_run=true", "train.num_steps=70"]
+    monkeypatch.setattr("llmrl.config.resumed._command_line", lambda: (overrides, [FOLDER]))
+    cfg = prepared(composed("grpo-async", *overrides), GRPOConfig)
+    assert (cfg.env.name, cfg.collect.group_size, cfg.train.learning_rate) == ("gsm8k", 4, 3.0e-6)
+    assert not cfg.resume and cfg.run.path != str(run_path)
+    planned = capsys.readouterr().out
+    assert "steps    70" in planned and "trainer  cuda" in planned
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

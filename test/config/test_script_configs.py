@@ -28,6 +28,7 @@ from llmrl.config.launch import hints, prepared
 from llmrl.config.sections import GRPOConfig, ScriptConfig
 from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import MCAdvantage
+from llmrl.recipes.run import is_finished
 from llmrl.runs.null_engine import NullEngine
 from llmrl.runs.run import NothingLearned
 from llmrl.runs.setup import make_collector, make_env, make_eval_envs, start_engine, sync_scheme
@@ -51,7 +52,7 @@ DRY_RUNS = (
     ("grpo-async", "search", "gpu1"),
     ("grpo", "code", "ray-cpu"),
     ("sft", "reasoned-addition", "gpu1"),
-    ("distillation", "addition", "cpu"),
+    ("distillation", "addition", "cpu", "eval.num_samples=4", "eval.metric=eval/addition/pass@4"),
 )
 
 
@@ -333,6 +334,15 @@ def test_a_dry_run_changes_no_task_and_no_algorithm():
     assert cfg.ray.address == "auto"
 
 
+def test_a_dry_run_has_one_rank_and_a_tiny_teacher():
+    dry = as_dry_run(config("grpo", "train.num_ranks=8", "train.context_ranks=2"))
+    assert (dry.train.num_ranks, dry.train.context_ranks) == (1, 1)
+    for given in ("path=someone/elses", "url=http://localhost:1"):
+        teacher = as_dry_run(config("distillation", "teacher.hint=null", f"teacher.{given}", "teacher.top_k=4")).teacher
+        assert (teacher.path, teacher.url, teacher.top_k) == (dry.model.path, None, 4)
+    assert as_dry_run(config("distillation")).teacher == config("distillation").teacher
+
+
 def test_metrics_of_an_own_environment_have_one_name_in_every_folder(tmp_path):
     for folder in ("here", "there"):
         file = tmp_path / folder / "sums.py"
@@ -486,7 +496,7 @@ def test_every_configuration_runs_dry(algorithm, task, hardware, more, tiny_engi
     assert tiny_engine.is_alive and kept["path"] == folder
 
 
-def test_a_student_is_trained_on_its_teachers_likeliest_ids(tiny_model_path, tmp_path, run_script, monkeypatch):
+def test_a_student_is_trained_on_its_teachers_likeliest_ids(tiny_model_path, tmp_path, run_script):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     teacher = AutoModelForCausalLM.from_pretrained(tiny_model_path)
@@ -494,9 +504,9 @@ def test_a_student_is_trained_on_its_teachers_likeliest_ids(tiny_model_path, tmp
         teacher.lm_head.weight.mul_(100)  # a head sure of its tokens
     teacher.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path)
-    monkeypatch.setattr("llmrl.runs.run.shutil", SimpleNamespace(rmtree=lambda path: None))
-    taught = ("dry_run=true", "teacher.hint=null", f"teacher.path={tmp_path}", "teacher.top_k=4")
-    cfg = config("distillation", *taught)
+    taught = ("teacher.hint=null", f"teacher.path={tmp_path}", "teacher.top_k=4", f"model.path={tiny_model_path}")
+    short = ("train.num_steps=2", "train.warmup_steps=0", "collect.max_new_tokens=8", f"run.path={tmp_path / 'run'}")
+    cfg = config("distillation", *SMALL, *taught, *short)
     made = run_script(cfg)
     assert not any(made["before"][name].equal(tensor) for name, tensor in made["model"].state_dict().items())
     first, last = metrics_of(Path(cfg.run.path))
@@ -648,6 +658,7 @@ def ended(run_script, tiny_model_path, capsys):
 def test_every_stop_has_its_reason_and_a_reward_above_one_is_none(ended, tmp_path):
     output, metrics, error = ended(tmp_path / "steps", unequal)
     assert "all 2 steps are done" in output and len(metrics) == 2 and error is None
+    assert set(json.loads((tmp_path / "steps/summary.json").read_text())) == {"before", "after", "ended"}
     assert all(row["reward_mean"] > 1.1 and row["num_dropped"] == 0 for row in metrics)
     output, metrics, _ = ended(tmp_path / "target", unequal, "train.target_reward=1.5")
     assert "the mean reward reached train.target_reward=1.5 at step 1" in output and len(metrics) == 1
@@ -677,7 +688,9 @@ def test_an_interrupted_step_is_finished_and_the_run_still_reports(ended, tmp_pa
     output, metrics, error = ended(tmp_path / "run", unequal, "train.num_steps=5", train_step=interrupted)
     assert "this step is finished first" in output and "interrupted; what was learned so far is kept" in output
     assert [row["step"] for row in metrics] == [1] and metrics[0]["is_skipped"] == 0 and error is None
-    assert set(json.loads((tmp_path / "run/summary.json").read_text())) == {"before", "after"}
+    assert not is_finished(tmp_path / "run")
+    ended(tmp_path / "run", unequal, "train.num_steps=2", "resume=true")
+    assert is_finished(tmp_path / "run")
 
 
 def test_a_run_that_learns_nothing_says_so_and_ends_with_an_error(ended, tmp_path, monkeypatch):

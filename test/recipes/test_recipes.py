@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ from llmrl.cli import recipe as recipe_command
 from llmrl.cli.app import app
 from llmrl.envs.tasks.registry import load_function
 from llmrl.recipes import Recipe, band_of, curves_of, judge, known_recipes, record, train_seed
-from llmrl.recipes.run import RecipeRunError
+from llmrl.recipes.run import RecipeRunError, is_finished
 
 runner = CliRunner()
 scores = st.floats(0, 1)
@@ -102,6 +105,10 @@ def test_scores_that_are_no_shares_and_missing_curves_are_refused():
         band_of([{}], num_prompts=4)
 
 
+EVALUATED = {"before": {}, "after": {"addition": {"reward": 1.0}}}
+"""The summary of a run that was evaluated in the midst of training and has not ended."""
+
+
 def write_run(folder, rewards, held_out, difference=1e-5, staleness=0):
     """A finished run as the script leaves it, with these curves."""
     folder.mkdir(parents=True)
@@ -116,7 +123,7 @@ def write_run(folder, rewards, held_out, difference=1e-5, staleness=0):
         for step in range(max(rewards) + 1)
     ]
     (folder / "metrics.csv").write_text("\n".join(",".join(map(str, row)) for row in (names, *rows)) + "\n")
-    (folder / "summary.json").write_text(json.dumps({"before": {}, "after": {"addition": {"reward": 1.0}}}))
+    (folder / "summary.json").write_text(json.dumps({**EVALUATED, "ended": "all steps are done"}))
     return folder
 
 
@@ -125,7 +132,7 @@ def values_of(command):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parser = OverridesParser.create()
-    return {entry.key_or_group: entry.value() for entry in parser.parse_overrides(command[3:])}
+    return {entry.key_or_group: entry.value() for entry in parser.parse_overrides(command[2:])}
 
 
 @pytest.fixture
@@ -202,21 +209,60 @@ def test_a_stage_begins_with_the_model_of_the_one_before_or_has_it_as_its_teache
 ):
     commands = []
 
-    def run(command, **options):
+    def run(command):
         commands.append(command)
         path = Path(values_of(command)["run.path"])
         (write_run(path, {1: 0.5}, {0: 0.1}) / "model").mkdir()
         (path / "config.yaml").touch()
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("llmrl.recipes.run.run_script", run)
     folder = train_seed(known_recipes()[name], 7, tmp_path / "it's [a=b], seed-7")
-    assert [command[2] for command in commands] == [f"llmrl.scripts.{module}" for module in modules]
+    assert [command[1] for command in commands] == [f"llmrl.scripts.{module}" for module in modules]
     assert all("seed=7" in command for command in commands)
     models = {name: value for name, value in values_of(commands[-1]).items() if name in ("model.path", "teacher.path")}
     assert models == ({} if given is None else {given: str(tmp_path / "it's [a=b], seed-7-stage-0/model")})
     train_seed(known_recipes()[name], 7, folder)
     assert len(commands) == len(modules)  # what has ended is not run again
+
+
+SLOW_TO_END = """
+import json, signal, sys, time
+from pathlib import Path
+
+path = Path(next(word for word in sys.argv if word.startswith("run.path=")).partition("=")[2].strip("'"))
+path.mkdir(exist_ok=True)
+(path / "metrics.csv").write_text("step\\n1\\n")
+summary = {"after": {}}
+if "resume=true" in sys.argv:
+    summary["ended"] = "all steps are done"
+else:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    print("ready", file=sys.stderr, flush=True)
+    signal.sigwait([signal.SIGINT])
+    time.sleep(1)  # the model is saved
+(path / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+def test_an_interrupted_run_is_waited_for_and_later_resumed(own_recipe, tmp_path, own_programs):
+    script = tmp_path / "script.py"
+    script.write_text(SLOW_TO_END)
+    program = (
+        "import pathlib, sys\n"
+        "from llmrl.recipes import Recipe, train_seed\n"
+        "recipe, folder, script = map(pathlib.Path, sys.argv[1:])\n"
+        "train_seed(Recipe.read(recipe), 0, folder, script=script)\n"
+    )
+    command = [sys.executable, "-c", program, str(own_recipe), str(tmp_path / "run"), str(script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert any(line == "ready\n" for line in process.stderr)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 1 and "the same command resumes the run" in said, said
+    assert json.loads((tmp_path / "run/summary.json").read_text()) == {"after": {}}
+    assert subprocess.run(command).returncode == 0
+    assert is_finished(tmp_path / "run")
 
 
 def test_a_recipe_that_is_run_with_entries_has_a_folder_of_its_own(own_recipe, monkeypatch):
@@ -231,8 +277,24 @@ def test_a_recipe_that_is_run_with_entries_has_a_folder_of_its_own(own_recipe, m
         result = runner.invoke(app, ["recipe", "run", str(own_recipe), "--seed", "0", entry])
         assert result.exit_code == 2 and "no run" in result.output
     assert len(set(folders)) == 3  # other entries are other runs
-    result = runner.invoke(app, ["recipe", "run", str(own_recipe), "dry_run=true"])
-    assert result.exit_code == 2 and "a dry run leaves no curves" in result.output and len(folders) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "dry_run=true"], "a dry run leaves no curves"),
+        (["run", "seed=5"], "give the seed as --seed"),
+        (["run", "run.path=mine"], "leave out run.path"),
+        (["verify", "++seed=5"], "give the seed as --seed"),
+        (["verify", "--run", "RUN", "--seed", "5"], "leave out --seed and --script"),
+        (["verify", "--run", "RUN", "--script", "RUN"], "leave out --seed and --script"),
+    ],
+)
+def test_what_has_no_effect_on_a_recipe_s_run_is_refused(own_recipe, monkeypatch, words, message):
+    monkeypatch.setattr("llmrl.recipes.train_seed", lambda *arguments, **options: pytest.fail("a run was begun"))
+    command, *options = [word.replace("RUN", str(own_recipe)) for word in words]
+    result = runner.invoke(app, ["recipe", command, str(own_recipe), *options])
+    assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
 
 
 def test_a_recipe_composes_beside_torchrls_configurations():
@@ -258,7 +320,9 @@ def test_a_run_that_ended_early_keeps_its_last_value(own_recipe, tmp_path, takes
     curves = curves_of(Recipe.read(own_recipe), run)
     assert curves["reward_mean"] == {1: 0.9, 2: 1.0, 3: 1.0}
     assert curves["eval/pass@1"] == {0: 0.04, 3: 0.98}
-    (run / "summary.json").write_text(json.dumps({"before": {}}))
+    gap = write_run(tmp_path / "gap", {1: 0.1, 3: 0.9}, {0: 0.04, 3: 0.88})
+    assert curves_of(Recipe.read(own_recipe), gap)["reward_mean"] == {1: 0.1, 3: 0.9}
+    (run / "summary.json").write_text(json.dumps(EVALUATED))  # as after an evaluation in the midst of training
     with pytest.raises(ValueError, match="has not ended"):
         curves_of(Recipe.read(own_recipe), run)
 

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import yaml
 from opened_pages import opened
 from pytest import approx
 from recorded_runs import NUM_STEPS, call, edit_jsonl, make_agent, train_run
@@ -199,7 +200,8 @@ def test_a_run_of_other_ranks_and_devices_says_what_this_machine_computes_otherw
     """The run was made here, on one rank of the CPU; its configuration is that of two GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = run_path / "config.yaml"
-    config.write_text(config.read_text().replace("device: cpu", "device: cuda").replace("num_ranks: 1", "num_ranks: 2"))
+    text = config.read_text().replace("device: cpu", "device: cuda").replace("num_ranks: 1", "num_ranks: 2")
+    config.write_text(text.replace("context_ranks: 1", "context_ranks: 2"))
     machines = run_path / "machines.jsonl"
     here = json.loads(machines.read_text())
     assert here["step"] == 1 and here["threads"] == torch.get_num_threads() and here["torch"] == torch.__version__
@@ -210,7 +212,7 @@ def test_a_run_of_other_ranks_and_devices_says_what_this_machine_computes_otherw
     )
     machines.write_text("".join(f"{json.dumps(one)}\n" for one in others))
     found = json.loads(call("replay", run_path, "--step", 2, "--quantities", "metrics", "--json").output)
-    trainer = {"train.device": ["cuda", "cpu"], "train.num_ranks": [2, 1]}
+    trainer = {"train.device": ["cuda", "cpu"], "train.num_ranks": [2, 1], "train.context_ranks": [2, 1]}
     assert found["changed_here"] == trainer | {"threads": [64, torch.get_num_threads()]}
     assert found["first_difference"] is None
     called = call("fork", run_path, f"run.path={tmp_path / 'forked'}", "--step", 2)
@@ -337,6 +339,30 @@ def test_a_fork_without_changes_goes_on_as_the_run_did(tiny_model_path, recorded
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     called = call("fork", recorded, f"run.path={tmp_path / 'forked'}", "--step", 2)
     assert called.exit_code == 2 and "exists already" in " ".join(called.output.split())
+
+
+@pytest.mark.parametrize("name", ["a #2", "1e3", "${x}"])
+def test_a_fork_is_in_the_folder_that_is_named_and_keeps_texts_and_first_results(run_path, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    config = yaml.safe_load((run_path / "config.yaml").read_text())
+    config["model"]["lora"]["target_modules"] = ["\\${x}"]  # as a text that has no reference is saved
+    (run_path / "config.yaml").write_text(yaml.safe_dump(config))
+    summary = {"before": {"sums": {"reward": 0.25}}, "after": {"sums": {"reward": 0.5}}}
+    (run_path / "summary.json").write_text(json.dumps(summary))
+    called = call("fork", run_path, f"run.path={name}", "--step", 2)
+    assert called.exit_code == 0, called.output
+    forked = RecordedRun(tmp_path / name)
+    assert forked.steps == [1, 2] and forked.config().run.path == name
+    assert forked.config().model.lora.target_modules == ["${x}"]
+    assert forked.folder.read_summary() == {"before": summary["before"]}
+
+
+@pytest.mark.parametrize("change", ["seed=5", "env.name=guess", "env.options.a=1", "model.path=x"])
+def test_a_fork_is_of_the_same_task_model_and_order_of_prompts(recorded, tmp_path, change):
+    called = call("fork", recorded, f"run.path={tmp_path / 'forked'}", change, "--step", 2)
+    said = " ".join(called.output.split())
+    assert called.exit_code == 2 and f"has {change.partition('=')[0]}=" in said and "cannot continue" in said
+    assert not (tmp_path / "forked").exists()
 
 
 def test_two_runs_part_at_the_step_where_one_of_them_was_changed(tiny_model_path, recorded, tmp_path):

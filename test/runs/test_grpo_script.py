@@ -154,7 +154,7 @@ def test_a_finished_run_leaves_everything_it_promises(killed_and_resumed):
         assert (run_path / name).stat().st_size > 0
     assert list((run_path / "tensorboard").glob("events*"))
     summary = json.loads((run_path / "summary.json").read_text())
-    assert set(summary) == {"before", "after"}
+    assert set(summary) == {"before", "after", "ended"}
     assert "resume=true" in output.stdout
     model = AutoModelForCausalLM.from_pretrained(run_path / "model")
     assert str(next(model.parameters()).dtype) == "torch.float32"  # as it was served

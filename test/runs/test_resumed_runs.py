@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from types import SimpleNamespace
 
+import killed_runs
 import pytest
 import torch
 from killed_runs import train
 
-from llmrl.config.sections import EvalConfig
+from llmrl._utils.files import write_folder_atomically
+from llmrl.config.sections import EvalConfig, ExportConfig
 from llmrl.runs.run import Run
 from llmrl.runs.run_folder import RunFolder
 from llmrl.runs.tracked import check_free_space, split_tracked
@@ -239,3 +242,27 @@ def test_an_interrupted_replay_ends_after_its_step_and_is_repeated_by_the_next_r
     assert steps == [1, 2] and not (path / "set-aside").exists()
     train(path, renderer, resume=True)
     assert (path / "weights.json").read_text() == weights
+
+
+@pytest.mark.slow
+def test_an_export_is_awaited_although_the_wait_for_the_checkpoint_is_interrupted(renderer, tmp_path, monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt  # where the run waits
+
+    def write_late(path, write):
+        path.parent.mkdir(exist_ok=True)
+        time.sleep(0.5)
+        write_folder_atomically(path, write)
+
+    def fail(folder, step, collected):
+        if step == 3:
+            raise ValueError("no room")
+        save_batch(folder, step, collected)
+
+    save_batch = RunFolder.save_batch
+    monkeypatch.setattr(RunFolder, "save_checkpoint", interrupt)
+    monkeypatch.setattr(RunFolder, "save_batch", fail)
+    monkeypatch.setattr(killed_runs, "write_folder_atomically", write_late)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, renderer, resume=False, export=ExportConfig(every=2))
+    assert (tmp_path / "exports/step-000002/weights.json").exists()

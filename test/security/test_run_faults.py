@@ -169,6 +169,7 @@ def test_a_run_that_fails_leaves_its_folder_when_its_checkpoint_is_written(rende
     assert "checkpoint.safetensors" in files and not any(name.startswith(".checkpoint") for name in files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_short", [True, False], ids=["of memory", "of nothing"])
 def test_a_batch_whose_replay_the_kernel_ends_for_want_of_memory_is_set_aside(
     renderer, tmp_path, monkeypatch, is_short
