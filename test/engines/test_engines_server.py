@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import threading
 
@@ -11,6 +12,7 @@ import torch
 from loopback_server import LoopbackServer
 from waiting import wait_until
 
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, ServerEngine
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
@@ -320,6 +322,19 @@ def test_shutdown_fails_what_is_in_flight_and_leaves_no_thread(server):
         with pytest.raises(EngineError, match="shut down"):
             asyncio.run(ask())
     assert "llmrl-server-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_engine_that_is_collected_on_its_own_thread_leaves_no_thread(server, monkeypatch):
+    loop = BackgroundLoop("test")
+    monkeypatch.setattr("llmrl.engines.server.engine.BackgroundLoop", lambda name: loop)
+    engines = [ServerEngine(server.url)]
+
+    async def collect():
+        engines.clear()
+        gc.collect()
+
+    loop.run(collect())
+    wait_until(lambda: loop.is_closed)
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self.lacks_weights = False
         """Whether the engine dropped its weights in `sleep` and has not received new weights since."""
         self._watch = HangWatch(hang_timeout_seconds)
-        self._finalizer = weakref.finalize(self, close_llm, llm, background)
+        self._finalizer = weakref.finalize(self, background.call_outside, close_llm, llm, background)
 
     @classmethod
     def from_pretrained(
