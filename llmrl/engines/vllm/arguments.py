@@ -190,19 +190,25 @@ def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
     return said
 
 
-def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> AsyncEngineArgs:
-    """Return vLLM's arguments for the model in a folder.
+def check_options(options: EngineOptions) -> None:
+    """Raise ValueError as `check_passed_through` does, or if `speculative` is unknown."""
+    check_passed_through(options.get("engine_args") or {})
+    speculative = options.get("speculative")
+    if speculative is not None and speculative not in _DRAFTS:
+        raise ValueError(f"speculative must be 'ngram' or None, got {speculative!r}.")
 
-    Raises TypeError if a name in `engine_args` is unknown to vLLM or is set by llmrl, ValueError as
-    `check_passed_through` does or if `speculative` is unknown, and EngineError as `weight_transfer_backend` does, or if
-    `enable_sleep` is used on CPU or without a backend that restores weights.
+
+def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> AsyncEngineArgs:
+    """Return vLLM's arguments for the model in a folder, from options that `check_options` has passed.
+
+    Raises TypeError if a name in `engine_args` is unknown to vLLM or is set by llmrl, and EngineError as
+    `weight_transfer_backend` does, or if `enable_sleep` is used on CPU or without a backend that restores weights.
     """
     from llmrl.engines.vllm.private import AsyncEngineArgs, WeightTransferConfig
 
     engine_args: dict[str, Any] = dict(options.get("engine_args") or {})
     known = [field.name for field in fields(AsyncEngineArgs)]
     refuse_unknown("engine_args of AsyncVLLM", engine_args, known)
-    check_passed_through(engine_args)
     if names := untested(engine_args):
         logger.warning(
             "engine_args: llmrl's tests do not compare %s with a trainer; the log-probs of the first batch must agree.",
@@ -248,8 +254,6 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     if kv_cache_memory is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_memory
     if (speculative := options.get("speculative")) is not None:
-        if speculative not in _DRAFTS:
-            raise ValueError(f"speculative must be 'ngram' or None, got {speculative!r}.")
         arguments["speculative_config"] = _DRAFTS[speculative]
     if is_cpu:
         arguments["block_size"] = _CPU_BLOCK

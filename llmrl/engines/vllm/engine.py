@@ -27,7 +27,13 @@ from llmrl.engines.base import (
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
 from llmrl.engines.token_stream import TokenStream
-from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, NCCL_BACKEND, EngineOptions, translate_torchrl_options
+from llmrl.engines.vllm.arguments import (
+    ADAPTER_BACKEND,
+    NCCL_BACKEND,
+    EngineOptions,
+    check_options,
+    translate_torchrl_options,
+)
 from llmrl.engines.vllm.grammars import Grammars
 from llmrl.engines.vllm.passed_through import untested
 from llmrl.engines.vllm.private import close_llm, num_unfinished_tokens, pause_at_once
@@ -122,13 +128,15 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             options: see `llmrl.engines.vllm.arguments.EngineOptions`.
 
         Raises:
-            ImportError: if vLLM is not installed.
+            ImportError: if vLLM, or a part of it that is needed, is not installed.
             TypeError: if an option or a name in `engine_args` is unknown; the message suggests an alternative.
-            ValueError: if an argument in `engine_args` makes log-probs differ from the trainer's; the message says why.
+            ValueError: if an option has a value that no engine takes, or an argument in `engine_args` makes log-probs
+                differ from the trainer's; the message says why.
             EngineError: if the engine does not start; vLLM's log says why.
         """
         refuse_unknown("AsyncVLLM.from_pretrained", options, keywords_of(cls.from_pretrained) or ())
         options = translate_torchrl_options(options)
+        check_options(options)
         if num_replicas is not None:
             return cls.start_several(model_name, num_replicas, **options)
         hang_timeout_seconds = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)

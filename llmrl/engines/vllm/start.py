@@ -47,9 +47,9 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
         background = BackgroundLoop("llmrl-vllm")
         load = LoadMeter()
         stack = contextlib.ExitStack()
-        variables |= transfer_variables(weight_transfer) | {FOLDER_VARIABLE: stack.enter_context(engine_folder())}
-        background.submit(_hold(stack))
         try:
+            variables |= transfer_variables(weight_transfer) | {FOLDER_VARIABLE: stack.enter_context(engine_folder())}
+            background.submit(_hold(stack))
             with starting_environment(variables):
                 background.run(_import_vllm())
                 arguments = build_engine_args(folder, options, is_cpu=is_cpu)
@@ -63,7 +63,7 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
                     is_drafting=arguments.speculative_config is not None,
                 )
                 return background.run(start_llm(arguments, load)), background, load
-        except (TypeError, EngineError):
+        except (TypeError, ImportError, EngineError):
             background.close()
             raise
         except Exception as error:
