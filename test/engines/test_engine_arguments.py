@@ -108,6 +108,12 @@ def test_arguments_that_change_log_probs_are_refused_before_an_engine_starts(nam
     [
         ({"engine_args": {"kv_cache_dtype": "fp8"}}, "it rounds the engine's cache"),
         ({"speculative": "eagle"}, "speculative must be 'ngram' or None, got 'eagle'"),
+        (
+            {"num_devices": 2, "engine_args": {"tensor_parallel_size": 4}},
+            r"num_devices and engine_args\['tensor_parallel_size'\] set the same",
+        ),
+        ({"compile": True, "enforce_eager": True}, "compile and enforce_eager set the same"),
+        ({"verbose": True, "log_level": "ERROR"}, "verbose and log_level set the same"),
     ],
 )
 def test_values_that_no_engine_takes_are_value_errors(tmp_path, option, message):

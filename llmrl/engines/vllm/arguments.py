@@ -171,7 +171,9 @@ _NAMED_AS_VLLM = (
 
 
 def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
-    """Replace TorchRL's option names. Raises ValueError for `enable_fp32_output=True`.
+    """Replace TorchRL's option names.
+
+    Raises ValueError for `enable_fp32_output=True`, and for a name of TorchRL beside vLLM's or llmrl's for the same.
 
     Example:
         >>> translate_torchrl_options({"seed": 0, "num_devices": 2, "compile": False})
@@ -180,12 +182,21 @@ def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
     said = options.copy()
     if said.pop("enable_fp32_output", False):
         raise ValueError("enable_fp32_output=True is not supported: pass dtype='float32' for the whole model.")
-    if "num_devices" in said:
-        said["engine_args"] = {"tensor_parallel_size": said.pop("num_devices"), **(said.get("engine_args") or {})}
+    engine_args = said.get("engine_args") or {}
+    for name, other, is_given in (
+        ("num_devices", "engine_args['tensor_parallel_size']", "tensor_parallel_size" in engine_args),
+        ("verbose", "log_level", "log_level" in said),
+        ("compile", "enforce_eager", said.get("enforce_eager") is not None),
+    ):
+        if is_given and said.get(name) is not None:
+            raise ValueError(f"{name} and {other} set the same, and both are given; pass {other} alone.")
+    num_devices = said.pop("num_devices", None)
+    if num_devices is not None:
+        said["engine_args"] = {"tensor_parallel_size": num_devices, **engine_args}
     if said.pop("verbose", False):
         said["log_level"] = "INFO"
     is_compiled = said.pop("compile", None)
-    if is_compiled is not None and said.get("enforce_eager") is None:
+    if is_compiled is not None:
         said["enforce_eager"] = not is_compiled
     return said
 
