@@ -191,6 +191,14 @@ def test_cancelling_aborts_in_the_engine(shallow_engine, prompt_ids):
     assert shallow_engine.num_in_flight == 0
 
 
+def test_a_batch_with_a_prompt_that_is_refused_leaves_no_request(shallow_engine, prompt_ids):
+    sampling = SamplingConfig(max_new_tokens=1500, ignore_eos=True)
+    with pytest.raises(ValueError, match="empty"):
+        shallow_engine.generate_batch([prompt_ids, [], prompt_ids], sampling)
+    assert shallow_engine.num_in_flight == 0
+    assert not shallow_engine.llm.output_processor.request_states
+
+
 def test_the_prefix_cache_serves_shared_prompts_until_it_is_reset(shallow_engine):
     prompt_ids = list(range(100, 500))
     sampling = SamplingConfig(max_new_tokens=1)

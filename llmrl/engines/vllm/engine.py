@@ -225,10 +225,20 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             self._grammars.check(sampling.grammar)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Completion]:
-        """Sample one completion for each prompt concurrently; blocks, so it must not be called in an event loop."""
+        """Sample one completion for each prompt concurrently; blocks, so it must not be called in an event loop.
+
+        Raises the first error of `generate`, after aborting the other requests.
+        """
 
         async def generate_all() -> list[Completion]:
-            return list(await asyncio.gather(*(self.generate(prompt, sampling) for prompt in prompts)))
+            requests = [asyncio.ensure_future(self.generate(prompt, sampling)) for prompt in prompts]
+            try:
+                return await asyncio.gather(*requests)
+            except BaseException:
+                for request in requests:
+                    request.cancel()
+                await asyncio.gather(*requests, return_exceptions=True)
+                raise
 
         return self._background.run(generate_all())
 
