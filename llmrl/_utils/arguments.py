@@ -57,9 +57,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
 
 
-@functools.cache
 def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
-    """Return the keywords of a function, including those of a typed `**options`; None if it accepts any keyword."""
+    """Return the keywords of a function, including those of a typed `**options`; None if it may accept any keyword."""
     names: list[str] = []
     for parameter in parameters_of(function).values():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -68,7 +67,10 @@ def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
             # Resolve this annotation alone: the others may use names that only type checkers import.
             alone = SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
             names_of_module = getattr(inspect.unwrap(_called(function)), "__globals__", {})  # absent for functions in C
-            hint = get_type_hints(alone, names_of_module).get(parameter.name)
+            try:
+                hint = get_type_hints(alone, names_of_module).get(parameter.name)
+            except NameError:  # only type checkers import the name
+                return None
             if get_origin(hint) is not Unpack:
                 return None
             names += get_args(hint)[0].__annotations__
@@ -119,12 +121,15 @@ def check_choice(choices: Collection[object], **values: object) -> None:
             raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
 
 
+_keywords_of_class = functools.cache(keywords_of)  # for classes, which are hashable, as functions need not be
+
+
 class KnownArguments:
     """Base of classes with a constructor that first refuses unknown keywords."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         called: Callable[..., object] = cls
-        known = keywords_of(called)
+        known = _keywords_of_class(called)
         if known is not None:
             refuse_unknown(cls.__name__, kwargs, known, instead_of(*(base.__name__ for base in cls.__mro__)))
         make = super().__new__

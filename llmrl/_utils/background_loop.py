@@ -230,6 +230,16 @@ class BackgroundLoop:
             self.stop()
             self._thread.join(timeout=10)
 
+    def call_outside(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function that waits for this loop; on the loop's own thread, call it in a new thread.
+
+        For the finalizer of the loop's owner, which garbage collection runs on any thread.
+        """
+        if threading.current_thread() is self._thread:
+            threading.Thread(target=function, args=arguments, name=f"{self._thread.name}-end", daemon=True).start()
+        else:
+            function(*arguments)
+
     def abandon(self) -> None:
         """Close the loop of an owner that was garbage-collected. In the loop's own thread this does not wait."""
         self.stop()

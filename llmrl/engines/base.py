@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -55,10 +55,10 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        self._require("a whole number", numbers.Integral, "max_new_tokens", "top_k")
-        self._require("a number", numbers.Real, "temperature", "top_p", "min_p", "repetition_penalty")
+        self._convert("a whole number", numbers.Integral, int, "max_new_tokens", "top_k")
+        self._convert("a number", numbers.Real, float, "temperature", "top_p", "min_p", "repetition_penalty")
         if self.seed is not None:
-            self._require("a whole number or None", numbers.Integral, "seed")
+            self._convert("a whole number or None", numbers.Integral, int, "seed")
         checks = (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "non-negative"),
@@ -83,11 +83,14 @@ class SamplingConfig:
         for name, is_valid, expected in checks:
             if not is_valid:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}.")
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
 
-    def _require(self, expected: str, kind: type, *names: str) -> None:
+    def _convert(self, expected: str, accepted: type, kind: Callable[[Any], float], *names: str) -> None:
+        """Convert numbers, such as NumPy's, to Python's own, which a request to a server can hold."""
         for name in names:
-            if not isinstance(value := getattr(self, name), kind) or isinstance(value, bool):
+            if not isinstance(value := getattr(self, name), accepted) or isinstance(value, bool):
                 raise TypeError(f"{name} must be {expected}, got {value!r}.")
+            object.__setattr__(self, name, kind(value))
 
     @property
     def is_truncated(self) -> bool:

@@ -69,8 +69,8 @@ def starting_environment(variables: Mapping[str, str]) -> Iterator[None]:
     user's script again, whereas `child_process` sets the log level before vLLM is imported.
     """
     main = sys.modules["__main__"]
-    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    with _START_LOCK:
+    with _START_LOCK:  # before reading what to restore, which another start may have replaced
+        hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
         before = dict(os.environ)
         os.environ.update(variables)
         os.environ[PARENT_VARIABLE] = str(os.getpid())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -92,11 +93,13 @@ class LoadMeter:
 
     def __init__(self) -> None:
         self._loads = {METRICS: EngineLoad()}
+        self._lock = threading.Lock()  # the engine's loop records, and other threads read
 
     def take(self, reader: str = METRICS) -> EngineLoad:
         """Return the load since this reader's last call; a reader other than `METRICS` starts at its first call."""
-        load = self._loads.get(reader, EngineLoad())
-        self._loads[reader] = EngineLoad()
+        with self._lock:
+            load = self._loads.get(reader, EngineLoad())
+            self._loads[reader] = EngineLoad()
         return load
 
     def record(
@@ -116,8 +119,9 @@ class LoadMeter:
             0 if drafts is None else drafts.num_draft_tokens,
             0 if drafts is None else drafts.num_accepted_tokens,
         )
-        for reader, load in self._loads.items():
-            self._loads[reader] = load.joined(step)
+        with self._lock:
+            for reader, load in self._loads.items():
+                self._loads[reader] = load.joined(step)
 
     def log_engine_initialized(self) -> None:
         """Do nothing."""

@@ -279,8 +279,9 @@ class EngineGroup:
                 seen[member] = progress
             running -= hanging
         wait(hanging, _END_SECONDS)
-        why = f"the engine did not answer for {timeout:g} s and was ended."
-        return {calls[call]: EngineError(why) for call in hanging}
+        return {
+            calls[call]: EngineError(f"the engine did not answer for {timeout:g} s and was ended.") for call in hanging
+        }
 
     def _end(self, engine: UpdatableEngine) -> None:
         if self._replicas is not None:

@@ -6,8 +6,10 @@ import asyncio
 import os
 import sys
 import threading
+import traceback
 
 import pytest
+from waiting import wait_until
 
 from llmrl._utils import background_loop
 from llmrl._utils.background_loop import BackgroundLoop
@@ -122,3 +124,27 @@ def test_starting_leaves_the_environment_and_main_as_they_were(monkeypatch):
         os.environ["LLMRL_TEST_BY_OTHERS"] = "1"
     assert dict(os.environ) == environment
     assert getattr(sys.modules["__main__"], "__file__", None) == main_file
+
+
+def test_starts_at_once_leave_main_as_it_was_before_the_first():
+    main = sys.modules["__main__"]
+    before = getattr(main, "__file__", None), main.__spec__
+
+    def start():
+        with starting_environment({}):
+            pass
+
+    others = [threading.Thread(target=start) for _ in range(2)]
+    with starting_environment({}):
+        for other in others:
+            other.start()
+        # Each has begun, and waits for its turn.
+        wait_until(lambda: all("starting_environment" in frames_of(other) for other in others))
+    for other in others:
+        other.join()
+    assert (getattr(main, "__file__", None), main.__spec__) == before
+
+
+def frames_of(thread):
+    """The names of the functions that a thread is in."""
+    return [frame.name for frame in traceback.extract_stack(sys._current_frames()[thread.ident])]

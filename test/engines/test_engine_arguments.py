@@ -16,6 +16,7 @@ from weight_sync_tools import change_every_parameter, differences_of, make_sende
 from llmrl.config.engine import EngineConfig
 from llmrl.engines import AsyncVLLM, SamplingConfig
 from llmrl.engines.base import EngineError
+from llmrl.engines.vllm import private as vllm_private
 from llmrl.engines.vllm.arguments import build_engine_args, default_kv_cache_memory
 from llmrl.engines.vllm.model_types import key_value_bytes, read_config
 from llmrl.engines.vllm.passed_through import REFUSED, TESTED, check_passed_through, untested
@@ -100,6 +101,31 @@ def test_arguments_that_change_log_probs_are_refused_before_an_engine_starts(nam
     with pytest.raises(ValueError, match=f"engine_args may not hold '{name}': .*Leave it out"):
         EngineConfig(engine_args={name: {"method": "ngram"}})
     check_passed_through({name: None})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"engine_args": {"kv_cache_dtype": "fp8"}}, "it rounds the engine's cache"),
+        ({"speculative": "eagle"}, "speculative must be 'ngram' or None, got 'eagle'"),
+        (
+            {"num_devices": 2, "engine_args": {"tensor_parallel_size": 4}},
+            r"num_devices and engine_args\['tensor_parallel_size'\] set the same",
+        ),
+        ({"compile": True, "enforce_eager": True}, "compile and enforce_eager set the same"),
+        ({"verbose": True, "log_level": "ERROR"}, "verbose and log_level set the same"),
+    ],
+)
+def test_values_that_no_engine_takes_are_value_errors(tmp_path, option, message):
+    with pytest.raises(ValueError, match=message):
+        AsyncVLLM.from_pretrained(tmp_path, **option)
+
+
+def test_a_vllm_that_lacks_a_name_is_an_import_error(imports_vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.99.0")
+    monkeypatch.setitem(vllm_private._MODULES, "NewName", "vllm.config")
+    with pytest.raises(ImportError, match=r"lacks vllm.config.NewName\. Install"):
+        AsyncVLLM.from_pretrained(tmp_path, kv_cache_memory=1 << 26)
 
 
 def test_delta_rules_in_float32_are_refused_on_a_cpu_before_an_engine_starts(imports_vllm, tmp_path):

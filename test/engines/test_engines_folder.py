@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 from waiting import is_running, wait_until
 from weight_sync_tools import sharp_llama
 
-from llmrl.engines import AsyncVLLM
+from llmrl.engines import AsyncVLLM, EngineError
 from llmrl.engines.engine_folder import engine_folder
 from llmrl.engines.vllm import private as vllm_private
 
@@ -48,6 +49,14 @@ def test_the_folder_of_a_trainer_that_was_killed_is_removed_at_the_next_start(ba
     with engine_folder() as own:
         assert list(base.iterdir()) == [Path(own)]
     assert not list(base.iterdir())
+
+
+def test_a_start_without_the_folder_of_all_engines_leaves_no_thread(imports_vllm, base, monkeypatch):
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(base / "absent"))
+    before = threading.enumerate()
+    with pytest.raises(EngineError, match=f"No such file or directory: '{base}/absent"):
+        AsyncVLLM.from_pretrained("model")
+    assert not [thread for thread in set(threading.enumerate()).difference(before) if thread.name == "llmrl-vllm"]
 
 
 def test_the_file_at_which_workers_meet_is_in_the_folder(tmp_path, monkeypatch, imports_vllm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 from hypothesis import given
@@ -50,6 +51,29 @@ def test_a_load_is_reported_once(steps):
     engine = Engine(steps)
     take_load(engine)
     assert engine.take_load() == EngineLoad()
+
+
+def test_a_load_that_is_read_while_a_step_is_added_is_counted_once(monkeypatch):
+    meter = LoadMeter()
+    joined, is_joining, taken = EngineLoad.joined, threading.Event(), []
+
+    def join_slowly(load, step):
+        is_joining.set()
+        reading.join(0.2)  # as long as it may take a reader to come in between
+        return joined(load, step)
+
+    def read():
+        is_joining.wait()
+        taken.append(meter.take())
+
+    step = [(0.5, 1, 1, 8, 4, 0, 0)]
+    record(meter, step)
+    monkeypatch.setattr(EngineLoad, "joined", join_slowly)
+    reading = threading.Thread(target=read)
+    reading.start()
+    record(meter, step)
+    reading.join()
+    assert taken[0].num_preemptions + meter.take().num_preemptions == 2
 
 
 @given(STEPS, STEPS)

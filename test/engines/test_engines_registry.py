@@ -7,6 +7,7 @@ import functools
 import time
 
 import pytest
+from waiting import wait_until
 
 from llmrl.engines import EngineRegistry, EngineReplicas, RayEngine, SamplingConfig
 from llmrl.testing import ScriptedEngine
@@ -52,3 +53,26 @@ def test_only_engines_that_others_can_reach_are_published():
         registry.publish_once(EngineReplicas([ScriptedEngine([[1]])]))
     with pytest.raises(RuntimeError, match="has no engine"):
         registry.connect()
+
+
+def test_engines_that_die_together_have_two_successors(monkeypatch):
+    class SlowNotice:
+        """Takes long to compare, so that both look for their successors at once."""
+
+        def __init__(self, name):
+            self.name = name
+
+        @property
+        def actor(self):
+            time.sleep(0.02)
+            return self.name
+
+    engines = {name: ScriptedEngine([[7]]) for name in "abcd"}
+    served = ["a", "b"]
+    monkeypatch.setattr(EngineRegistry, "_read", lambda self: [SlowNotice(name) for name in served])
+    monkeypatch.setattr(RayEngine, "reach", lambda notice: engines[notice.name])
+    reached = EngineRegistry(None).connect()
+    served[:] = ["c", "d"]
+    engines["a"].shutdown(), engines["b"].shutdown()
+    wait_until(lambda: reached.serving == {0, 1})
+    assert {id(engine) for engine in reached} == {id(engines["c"]), id(engines["d"])}

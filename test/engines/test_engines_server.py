@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import threading
 
+import numpy as np
 import pytest
 import torch
 from loopback_server import LoopbackServer
 from waiting import wait_until
 
+from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.engines import Engine, EngineError, EngineReplicas, SamplingConfig, ServerEngine
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
@@ -49,7 +52,8 @@ def test_a_grammar_is_refused_since_the_server_does_not_report_what_it_kept(engi
         engine.check_sampling(SAMPLING.with_changes(grammar="{}"))
 
 
-def test_every_sampling_parameter_is_sent(engine, server):
+@pytest.mark.parametrize(("whole", "real"), [(int, float), (np.int64, np.float32)])
+def test_every_sampling_parameter_is_sent(engine, server, whole, real):
     server.answer = lambda body: {
         "finish_reason": "stop",
         "stop_reason": "END",
@@ -61,26 +65,26 @@ def test_every_sampling_parameter_is_sent(engine, server):
         },
     }
     sampling = SamplingConfig(
-        max_new_tokens=400,
-        temperature=0.7,
-        top_p=0.9,
-        top_k=5,
-        min_p=0.1,
-        repetition_penalty=1.2,
-        seed=11,
+        max_new_tokens=whole(400),
+        temperature=real(0.75),
+        top_p=real(0.875),
+        top_k=whole(5),
+        min_p=real(0.125),
+        repetition_penalty=real(1.25),
+        seed=whole(11),
         stop=("END",),
-        stop_token_ids=(3,),
+        stop_token_ids=(whole(3),),
         ignore_eos=True,
     )
     assert generate(engine, sampling).stop_string == "END"
     body = server.bodies[-1]
     sent = {name: body[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")}
     assert sent == {
-        "temperature": 0.7,
-        "top_p": 0.9,
+        "temperature": 0.75,
+        "top_p": 0.875,
         "top_k": 5,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
+        "min_p": 0.125,
+        "repetition_penalty": 1.25,
         "seed": 11,
     }
     assert (body["stop"], body["stop_token_ids"], body["ignore_eos"]) == (["END"], [3], True)
@@ -320,6 +324,19 @@ def test_shutdown_fails_what_is_in_flight_and_leaves_no_thread(server):
         with pytest.raises(EngineError, match="shut down"):
             asyncio.run(ask())
     assert "llmrl-server-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_engine_that_is_collected_on_its_own_thread_leaves_no_thread(server, monkeypatch):
+    loop = BackgroundLoop("test")
+    monkeypatch.setattr("llmrl.engines.server.engine.BackgroundLoop", lambda name: loop)
+    engines = [ServerEngine(server.url)]
+
+    async def collect():
+        engines.clear()
+        gc.collect()
+
+    loop.run(collect())
+    wait_until(lambda: loop.is_closed)
 
 
 @pytest.mark.slow

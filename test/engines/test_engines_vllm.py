@@ -7,12 +7,11 @@ import gc
 import os
 import signal
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from waiting import begin, is_running
+from waiting import begin, is_running, wait_until
 
 from llmrl.engines import AsyncVLLM, Engine, EngineError, SamplingConfig
 from llmrl.engines.hang_detector import HangWatch
@@ -192,6 +191,14 @@ def test_cancelling_aborts_in_the_engine(shallow_engine, prompt_ids):
     assert shallow_engine.num_in_flight == 0
 
 
+def test_a_batch_with_a_prompt_that_is_refused_leaves_no_request(shallow_engine, prompt_ids):
+    sampling = SamplingConfig(max_new_tokens=1500, ignore_eos=True)
+    with pytest.raises(ValueError, match="empty"):
+        shallow_engine.generate_batch([prompt_ids, [], prompt_ids], sampling)
+    assert shallow_engine.num_in_flight == 0
+    assert not shallow_engine.llm.output_processor.request_states
+
+
 def test_the_prefix_cache_serves_shared_prompts_until_it_is_reset(shallow_engine):
     prompt_ids = list(range(100, 500))
     sampling = SamplingConfig(max_new_tokens=1)
@@ -344,15 +351,19 @@ def test_death_fails_what_is_in_flight_and_shutdown_leaves_nothing(tiny_model_pa
     assert not is_running(pid)
 
 
-def test_collection_ends_the_engine(tiny_model_path, real_vllm):
-    engine = start_tiny(tiny_model_path)
-    [pid] = engine_processes(engine)
-    background = engine._background
+@pytest.mark.parametrize("thread", ["another", "its own"])
+def test_collection_ends_the_engine(tiny_model_path, real_vllm, thread):
+    engines = [start_tiny(tiny_model_path)]
+    [pid] = engine_processes(engines[0])
+    background = engines[0]._background
     assert is_running(pid)
-    del engine
-    gc.collect()
-    deadline = time.monotonic() + 240
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(pid)
-    assert background.is_closed
+
+    async def collect():
+        engines.clear()
+        gc.collect()
+
+    if thread == "another":
+        asyncio.run(collect())
+    else:
+        background.run(collect())
+    wait_until(lambda: not is_running(pid) and background.is_closed)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 from tensordict import TensorDict, lazy_stack
@@ -44,6 +46,9 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardInput, evaluate_expression, is_countdown_right
 from llmrl.testing import ScriptedEngine
 from llmrl.transforms import find_rubric_rewards
+
+if TYPE_CHECKING:
+    from decimal import Decimal
 
 GSM8K = [
     {"question": "Ida has 3 boxes of 400 nails. How many nails?", "answer": "3 * 400 = <<3*400=1200>>1200 #### 1,200"},
@@ -235,6 +240,29 @@ def test_ifeval_is_aggregated_by_a_function_of_ones_own():
     assert answered(env, "<answer>Red, blue</answer>")["reward"].item() == pytest.approx(0.1)
     with pytest.raises(ValueError, match="aggregate_reward"):
         IfEvalScorer(aggregate_reward=False)
+
+
+def test_ifeval_is_aggregated_by_an_instance_that_cannot_be_hashed():
+    @dataclasses.dataclass
+    class Aggregate:
+        share: float
+
+        def __call__(self, score, complete):
+            return self.share * score.prompt_level_strict_acc * complete
+
+    env = DatasetChatEnv([{"query": "?", **IFEVAL[0]}]).append_transform(IfEvalScorer(aggregate_reward=Aggregate(0.5)))
+    assert answered(env, "<answer>Red</answer>")["reward"].item() == 0.5
+
+
+def test_an_environment_of_ones_own_has_types_that_only_type_checkers_import():
+    class OwnEnv(ChatEnv):
+        def __init__(self, *, length: Decimal, **options: Decimal):
+            super().__init__(**options)
+            self.length = length
+
+    assert OwnEnv(length=3, system_prompt="Be brief.").length == 3
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sytem_prompt'"):
+        OwnEnv(length=3, sytem_prompt="Be brief.")
 
 
 @pytest.mark.parametrize("parser", [GSM8KRewardParser, MATHRewardParser, CountdownRewardParser])

@@ -258,6 +258,14 @@ def test_an_engine_that_finishes_long_requests_before_it_pauses_does_not_hang():
     sender.shutdown()
 
 
+def test_engines_that_may_take_for_ever_are_updated():
+    engine = TakingEngine()
+    replicas = EngineReplicas([engine], hang_timeout_seconds=None)
+    sender = make_sender(VLLMWeightSyncScheme(), torch.nn.Linear(3, 2), replicas)
+    assert (sender.update_weights(), engine.policy_version) == (1, 1)
+    sender.shutdown()
+
+
 def test_a_worker_in_another_container_does_not_take_a_file_of_the_same_size_for_the_trainers_memory(
     tmp_path, imports_vllm
 ):

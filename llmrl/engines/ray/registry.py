@@ -102,15 +102,17 @@ class EngineRegistry:
         if not notices:
             raise EngineError("the registry has no engine that serves.")
         held = dict(enumerate(notices))
+        claiming = threading.Lock()  # replicas that die together look for their successors in several threads
 
         def successor(index: int) -> RayEngine:
             deadline = time.monotonic() + _SUCCESSOR_SECONDS
             while time.monotonic() < deadline:
-                known = [notice.actor for notice in held.values()]
-                fresh = [notice for notice in self._read() if notice is not None and notice.actor not in known]
-                if fresh:
-                    held[index] = fresh[0]
-                    return RayEngine.reach(fresh[0])
+                with claiming:
+                    known = [notice.actor for notice in held.values()]
+                    fresh = [notice for notice in self._read() if notice is not None and notice.actor not in known]
+                    if fresh:
+                        held[index] = fresh[0]
+                        return RayEngine.reach(fresh[0])
                 time.sleep(_LOOK_AGAIN_S)
             raise EngineError(f"no engine replaced replica {index} within {_SUCCESSOR_SECONDS:.0f} s.")
 

@@ -123,7 +123,8 @@ class ServerEngine(ServerUpdates):
         try:
             self._api_key = api_key
             self._session: aiohttp.ClientSession = self._background.run(_open_session(api_key))
-            self._finalizer = weakref.finalize(self, _close_session, self._session, self._background)
+            call = self._background.call_outside
+            self._finalizer = weakref.finalize(self, call, _close_session, self._session, self._background)
             served = read_models(self._first_answer(start_timeout_seconds), self._base_url)
             self.model = next(iter(served)) if model is None else model
             if self.model not in served:

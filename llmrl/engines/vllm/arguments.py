@@ -171,7 +171,9 @@ _NAMED_AS_VLLM = (
 
 
 def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
-    """Replace TorchRL's option names. Raises ValueError for `enable_fp32_output=True`.
+    """Replace TorchRL's option names.
+
+    Raises ValueError for `enable_fp32_output=True`, and for a name of TorchRL beside vLLM's or llmrl's for the same.
 
     Example:
         >>> translate_torchrl_options({"seed": 0, "num_devices": 2, "compile": False})
@@ -180,29 +182,44 @@ def translate_torchrl_options(options: EngineOptions) -> EngineOptions:
     said = options.copy()
     if said.pop("enable_fp32_output", False):
         raise ValueError("enable_fp32_output=True is not supported: pass dtype='float32' for the whole model.")
-    if "num_devices" in said:
-        said["engine_args"] = {"tensor_parallel_size": said.pop("num_devices"), **(said.get("engine_args") or {})}
+    engine_args = said.get("engine_args") or {}
+    for name, other, is_given in (
+        ("num_devices", "engine_args['tensor_parallel_size']", "tensor_parallel_size" in engine_args),
+        ("verbose", "log_level", "log_level" in said),
+        ("compile", "enforce_eager", said.get("enforce_eager") is not None),
+    ):
+        if is_given and said.get(name) is not None:
+            raise ValueError(f"{name} and {other} set the same, and both are given; pass {other} alone.")
+    num_devices = said.pop("num_devices", None)
+    if num_devices is not None:
+        said["engine_args"] = {"tensor_parallel_size": num_devices, **engine_args}
     if said.pop("verbose", False):
         said["log_level"] = "INFO"
     is_compiled = said.pop("compile", None)
-    if is_compiled is not None and said.get("enforce_eager") is None:
+    if is_compiled is not None:
         said["enforce_eager"] = not is_compiled
     return said
 
 
-def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> AsyncEngineArgs:
-    """Return vLLM's arguments for the model in a folder.
+def check_options(options: EngineOptions) -> None:
+    """Raise ValueError as `check_passed_through` does, or if `speculative` is unknown."""
+    check_passed_through(options.get("engine_args") or {})
+    speculative = options.get("speculative")
+    if speculative is not None and speculative not in _DRAFTS:
+        raise ValueError(f"speculative must be 'ngram' or None, got {speculative!r}.")
 
-    Raises TypeError if a name in `engine_args` is unknown to vLLM or is set by llmrl, ValueError as
-    `check_passed_through` does or if `speculative` is unknown, and EngineError as `weight_transfer_backend` does, or if
-    `enable_sleep` is used on CPU or without a backend that restores weights.
+
+def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> AsyncEngineArgs:
+    """Return vLLM's arguments for the model in a folder, from options that `check_options` has passed.
+
+    Raises TypeError if a name in `engine_args` is unknown to vLLM or is set by llmrl, and EngineError as
+    `weight_transfer_backend` does, or if `enable_sleep` is used on CPU or without a backend that restores weights.
     """
     from llmrl.engines.vllm.private import AsyncEngineArgs, WeightTransferConfig
 
     engine_args: dict[str, Any] = dict(options.get("engine_args") or {})
     known = [field.name for field in fields(AsyncEngineArgs)]
     refuse_unknown("engine_args of AsyncVLLM", engine_args, known)
-    check_passed_through(engine_args)
     if names := untested(engine_args):
         logger.warning(
             "engine_args: llmrl's tests do not compare %s with a trainer; the log-probs of the first batch must agree.",
@@ -248,8 +265,6 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     if kv_cache_memory is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_memory
     if (speculative := options.get("speculative")) is not None:
-        if speculative not in _DRAFTS:
-            raise ValueError(f"speculative must be 'ngram' or None, got {speculative!r}.")
         arguments["speculative_config"] = _DRAFTS[speculative]
     if is_cpu:
         arguments["block_size"] = _CPU_BLOCK

@@ -27,7 +27,13 @@ from llmrl.engines.base import (
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
 from llmrl.engines.token_stream import TokenStream
-from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, NCCL_BACKEND, EngineOptions, translate_torchrl_options
+from llmrl.engines.vllm.arguments import (
+    ADAPTER_BACKEND,
+    NCCL_BACKEND,
+    EngineOptions,
+    check_options,
+    translate_torchrl_options,
+)
 from llmrl.engines.vllm.grammars import Grammars
 from llmrl.engines.vllm.passed_through import untested
 from llmrl.engines.vllm.private import close_llm, num_unfinished_tokens, pause_at_once
@@ -104,7 +110,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self.lacks_weights = False
         """Whether the engine dropped its weights in `sleep` and has not received new weights since."""
         self._watch = HangWatch(hang_timeout_seconds)
-        self._finalizer = weakref.finalize(self, close_llm, llm, background)
+        self._finalizer = weakref.finalize(self, background.call_outside, close_llm, llm, background)
 
     @classmethod
     def from_pretrained(
@@ -122,13 +128,15 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             options: see `llmrl.engines.vllm.arguments.EngineOptions`.
 
         Raises:
-            ImportError: if vLLM is not installed.
+            ImportError: if vLLM, or a part of it that is needed, is not installed.
             TypeError: if an option or a name in `engine_args` is unknown; the message suggests an alternative.
-            ValueError: if an argument in `engine_args` makes log-probs differ from the trainer's; the message says why.
+            ValueError: if an option has a value that no engine takes, or an argument in `engine_args` makes log-probs
+                differ from the trainer's; the message says why.
             EngineError: if the engine does not start; vLLM's log says why.
         """
         refuse_unknown("AsyncVLLM.from_pretrained", options, keywords_of(cls.from_pretrained) or ())
         options = translate_torchrl_options(options)
+        check_options(options)
         if num_replicas is not None:
             return cls.start_several(model_name, num_replicas, **options)
         hang_timeout_seconds = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
@@ -217,10 +225,20 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             self._grammars.check(sampling.grammar)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[Completion]:
-        """Sample one completion for each prompt concurrently; blocks, so it must not be called in an event loop."""
+        """Sample one completion for each prompt concurrently; blocks, so it must not be called in an event loop.
+
+        Raises the first error of `generate`, after aborting the other requests.
+        """
 
         async def generate_all() -> list[Completion]:
-            return list(await asyncio.gather(*(self.generate(prompt, sampling) for prompt in prompts)))
+            requests = [asyncio.ensure_future(self.generate(prompt, sampling)) for prompt in prompts]
+            try:
+                return await asyncio.gather(*requests)
+            except BaseException:
+                for request in requests:
+                    request.cancel()
+                await asyncio.gather(*requests, return_exceptions=True)
+                raise
 
         return self._background.run(generate_all())
 

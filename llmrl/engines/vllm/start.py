@@ -47,10 +47,11 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
         background = BackgroundLoop("llmrl-vllm")
         load = LoadMeter()
         stack = contextlib.ExitStack()
-        variables |= transfer_variables(weight_transfer) | {FOLDER_VARIABLE: stack.enter_context(engine_folder())}
-        background.submit(_hold(stack))
         try:
+            variables |= transfer_variables(weight_transfer) | {FOLDER_VARIABLE: stack.enter_context(engine_folder())}
+            background.submit(_hold(stack))
             with starting_environment(variables):
+                background.run(_import_vllm())
                 arguments = build_engine_args(folder, options, is_cpu=is_cpu)
                 is_updated = weight_transfer is not False
                 check_model(
@@ -62,12 +63,20 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
                     is_drafting=arguments.speculative_config is not None,
                 )
                 return background.run(start_llm(arguments, load)), background, load
-        except (TypeError, EngineError):
+        except (TypeError, ImportError, EngineError):
             background.close()
             raise
         except Exception as error:
             background.close()
             raise EngineError(f"vLLM did not start with model {model!r}: {error}") from error
+
+
+async def _import_vllm() -> None:
+    """Import vLLM on the loop's thread: errors in vLLM's imports, which vLLM stores, hold the frames of all callers.
+
+    With a caller's frame they would hold its local variables, such as the engine, which would never be collected.
+    """
+    from llmrl.engines.vllm.private import AsyncEngineArgs  # noqa: F401
 
 
 async def _hold(stack: contextlib.ExitStack) -> None:
