@@ -7,12 +7,12 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal, TypedDict
+from typing import Literal, TypedDict, get_args
 
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
-from llmrl._utils.arguments import KnownArguments, check_least
+from llmrl._utils.arguments import KnownArguments, check_choice, check_least
 from llmrl.collectors.base import BatchCollector, CollectorSource
 from llmrl.collectors.buffer import QueueBuffer, TakesBatches, TakesItems
 from llmrl.collectors.concurrency import FIRST_LIMIT, READER, ConcurrencyLimit, CountsTurns, follow_load
@@ -155,7 +155,10 @@ class LLMCollector(KnownArguments, BatchCollector):
         if not is_limit_found and max_concurrent_rollouts is not num_given:
             raise TypeError(f"max_concurrent_rollouts is a number, 'auto' or None, got {max_concurrent_rollouts!r}.")
         check_least(1, max_concurrent_rollouts=num_given)
-        check_least(0, num_extra_groups=num_extra_groups)
+        check_least(0, num_extra_groups=num_extra_groups, max_staleness=max_staleness)
+        check_choice(get_args(LatePolicy), late_groups=late_groups)
+        if late_groups == "drop" and max_staleness is None:
+            raise ValueError("late_groups='drop' needs max_staleness, which bounds the age of a group.")
         if num_extra_groups and (max_staleness is not None or shape.kind != "groups"):
             raise ValueError(
                 "num_extra_groups needs groups_per_batch, and excludes max_staleness, which would keep the extra "
@@ -168,6 +171,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         if queue is not None and replay_buffer is not None:
             raise ValueError("batches go to either a replay_buffer or a queue: pass one of them.")
         source: CollectorSource
+        has_default_size = dialog_turns_per_batch is None and not shape.is_grouped
         limits = RolloutLimits() if limits is None else limits
         self.policy_version_tracker: PolicyVersion | None = None
         """Transform that writes each step's version, if `track_policy_version` requests one."""
@@ -175,10 +179,12 @@ class LLMCollector(KnownArguments, BatchCollector):
         if isinstance(env, RayActors):
             in_groups = shape.is_grouped
             source = RaySource(env, make_policy, in_groups=in_groups, track_version=track_policy_version, limits=limits)
+            if has_default_size:
+                shape = replace(shape, size=source.default_size)
         else:
             self.policy: LLMWrapperBase = make_policy()
             self.env: EnvBase | MixedEnv = env if isinstance(env, EnvBase | MixedEnv) else env()
-            if dialog_turns_per_batch is None and not shape.is_grouped and isinstance(self.env, EnvBase):
+            if has_default_size and isinstance(self.env, EnvBase):
                 shape = replace(shape, size=max(1, self.env.batch_size.numel()))
             source = self._local_source(shape, limits, track_policy_version)
         per_batch = shape.size if shape.kind != "tokens" else 8

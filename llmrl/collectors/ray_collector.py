@@ -69,6 +69,11 @@ class RayLLMCollector(LLMCollector):
         assert isinstance(self._source, RaySource)
         self.ray_source = self._source
         """Owner of the actors."""
+        try:
+            self._source.start()  # after all checks, since actors start engines
+        except BaseException:
+            self.shutdown()
+            raise
 
     @property
     def num_restarts(self) -> int:
@@ -99,5 +104,6 @@ def _ahead(arguments: CollectorOptions) -> CollectorOptions:
         raise ValueError("sync_iter=False needs batches of a known size: pass groups_per_batch, not tokens_per_batch.")
     if arguments.get("groups_per_batch") is not None or arguments.get("yield_only_last_steps"):
         return {**arguments, "max_staleness": 1}
+    given = arguments.get("max_concurrent_rollouts")
     size = arguments.get("dialog_turns_per_batch") or 1
-    return {**arguments, "max_concurrent_rollouts": arguments.get("max_concurrent_rollouts") or size}
+    return {**arguments, "max_concurrent_rollouts": size if given is None else given}

@@ -106,9 +106,7 @@ class RaySource:
     A dead actor is replaced at once, and its groups are played again. Until its successor is ready, the other actors
     play. Actors return training rows with `in_groups`, otherwise turns.
 
-    Raises:
-        ValueError: if the environment has no dataset, or if an argument cannot be sent to the actors.
-        ray.exceptions.RayActorError: if an actor cannot be built.
+    Raises ValueError if the environment has no dataset, or if an argument cannot be sent to the actors.
     """
 
     def __init__(
@@ -124,14 +122,15 @@ class RaySource:
             raise ValueError("limits by name are those of a MixedEnv, which actors do not play: pass RolloutLimits.")
         if isinstance(track_version, PolicyVersion):
             raise ValueError("your own PolicyVersion is not sent to the actors: pass track_policy_version=True.")
-        connect(actors.ray_init_config)
-        ray = require("ray", extra="ray")
+        require("ray", extra="ray")
         own_env = actors.make_env()
         dataset_env = dataset_env_of(own_env)
         if dataset_env is None:
             raise ValueError("env must build a single DatasetChatEnv, since actors draw its prompts by position.")
         self.dataset_env = dataset_env
         is_group_scored = any(reward.rubric.is_group_scored for reward in find_rubric_rewards(own_env))
+        self.default_size = max(1, own_env.batch_size.numel())
+        """Number of turns or last steps per batch unless another is given."""
         self.is_open = asyncio.Event()
         self.engine = actors.engine
         self._prompts = self.dataset_env.prompts
@@ -140,18 +139,25 @@ class RaySource:
         self.group_size = self._prompts.num_samples if in_groups or self._are_groups_whole else 1
         self._arguments = (actors.make_env, make_policy, in_groups, track_version, limits)
         self._options = {"max_concurrency": MAX_IN_FLIGHT, **actors.options}
-        self._class = ray.remote(CollectorActor)
+        self._actors = actors
+        self._slots: list[_ActorSlot] = []
         self.num_restarts = 0
         """Number of actors that died and were replaced."""
         self.version = 0
         """Last known version of the policy."""
         self._changed = asyncio.Event()
         self._starting: set[asyncio.Task[None]] = set()
-        self._slots = [_ActorSlot(self._new_actor()) for _ in range(actors.number)]
+
+    def start(self) -> None:
+        """Start the actors; raise RayActorError if one cannot be built."""
+        self._search_as_before = search_rarely(self)
+        connect(self._actors.ray_init_config)
+        ray = require("ray", extra="ray")
+        self._class = ray.remote(CollectorActor)
+        self._slots = [_ActorSlot(self._new_actor()) for _ in range(self._actors.number)]
         ray.get([slot.actor.process_id.remote() for slot in self._slots])  # raises errors of the user's functions
         for slot in self._slots:
             slot.is_ready = True
-        self._search_as_before = search_rarely(self)
 
     def _new_actor(self) -> Any:
         return self._class.options(**self._options).remote(*self._arguments)
@@ -194,7 +200,12 @@ class RaySource:
             actor = slot.actor
             slot.load += 1
             try:
-                rollouts: list[Rollout] = await actor.play.remote(job.payload)
+                answer = actor.play.remote(job.payload)
+                try:
+                    rollouts: list[Rollout] = await answer
+                except asyncio.CancelledError:  # Ray does not tell the actor, which would play to the end
+                    require("ray", extra="ray").cancel(answer)
+                    raise
                 columns = {record.rollout_id: record.columns for record in job.records}
                 for rollout in rollouts:
                     rollout.columns = columns.get(rollout.rollout_id, {})

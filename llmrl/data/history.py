@@ -309,6 +309,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
                 allow.
         """
         if chat_template_name is not None:
+            if chat_template is not None:
+                raise ValueError("chat_template and chat_template_name each choose the template: pass one of them.")
             chat_template = template_named(chat_template_name)
         if return_tensors not in (None, "pt"):
             raise ValueError(f"return_tensors must be 'pt', got {return_tensors!r}.")

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
+from llmrl._utils.arguments import check_choice
 from llmrl._utils.types import Nested, Tokenizer
 from llmrl.data.chats import map_chats
 from llmrl.data.content_marks import ContentMarks, with_plain_marks
@@ -34,6 +35,7 @@ class ChatRendering:
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_choice((False, True, "longest", "max_length"), padding=self.padding)
         if (self.truncation or self.padding == "max_length") and self.max_length is None:
             raise ValueError("truncation and padding='max_length' need max_length.")
         if not self.chat_template:

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 
-from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.arguments import KnownArguments, check_choice
 from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.types import InputMode, Tokenizer
 from llmrl.data import CONTEXT_VERSION, ChatHistory, History, LogProbs, Masks, Text, Tokens
@@ -99,15 +99,19 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> None:
         super().__init__()
-        if input_mode not in ("history", "text", "tokens"):
-            raise ValueError(f"input_mode must be one of 'history', 'text' or 'tokens', got {input_mode!r}.")
-        if not generate and not self._can_score:
-            raise ValueError("generate=False needs a model that scores: TransformersWrapper(model, generate=False).")
-        if not generate and return_log_probs is False:
-            raise ValueError("return_log_probs must be True when generate=False: there is nothing else to return.")
-        if num_samples is not None and (num_samples < 1 or inplace or not generate):
-            raise ValueError("num_samples must be at least 1, and needs inplace=False (or None) and generate=True.")
-        if chat_template is None and chat_template_name is not None:
+        self._check_arguments(
+            renderer=renderer,
+            chat_template=chat_template,
+            chat_template_name=chat_template_name,
+            input_mode=input_mode,
+            generate=generate,
+            generate_kwargs=generate_kwargs,
+            return_log_probs=return_log_probs,
+            num_samples=num_samples,
+            inplace=inplace,
+            conversation_mode=conversation_mode,
+        )
+        if chat_template_name is not None:
             chat_template = template_named(chat_template_name)
         if isinstance(tokenizer, str):
             from transformers import AutoTokenizer
@@ -151,6 +155,40 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             stop_token_ids = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *renderer.stop_token_ids)))
             self.sampling = self.sampling.with_changes(stop_token_ids=stop_token_ids)
 
+    def _check_arguments(
+        self,
+        *,
+        renderer: Renderer | None = None,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        input_mode: InputMode = "history",
+        generate: bool = True,
+        generate_kwargs: Mapping[str, object] | SamplingConfig | None = None,
+        return_log_probs: bool | None = None,
+        num_samples: int | None = None,
+        inplace: bool | Literal["empty"] | None = None,
+        conversation_mode: Literal["auto", "token", "message"] = "auto",
+        **_: object,
+    ) -> None:
+        """Raise the errors of arguments that need no engine; a subclass can call this before it starts one."""
+        if input_mode not in ("history", "text", "tokens"):
+            raise ValueError(f"input_mode must be one of 'history', 'text' or 'tokens', got {input_mode!r}.")
+        check_choice(("auto", "token", "message"), conversation_mode=conversation_mode)
+        check_choice((True, False, None, "empty"), inplace=inplace)
+        templates = zip(_TEMPLATES, (renderer, chat_template, chat_template_name), strict=True)
+        given = [name for name, value in templates if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} each choose the template: pass one of them.")
+        if not generate and not self._can_score:
+            raise ValueError("generate=False needs a model that scores: TransformersWrapper(model, generate=False).")
+        if not generate and return_log_probs is False:
+            raise ValueError("return_log_probs must be True when generate=False: there is nothing else to return.")
+        if num_samples is not None and (num_samples < 1 or inplace or not generate):
+            raise ValueError("num_samples must be at least 1, and needs inplace=False (or None) and generate=True.")
+        if chat_template_name is not None:
+            template_named(chat_template_name)
+        sampling_from_kwargs(generate_kwargs)
+
     def _template_of(self, tokenizer: Tokenizer) -> str | None:
         """Return a template that replaces the tokenizer's, or None; a subclass may choose one by the model's name."""
         return None
@@ -167,8 +205,14 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return {**sampling, "num_return_sequences": self.num_samples or 1, "do_sample": sampling["temperature"] > 0}
 
     def get_new_version(self, **kwargs: object) -> Self:
-        """Return a policy with the same arguments except those given, which may include `model`."""
-        keywords = {"model": self.model, "tokenizer": self.tokenizer, **self._keywords, **kwargs}
+        """Return a policy with the same arguments except those given, which may include `model`.
+
+        A given template (`renderer`, `chat_template` or `chat_template_name`) replaces this policy's.
+        """
+        keywords = {"model": self.model, "tokenizer": self.tokenizer, **self._keywords}
+        if any(kwargs.get(name) is not None for name in _TEMPLATES):
+            keywords.update(dict.fromkeys(_TEMPLATES))
+        keywords.update(kwargs)
         return type(self)(**keywords)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -329,6 +373,8 @@ def answered(conversation: Conversation, completion: Completion) -> Conversation
 
 _BESIDE = ("policy_versions", SAMPLING_MASK_KEY, ROUTED_EXPERTS_KEY, "conversation", "finish_reason")
 _PARTS = ("prompt", "response")
+_TEMPLATES = ("renderer", "chat_template", "chat_template_name")
+"""Arguments that choose a policy's template, one of which may be given."""
 
 
 def _write_tensors(element: TensorDictBase, conversation: Conversation, log_probs_key: str | None) -> None:

@@ -26,9 +26,21 @@ class vLLMWrapper(LLMWrapperBase):
     def __init__(
         self, model: Engine | str | os.PathLike[str], *, generate: bool = True, **options: Unpack[WrapperOptions]
     ) -> None:
+        if not isinstance(model, (str, os.PathLike)):
+            self._set_up(model, generate=generate, options=options)
+            return
         from llmrl.engines import AsyncVLLM
 
-        engine = AsyncVLLM.from_pretrained(model) if isinstance(model, (str, os.PathLike)) else model
+        self._check_arguments(generate=generate, **options)  # before the engine starts, which takes minutes
+        engine = AsyncVLLM.from_pretrained(model)
+        try:
+            self._set_up(engine, generate=generate, options=options)
+        except BaseException:
+            engine.shutdown()
+            raise
+
+    def _set_up(self, engine: Engine, *, generate: bool, options: WrapperOptions) -> None:
+        """Initialize the policy with its engine; a subclass may add what needs the engine."""
         is_known = options.get("tokenizer") is not None or options.get("renderer") is not None
         if not is_known and options.get("input_mode") != "tokens":
             if not isinstance(engine, HasTokenizer):

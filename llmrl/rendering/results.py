@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from llmrl.data import Message, text_of
 
@@ -55,19 +55,43 @@ def carry_results(messages: Iterable[Message], *, carry_all: bool, carry_orphans
     has_calls = is_open = False
     for message in messages:
         role = message["role"]
-        content = text_of(message.get("content"))
+        content: object = message.get("content")
         if role == "assistant":
             has_calls = bool(message.get("tool_calls"))
         is_result = role in TOOL_ROLES
         is_orphan = not has_calls or not (message.get("name") or message.get("tool_call_id"))
         is_carried = is_result and (carry_all or (carry_orphans and is_orphan))
         if is_carried:
-            content = f"<tool_response>\n{content}\n</tool_response>"
+            content = with_text(content, before="<tool_response>\n", after="\n</tool_response>")
         if is_open and (is_carried or role == "user"):
-            written[-1] = {**written[-1], "content": f"{written[-1]['content']}\n{content}"}
+            written[-1] = {**written[-1], "content": _joined(written[-1]["content"], content)}
         elif is_carried:
             written.append({"role": "user", "content": content})
         else:
             written.append(message)
         is_open = is_carried
     return written
+
+
+def _joined(first: object, second: object) -> object:
+    """Return two contents as one, on separate lines; as a list of parts if one has a part that is not text."""
+    if not isinstance(first, Sequence) or isinstance(first, str):
+        return with_text(second, before=f"{first}\n")
+    following = with_text(second, before="\n")
+    if isinstance(following, Sequence) and not isinstance(following, str):
+        return [*first, *following]
+    return with_text(first, after=str(following))
+
+
+def with_text(content: object, *, before: str = "", after: str = "") -> object:
+    """Return a message's content with text around it; as a list of parts only if a part is not text, such as an image.
+
+    Example:
+        >>> with_text([{"type": "text", "text": "a"}], after="b")
+        'ab'
+    """
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    if all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        return f"{before}{text_of(content)}{after}"
+    first, last = ([{"type": "text", "text": text}] if text else [] for text in (before, after))
+    return [*first, *parts, *last]

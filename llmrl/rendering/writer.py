@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from llmrl._utils.types import Tokenizer
-from llmrl.data import Message, ToolSchema, text_of
+from llmrl.data import Message, ToolSchema
 from llmrl.data.content_marks import RenderingError
 from llmrl.data.template_limit import SlowTemplateError, written_in_time
 from llmrl.rendering.reasoning import NO_MARKS, AnswerFormat
-from llmrl.rendering.results import TOOL_ROLES, carry_results, name_results
+from llmrl.rendering.results import TOOL_ROLES, carry_results, name_results, with_text
 from llmrl.rendering.tool_calls import ToolCallWriter
 
 _TOOL_PROMPT = """You may call functions to help the user. These are their signatures, as JSON, within <tools></tools>:
@@ -111,7 +111,7 @@ class TemplateWriter:
         if calls and self.write_call is not None:
             blocks = [self.write_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
             written = "\n".join(blocks)
-            plain["content"] = _with_text(plain["content"], after=f"\n{written}") if plain["content"] else written
+            plain["content"] = with_text(plain["content"], after=f"\n{written}") if plain["content"] else written
         elif calls and self.are_arguments_text:
             plain["tool_calls"] = [{**call, "function": _with_text_arguments(call["function"])} for call in calls]
         elif calls:
@@ -123,24 +123,10 @@ class TemplateWriter:
         schemas = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
         prompt = _TOOL_PROMPT.format(schemas=schemas, example=self.tool_example)
         if chat and chat[0]["role"] == "system":
-            return [{**chat[0], "content": _with_text(chat[0]["content"], after=f"\n\n{prompt}")}, *chat[1:]]
+            return [{**chat[0], "content": with_text(chat[0]["content"], after=f"\n\n{prompt}")}, *chat[1:]]
         if self.is_system_known or not chat:
             return [{"role": "system", "content": prompt}, *chat]
-        return [{**chat[0], "content": _with_text(chat[0]["content"], before=f"{prompt}\n\n")}, *chat[1:]]
-
-
-def _with_text(content: object, *, before: str = "", after: str = "") -> object:
-    """Return a message's content with text around it; as a list of parts only if a part is not text, such as an image.
-
-    Example:
-        >>> _with_text([{"type": "text", "text": "a"}], after="b")
-        'ab'
-    """
-    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
-    if all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        return f"{before}{text_of(content)}{after}"
-    first, last = ([{"type": "text", "text": text}] if text else [] for text in (before, after))
-    return [*first, *parts, *last]
+        return [{**chat[0], "content": with_text(chat[0]["content"], before=f"{prompt}\n\n")}, *chat[1:]]
 
 
 def _with_text_arguments(function: Mapping[str, object]) -> dict[str, object]:

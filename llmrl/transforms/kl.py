@@ -12,7 +12,7 @@ from tensordict.utils import NestedKey
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
-from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.arguments import KnownArguments, check_choice
 from llmrl._utils.types import Tokenizer
 from llmrl.data.keys import LOSS_MASK_KEY, TOKENS_KEY
 from llmrl.data.ragged import padded_like, write_column
@@ -260,7 +260,9 @@ class RetrieveKL(KnownArguments, Compose):
         coeff: float = 1.0,
         **options: Unpack[ScoringOptions],
     ) -> None:
-        gen_model = None if isinstance(gen_model, str) else gen_model
+        if isinstance(gen_model, str):
+            check_choice(("from_collector",), gen_model=gen_model)
+            gen_model = None
         is_scored_anew = gen_model is not None or gen_model_factory is not None
         assistant_only = options.get("assistant_only", True)
         if not (assistant_only or is_scored_anew):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import pickle
 import signal
@@ -192,3 +194,57 @@ def test_what_ray_cannot_do_is_refused():
         make_collector(make_policy(0.0))
     with pytest.raises(ValueError, match="track_policy_version=True"):
         make_collector(make_policy(0.0), groups_per_batch=1, track_policy_version=PolicyVersion())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens_per_batch": 64, "max_staleness": 1}, "max_staleness needs batches of a known number"),
+        ({"groups_per_batch": 1, "max_concurrent_rollouts": "auto"}, "max_concurrent_rollouts='auto' needs"),
+        ({"groups_per_batch": 1, "max_staleness": 1, "late_groups": "wiat"}, "late_groups must be one of"),
+        ({"groups_per_batch": 1, "late_groups": "wiat"}, "late_groups must be one of"),
+        ({"groups_per_batch": 1, "late_groups": "drop"}, "late_groups='drop' needs max_staleness"),
+        ({"groups_per_batch": 1, "max_staleness": -1}, "max_staleness must be at least 0"),
+        ({"dialog_turns_per_batch": 4, "max_concurrent_rollouts": 0, "sync_iter": False}, "max_concurrent_rollouts"),
+        ({"groups_per_batch": 1, "queue": []}, "put"),
+    ],
+)
+def test_no_actor_starts_for_arguments_that_are_refused(tmp_path, arguments, message):
+    started = tmp_path / "started"
+
+    def make():
+        started.touch()
+        return make_policy(0.0)()
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        make_collector(make, num_collectors=1, **arguments)
+    assert not started.exists()
+
+
+def test_last_steps_fill_the_environment_s_batch_size_by_default():
+    env = partial(DatasetChatEnv, [{"query": PROMPT}] * 8, input_mode="tokens", batch_size=(4,))
+    arguments = {"num_collectors": 1, "num_cpus": 0, "limits": RolloutLimits(max_turns=1)}
+    with RayLLMCollector(env, policy_factory=make_policy(0.0), yield_only_last_steps=True, **arguments) as collector:
+        assert len(collector.next()) == 4
+
+
+def test_an_actor_stops_playing_a_group_that_is_dropped(tmp_path):
+    def make():
+        class Engine(ScriptedEngine):
+            async def generate(self, *args, **options):
+                try:
+                    return await super().generate(*args, **options)
+                except BaseException as error:
+                    (tmp_path / type(error).__name__).touch()
+                    raise
+
+        # Of every three answers, the last never comes.
+        latencies = itertools.cycle([0.0, 0.0, math.inf])
+        engine = Engine([[1, 2, 3]], latency_s=lambda prompt, answer: next(latencies))
+        return LLMWrapperBase(engine, input_mode="tokens")
+
+    with make_collector(make, num_collectors=1, groups_per_batch=1, num_extra_groups=1) as collector:
+        assert len(collector.next()) == GROUP_SIZE
+        wait_until((tmp_path / "CancelledError").exists)
+        assert collector.num_restarts == 0
+        assert collector.play(1)[0].num_turns == 1  # the actor plays on

@@ -219,6 +219,8 @@ class TestRendering:
         history = History.from_chats(messages("a"))
         with pytest.raises(ValueError, match="tokenise"):
             history.apply_chat_template(tokenizer=tokenizer, tokenise=True)
+        with pytest.raises(ValueError, match=r"padding must be one of .*got 'do_not_pad'"):
+            history.apply_chat_template(tokenizer=tokenizer, tokenize=True, padding="do_not_pad")
         with pytest.raises(ValueError, match="max_length"):
             history.apply_chat_template(tokenizer=tokenizer, truncation=True, return_dict=True)
         with pytest.raises(ValueError, match="must be one of"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from llmrl.data import ChatHistory, History, Masks, Text, Tokens
 from llmrl.engines import EngineError
 from llmrl.envs import DatasetChatEnv
 from llmrl.objectives import DistillationLoss, GRPOLoss, KLPenalty, SFTLoss
-from llmrl.policies import LLMWrapperBase, sampling_from_kwargs
+from llmrl.policies import LLMWrapperBase, sampling_from_kwargs, vLLMWrapper
 from llmrl.testing import ScriptedEngine
+from llmrl.torchrl.modules import vLLMWrapper as ScoringVLLMWrapper
 from llmrl.trainer import TransformersWrapper, write_log_probs
 from llmrl.transforms import RetrieveLogProb
 
@@ -228,12 +230,97 @@ def test_arguments_that_contradict_each_other_are_refused(renderer):
         LLMWrapperBase(engine, renderer=renderer, input_mode="chat")
     with pytest.raises(ValueError, match=r"TransformersWrapper\(model, generate=False\)"):
         LLMWrapperBase(engine, renderer=renderer, generate=False)
+    with pytest.raises(ValueError, match=r"conversation_mode must be one of .*got 'tokens'"):
+        LLMWrapperBase(engine, renderer=renderer, conversation_mode="tokens")
+    with pytest.raises(ValueError, match=r"inplace must be one of .*got 'emtpy'"):
+        LLMWrapperBase(engine, renderer=renderer, inplace="emtpy")
     with pytest.raises(ValueError, match="return_log_probs must be True"):
         TransformersWrapper(tiny_model(), generate=False, return_log_probs=False)
     with pytest.raises(TypeError, match="Expected History object"):
         LLMWrapperBase(engine, renderer=renderer)(TensorDict(history={"prompt": "Hi"}))
     with pytest.raises(ValueError, match=r"'tokens', 'full'.*tokenizer="):
         TransformersWrapper(tiny_model(), generate=False)(TensorDict(history=ChatHistory(prompt=None)))
+
+
+LOUD = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}!\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant!\n{% endif %}"
+)
+
+
+def test_two_templates_are_refused(renderer, tokenizer):
+    engine = ScriptedEngine(["a"], encode=renderer.encode)
+    templates = {"chat_template": LOUD, "chat_template_name": "chatml"}
+    both = "chat_template and chat_template_name each choose the template"
+    with pytest.raises(ValueError, match=both):
+        LLMWrapperBase(engine, tokenizer=tokenizer, **templates)
+    with pytest.raises(ValueError, match=both):
+        History.from_chats(CHATS).apply_chat_template(tokenizer, **templates)
+    for name, template in templates.items():
+        with pytest.raises(ValueError, match=f"renderer and {name} each choose the template"):
+            LLMWrapperBase(engine, renderer=renderer, **{name: template})
+
+
+def test_a_template_of_a_new_version_replaces_that_of_the_old_one(renderer, tokenizer):
+    engine = ScriptedEngine(["a<|im_end|>"], encode=renderer.encode)
+
+    def prompt_of(policy):
+        prompt = History.from_chats([CHATS[0][:-1]])
+        turn = policy(TensorDict(history=ChatHistory(prompt=prompt, batch_size=(1,)), batch_size=(1,)))
+        return turn[0]["text"].prompt
+
+    loud = LLMWrapperBase(engine, tokenizer=tokenizer, chat_template=LOUD)
+    written = "<|im_start|>user!\nAre you happy?<|im_end|>\n<|im_start|>assistant!\n"
+    assert prompt_of(loud) == written == prompt_of(loud.get_new_version(generate_kwargs={"max_new_tokens": 3}))
+    named = loud.get_new_version(chat_template_name="chatml")
+    assert prompt_of(named).endswith("<|im_start|>user\nAre you happy?<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt_of(named.get_new_version(chat_template=LOUD)) == written
+    assert prompt_of(LLMWrapperBase(engine, renderer=renderer).get_new_version(chat_template=LOUD)) == written
+
+
+class OwnEngine(ScriptedEngine):
+    """An engine that a policy starts by the name of a model."""
+
+    started: ClassVar[list] = []
+
+    @classmethod
+    def from_pretrained(cls, model):
+        cls.started.append(cls([[1]]))
+        return cls.started[-1]
+
+    def get_tokenizer(self):
+        return None
+
+    def shutdown(self):
+        self.is_ended = True
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"generate": False}, "generate=False needs"),
+        ({"input_mode": "histroy"}, "input_mode must be"),
+        ({"num_samples": 0}, "num_samples must be"),
+        ({"generate_kwargs": {"temperature": -1}}, "temperature must be"),
+        ({"chat_template_name": "nope"}, "chat_template_name must be"),
+    ],
+)
+def test_no_engine_starts_for_arguments_that_are_refused(monkeypatch, wrong, message):
+    monkeypatch.setattr("llmrl.engines.AsyncVLLM", OwnEngine)
+    monkeypatch.setattr(OwnEngine, "started", [])
+    with pytest.raises(ValueError, match=message):
+        vLLMWrapper("model", **wrong)
+    assert OwnEngine.started == []
+
+
+def test_an_own_engine_ends_if_its_policy_is_refused(monkeypatch):
+    monkeypatch.setattr("llmrl.engines.AsyncVLLM", OwnEngine)
+    monkeypatch.setattr(OwnEngine, "started", [])
+    with pytest.raises(ValueError, match="needs a renderer or a tokenizer"):  # the engine has none
+        vLLMWrapper("model")
+    with pytest.raises(TypeError, match="needs an engine that scores tokens"):
+        ScoringVLLMWrapper("model", generate=False)
+    assert [engine.is_ended for engine in OwnEngine.started] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,23 @@ def test_calls_beside_parts_are_those_beside_their_text(tokenizer):
     assert "(image)\n<tool_call>" in shown(parts("Look: ", "")) and shown([]) == shown("")
 
 
+def test_images_beside_carried_tool_results_stay(tokenizer):
+    renderer = renderer_of_parts(tokenizer)
+    shot = {"role": "tool", "content": parts("See ", "")}
+
+    def shown(*following):
+        text = renderer.render_text([user("q"), calling(a=1), *following])
+        return text[text.index("<tool_response>") :]
+
+    result = {"role": "tool", "content": "3"}
+    written = "<tool_response>\n3\n</tool_response>"
+    written_shot = "<tool_response>\nSee (image)\n</tool_response>"
+    assert shown(result, user(parts("Now ", ""))).startswith(f"{written}\nNow (image)<|im_end|>")
+    assert shown(result, user(parts("Now ", "this"))).startswith(f"{written}\nNow this<|im_end|>")
+    assert shown(shot, result, user("r")).startswith(f"{written_shot}\n{written}\nr<|im_end|>")
+    assert shown(shot, shot, user(parts("", "r"))).startswith(f"{written_shot}\n{written_shot}\n(image)r<|im_end|>")
+
+
 def test_an_answer_in_parts_is_demonstrated_as_its_text(tokenizer):
     renderer = renderer_of_parts(tokenizer)
     in_parts, as_text = (

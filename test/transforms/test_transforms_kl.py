@@ -199,6 +199,11 @@ def test_a_dense_batch_of_texts_is_scored_under_the_models_own_name(tokenizer, t
         assert len(row) == max(map(len, map(tokenizer.encode, texts))) or not pad_output
 
 
+def test_a_misspelt_source_of_the_policy_s_log_probs_is_refused(reference):
+    with pytest.raises(ValueError, match=r"gen_model must be one of \['from_collector'\], got 'misspelt'"):
+        RetrieveKL("misspelt", reference)
+
+
 def test_models_of_which_one_pads_are_refused(reference):
     other = reference.get_new_version(log_probs_key="gen_log_probs", pad_output=True)
     with pytest.raises(ValueError, match="pad_output mismatch"):

@@ -17,6 +17,7 @@ from llmrl.data import LogProbs
 from llmrl.data.templated_text import template_of_model
 from llmrl.engines import Engine
 from llmrl.engines.scores import ScoresTokens, TokenScores
+from llmrl.policies import WrapperOptions
 from llmrl.policies.scored_rows import ScoresRows
 from llmrl.torchrl.modules.given_llm import GivenLLM
 
@@ -69,8 +70,10 @@ class _ScoresByEngine(policies.vLLMWrapper, ScoresRows):
         self, model: Engine | LLM | str | os.PathLike[str], *, generate: bool = True, **options: object
     ) -> None:
         is_engine = isinstance(model, (Engine, str, os.PathLike))
-        engine = model if is_engine else GivenLLM(model)
-        super().__init__(engine, generate=generate, **options)  # type: ignore[arg-type]
+        super().__init__(model if is_engine else GivenLLM(model), generate=generate, **options)  # type: ignore[arg-type]
+
+    def _set_up(self, engine: Engine, *, generate: bool, options: WrapperOptions) -> None:
+        super()._set_up(engine, generate=generate, options=options)
         if generate:
             return
         if not isinstance(engine, ScoresTokens):
