@@ -78,6 +78,8 @@ def test_a_given_llm_generates_what_a_scorer_scores_alike(tiny_model_path, tmp_p
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    # A forked process has the threads of the one that it was forked from, and vLLM counts them.
+    variables["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, program, tiny_model_path]
     ended = run_warm(command, env=os.environ | variables)
     assert ended.returncode == 0 and ended.stdout.endswith("all is so\n"), ended.stdout[-2000:] + ended.stderr[-4000:]
