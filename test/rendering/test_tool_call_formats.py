@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 from real_templates import REWRITTEN, real_renderer
+from rendering_families import family_renderer
 
 from llmrl.rendering import TOOL_CALL_PARSERS
 from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS, make_tool_call
@@ -92,6 +93,28 @@ def test_what_is_not_all_of_a_call_is_no_call(name, body, reason):
 def test_json_that_has_no_blocks_is_an_answer(text):
     parsed = TOOL_CALL_PARSERS["anthropic"](text)
     assert parsed.content == text and not parsed.tool_calls and not parsed.malformed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Alice", "age": 3}', '{"type": "object", "properties": {}}', '{"parameters": {"a": 1}}',
+        '{"function": {"name": "sin"}, "parameters": [1]}', '{"function": "sin", "name": "x"}\nDone.',
+    ],
+)  # fmt: skip
+def test_a_json_object_without_a_name_and_parameters_is_an_answer(model_path, text):
+    renderer = family_renderer(model_path, "llama3")
+    assert renderer.tool_parser == "llama3_json"
+    parsed = renderer.parse(renderer.encode(f"{text}<|eot_id|>"))
+    assert parsed.message == {"role": "assistant", "content": text} and not parsed.malformed_tool_calls
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "f", "parameters": {}}', '{"type": "function", "function": {"name": "f", "arguments": {}}}']
+)
+def test_a_json_object_with_a_name_and_parameters_is_a_call(text):
+    (call,) = TOOL_CALL_PARSERS["llama3_json"](text).tool_calls
+    assert call["function"] == {"name": "f", "arguments": {}}
 
 
 def test_a_call_after_thinking_is_read():
