@@ -321,8 +321,12 @@ def _read_mistral_piece(piece: str, num_before: int) -> list[ToolCall]:
         values = json.loads(piece)
         if not isinstance(values, list):
             raise ValueError("a list of calls is expected")
-    # Mistral's templates require ids of nine letters or digits.
-    return [check_call(value, default_id=f"call{num_before + index:05d}") for index, value in enumerate(values)]
+    calls = [check_call(value) for value in values]
+    for index, call in enumerate(calls, num_before):
+        # Mistral's templates refuse other ids than nine letters or digits; a model may sample one, or none.
+        if not re.fullmatch("[A-Za-z0-9]{9}", call.get("id", "")):
+            call["id"] = f"call{index:05d}"
+    return calls
 
 
 def _read_pythonic_list(body: str) -> list[ToolCall]:

@@ -8,7 +8,7 @@ import pytest
 from real_templates import REWRITTEN, real_renderer
 from rendering_families import family_renderer
 
-from llmrl.rendering import TOOL_CALL_PARSERS
+from llmrl.rendering import TOOL_CALL_PARSERS, Conversation
 from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS, make_tool_call
 
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
@@ -70,6 +70,24 @@ def test_a_parser_and_its_writer_travel_to_other_processes(name):
 def test_ids_of_calls_that_are_names_are_kept():
     calls = TOOL_CALL_PARSERS["kimi_k2"](WRITTEN["kimi_k2"]).tool_calls
     assert [call["id"] for call in calls] == ["functions.add:0", "functions.add:1"]
+
+
+def test_the_id_beside_a_function_is_that_of_the_call():
+    call = '{"type": "function", "id": "abc", "function": {"name": "f", "arguments": {}}}'
+    assert TOOL_CALL_PARSERS["hermes"](f"<tool_call>{call}</tool_call>").tool_calls[0]["id"] == "abc"
+
+
+@pytest.mark.parametrize("sampled", ["1", "abc-defgh", "abcdéfghi", ""])
+def test_a_call_of_mistral_with_an_id_that_its_template_refuses_gets_another(model_path, sampled):
+    renderer = family_renderer(model_path, "mistral")
+    conversation = Conversation.start(renderer).with_prompt([{"role": "user", "content": "a"}])
+    ids = renderer.encode(f'[TOOL_CALLS][{{"name": "f", "arguments": {{}}, "id": "{sampled}"}}]</s>')
+    conversation = conversation.with_completion(ids, log_probs=[0.0] * len(ids), versions=[0] * len(ids))
+    (call,) = conversation.last.message["tool_calls"]
+    assert call["id"] == "call00000"
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    following = conversation.with_prompt([*conversation.messages, result])
+    assert following.prompt_ids[: conversation.num_tokens] == conversation.prompt_ids
 
 
 @pytest.mark.parametrize(
