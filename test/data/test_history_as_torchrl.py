@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,6 +83,19 @@ def test_indices_find_the_messages_where_torchrl_has_them(texts, data):
     single, their_single = ours[0], theirs[0]
     assert [said(message) for message in single] == [said(message) for message in their_single.unbind(0)]
     assert len(single) == shape[1] and len(ours) == shape[0]
+
+
+@pytest.mark.parametrize("form", [list, torch.tensor, np.array])
+def test_masks_and_places_choose_messages(form):
+    chat = History.from_chats(messages("0", "1", "2"))
+    assert chat[form([True, False, True])].content == ["0", "2"]
+    assert chat[form([2, 0, -1])].content == ["2", "0", "2"]
+    assert chat[form([False] * 3)].content == []
+    batch = History.from_chats([messages("0", "1", "2"), messages("3", "4", "5")])
+    assert batch[..., form([False, True, True])].content == [["1", "2"], ["4", "5"]]
+    assert batch[form([False, True]), form([False, True, True])].content == [["4", "5"]]
+    with pytest.raises(IndexError):
+        chat[form([True, False])]
 
 
 @given(texts=CHATS, inplace=st.booleans())
