@@ -22,8 +22,13 @@ from llmrl._utils.imports import require
 from llmrl._utils.numbers import finite_number
 from llmrl.data import text_of
 
-_NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)(?![\w.]*\d)(?!\w)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?")
-"""A number, optionally with a maximum: "8/10", "8 out of 10"."""
+_NUMBER = re.compile(
+    r"""(?<![\w.]) (-?\d+(?:\.\d+)?) (?![\w.]*\d) (?!\w)
+    (?: \**\s*\(?\s* (?: / | (?:out\s+)?of | on\s+a\s+scale\s+(?:of|from)(?:\s+\d+(?:\.\d+)?\s*(?:to|-|–))? )
+        \s*\** (\d+(?:\.\d+)?) )?""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""A number, optionally with a maximum: "8/10", "8 (out of 10)", "8 on a scale from 0 to 10"."""
 
 
 @dataclass(slots=True)
