@@ -150,6 +150,19 @@ def test_replies_are_kept_in_a_file_with_half_a_line_of_another_process(server, 
     assert len(server.requests) == 3
 
 
+@pytest.mark.parametrize("name", [None, "replies.jsonl"])
+def test_a_reply_without_a_score_is_asked_for_again(server, tmp_path, name):
+    path = None if name is None else tmp_path / name
+    server.reply = lambda prompt: "I cannot rate this."
+    judge = make_judge(server, cache_path=path)
+    with pytest.raises(ValueError, match="between 0 and 10"):
+        run_sync(judge(completion="a"))
+    server.reply = lambda prompt: "7"
+    judges = [judge] if path is None else [make_judge(server, cache_path=path), make_judge(server, cache_path=path)]
+    assert [run_sync(one(completion="a")) for one in [*judges, judges[0]]] == [0.7] * (len(judges) + 1)
+    assert len(server.requests) == 2
+
+
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [
@@ -247,6 +260,7 @@ def test_a_copy_asks_for_itself(server, copied):
         ({"scale": (5, 5)}, "scale"),
         ({"requests_per_minute": 0}, "requests_per_minute must be positive"),
         ({"max_concurrent_requests": 0}, "max_concurrent_requests must be positive"),
+        ({"max_retries": -1}, "max_retries must be at least 0"),
         ({"timeout_seconds": -1}, "timeout_seconds must be positive"),
     ],
 )
