@@ -135,6 +135,15 @@ def test_a_json_object_with_a_name_and_parameters_is_a_call(text):
     assert call["function"] == {"name": "f", "arguments": {}}
 
 
+def test_an_object_of_minimax_with_a_property_that_is_called_item_is_no_list():
+    schema = {"type": "object", "properties": {"item": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"order": schema}}}}
+    text = '<tool_call><invoke name="f"><order><item>pen</item></order></invoke></tool_call>'
+    for tools, order in (([tool], {"item": "pen"}), ([], ["pen"])):
+        (call,) = TOOL_CALL_PARSERS["minimax_m3"](text.replace("<", "]<]minimax[>[<"), tools).tool_calls
+        assert call["function"]["arguments"] == {"order": order}
+
+
 def test_a_call_after_thinking_is_read():
     call = '{"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}'
     parsed = TOOL_CALL_PARSERS["anthropic"](f'[{{"type": "thinking", "thinking": "hm", "signature": "s"}}, {call}]')
