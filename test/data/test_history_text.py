@@ -107,6 +107,22 @@ def test_masks_hold_what_the_assistant_wrote_and_its_end(model_path, family, has
     assert written == "".join(message["content"] + end for message in chat if message["role"] == "assistant")
 
 
+@pytest.mark.parametrize("family", APPENDING)
+@pytest.mark.parametrize("texts", [["q", "a"], ["q", "a", "q", "b"]])
+def test_an_answer_that_goes_on_has_no_end_in_its_mask(model_path, family, texts):
+    tokenizer = family_tokenizer(model_path, family)
+    encoded = History.from_chats(conversation(texts)).apply_chat_template(
+        tokenizer,
+        chat_template=template_text(family),
+        add_generation_prompt=False,
+        continue_final_message=True,
+        return_assistant_tokens_mask=True,
+    )
+    end = END_OF_TURN[family]
+    assert tokenizer.decode(encoded["input_ids"][encoded["assistant_masks"]]) == end.join(texts[1::2])
+    assert tokenizer.decode(encoded["input_ids"]).endswith(texts[-1])
+
+
 def masked_text(history, tokenizer, **options):
     encoded = history.apply_chat_template(
         tokenizer, add_generation_prompt=False, return_dict=True, return_assistant_tokens_mask=True, **options
