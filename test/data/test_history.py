@@ -121,6 +121,12 @@ def test_saved_chats_come_back_whatever_they_say(tmp_path, text):
     assert History.load(tmp_path / "marked.jsonl").to_chats() == history.to_chats()
 
 
+def test_a_file_without_conversations_is_refused(tmp_path):
+    (tmp_path / "chats.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="conversation in each line"):
+        History.load(tmp_path / "chats.jsonl")
+
+
 @pytest.mark.parametrize("way", ["save", "memmap", "pickle"])
 @pytest.mark.parametrize("is_stacked", [False, True])
 def test_a_batch_with_histories_is_saved_and_loaded(tmp_path, way, is_stacked):

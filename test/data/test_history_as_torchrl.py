@@ -167,6 +167,8 @@ def test_the_reward_designs_of_the_documentation_read_responses():
         (lambda h: h.append(History.from_chats(messages("a", "b"))), "use extend"),
         (lambda h: h.append(History(role="user", content="a"), dim=0), "dim must be the messages' dimension"),
         (lambda h: h.extend(h[:1], dim=-1), "of the batch size"),
+        (lambda h: h.extend(h, dim=3), "dim must be from -2 to 1"),
+        (lambda h: h.extend(h, dim=-3), "dim must be from -2 to 1"),
         (lambda h: History(role="user", content="a").append({"role": "user", "content": "a"}), "unsqueeze"),
         (lambda h: h.extend(History(role="user", content="a")), "append it"),
     ],
