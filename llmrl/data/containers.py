@@ -159,12 +159,17 @@ class _Ragged(TensorClass["nocast"]):  # type: ignore[name-defined]
         if padding_side not in ("left", "right"):
             raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}.")
         padded = torch.nn.utils.rnn.pad_sequence(
-            self.as_list(key), batch_first=True, padding_value=padding_value, padding_side=padding_side
+            [row.get(key) for row in batch_elements(self)],
+            batch_first=True,
+            padding_value=padding_value,
+            padding_side=padding_side,
         )
-        return padded if self.batch_size else padded[0]
+        return padded.reshape(*self.batch_size, *padded.shape[1:])
 
     def as_nested_tensor(self, key: str) -> torch.Tensor:
-        """Return one entry as a jagged nested tensor `[*batch, num_tokens]`."""
+        """Return one entry as a jagged nested tensor `[batch, num_tokens]`; ValueError for several batch dimensions."""
+        if len(self.batch_size) > 1:
+            raise ValueError(f"as_nested_tensor takes one batch dimension, got {list(self.batch_size)}; flatten it.")
         return torch.nested.as_nested_tensor(self.as_list(key), layout=torch.jagged)
 
 

@@ -6,7 +6,7 @@ import json
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypeGuard, TypeVar, cast
 
 from llmrl._utils.types import Tokenizer
 from llmrl.data.message import Message, ToolSchema
@@ -105,11 +105,14 @@ class ContentMarks:
         if isinstance(value, Mapping):
             return {self._marked(key, mark): self._marked(entry, mark) for key, entry in value.items()}
         if isinstance(value, list | tuple):
-            entries = [self._marked(entry, mark) for entry in value]
-            if all(isinstance(one, Mapping) and one.get("type") == "text" for one in entries):
-                # Templates join the parts of a content, so a mark between them prevents a token across two parts.
-                entries = [{**one, "text": mark + str(one.get("text", ""))} for one in entries]
-            return entries
+            # Templates join the texts of a content's parts, and may leave out what is between them, such as images. A
+            # mark before each text prevents a token across two of them.
+            return [
+                {**self._marked(entry, mark), "text": mark + self._marked(entry["text"], mark)}
+                if _is_text_part(entry)
+                else self._marked(entry, mark)
+                for entry in value
+            ]
         return value
 
     def _is_hidden(self, text: str) -> bool:
@@ -159,6 +162,11 @@ def _refusal(reason: str) -> RenderingError:
     )
 
 
+def _is_text_part(value: object) -> TypeGuard[Mapping[str, str]]:
+    """Return whether a value is a part of a content with a text; `text_of` joins these without regard to a type."""
+    return isinstance(value, Mapping) and isinstance(value.get("text"), str)
+
+
 def _texts_of(value: object) -> list[str]:
     """Return all texts in a value, including keys of dicts and the joined text parts of contents."""
     texts: list[str] = []
@@ -176,6 +184,6 @@ def _gather(value: object, texts: list[str]) -> None:
     elif isinstance(value, list | tuple):
         for entry in value:
             _gather(entry, texts)
-        parts = [str(one.get("text", "")) for one in value if isinstance(one, Mapping) and one.get("type") == "text"]
+        parts = [entry["text"] for entry in value if _is_text_part(entry)]
         if len(parts) > 1:
             texts.append("".join(parts))

@@ -215,14 +215,18 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
                 last dimension appends messages.
 
         Raises:
-            ValueError: if a message is malformed, or the batch sizes differ.
+            ValueError: if a message is malformed, the batch sizes differ, or there is no dimension `dim`.
             RuntimeError: if either history is a single message.
         """
         if not isinstance(history, History):
             return self._longer(copied(check_messages(history)), bool(inplace))
         if history.is_message:
             raise RuntimeError("extend got a single message; append it instead.")
-        place = (0 if dim is None else dim) % (len(self.conversation_shape) + 1)
+        num_dims = len(self.conversation_shape) + 1
+        place = 0 if dim is None else dim
+        if not -num_dims <= place < num_dims:
+            raise ValueError(f"dim must be from {-num_dims} to {num_dims - 1} for this history, got {dim}.")
+        place %= num_dims
         if place == len(self.conversation_shape):
             if history.conversation_shape != self.conversation_shape:
                 raise ValueError(
@@ -346,10 +350,16 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     @classmethod
     def load(cls, path: str | Path) -> History:
-        """Read a file that `save` wrote, as a batch `[num_conversations]`, and check its messages."""
+        """Read a file that `save` wrote, as a batch `[num_conversations]`, and check its messages.
+
+        Raises ValueError if the file has no conversation or a message is malformed.
+        """
         # `splitlines` would also split at U+2028, which JSON strings may contain.
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-        return cls.from_chats([json.loads(line)["messages"] for line in lines if line.strip()])
+        chats = [json.loads(line)["messages"] for line in lines if line.strip()]
+        if not chats:
+            raise ValueError(f"path must be a file with a conversation in each line, and {str(path)!r} has none.")
+        return cls.from_chats(chats)
 
     @staticmethod
     def default_spec(shape: Sequence[int] = ()) -> Composite:

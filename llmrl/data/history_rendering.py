@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,7 +76,9 @@ class ChatRendering:
         marked = replace(self, template_kwargs={**self.template_kwargs, **({} if tools is None else {"tools": tools})})
 
         def render(messages: Sequence[Message], is_prompt: bool) -> str:
-            return with_plain_marks(marked.text(messages, add_generation_prompt=is_prompt), mark)
+            is_whole = len(messages) == len(chat) and all(map(operator.is_, messages, chat))
+            rendering = marked if is_whole else replace(marked, continue_final_message=False)
+            return with_plain_marks(rendering.text(messages, add_generation_prompt=is_prompt), mark)
 
         text = render(chat, self.add_generation_prompt)
         are_assistants = []

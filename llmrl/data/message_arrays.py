@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeVar
 
+import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack
 
@@ -203,7 +204,7 @@ def _num_dims(part: object) -> int:
 
 
 def at(chat: tuple[Message, ...], index: object) -> Chat:
-    """Return one message of a conversation, or, for a slice or several indices, a conversation of these messages.
+    """Return one message of a conversation, or, for a slice, a mask or several indices, a conversation of these.
 
     Example:
         >>> chat = ({"role": "user"}, {"role": "assistant"}, {"role": "tool"})
@@ -212,8 +213,10 @@ def at(chat: tuple[Message, ...], index: object) -> Chat:
     """
     if isinstance(index, slice):
         return Chat(chat[index])
-    if isinstance(index, SupportsIndex) and not (isinstance(index, torch.Tensor) and index.ndim):
+    if isinstance(index, (torch.Tensor, np.ndarray)):
+        index = index.tolist()
+    if isinstance(index, SupportsIndex):
         return Chat([chat[operator.index(index)]], is_message=True)
     if isinstance(index, Iterable):
-        return Chat(chat[int(place)] for place in index)
+        return Chat(chat[place] for place in np.arange(len(chat))[list(index)])  # places, or a mask
     raise IndexError(f"messages are indexed by numbers and slices, got {index!r}.")

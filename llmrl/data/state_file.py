@@ -34,6 +34,7 @@ _CONTAINERS_BY_NAME = {cls.__name__: cls for cls in _CONTAINERS}
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, MemoryMappedTensor)
 _STRUCTURE = "structure"
 _CHECKSUM = "checksum"
+_MAX_DEPTH = 100
 
 
 class DamagedFileError(ValueError):
@@ -117,7 +118,10 @@ class _Encoder:
         if isinstance(value, np.ndarray | np.generic):
             return "array", self._number(torch.from_numpy(np.array(value)), where)
         if isinstance(value, Chat):
-            return "chat", [as_json(value.messages), value.is_message]
+            # A policy may sample arguments of calls that are nested more deeply than Python can write and read.
+            is_deep = _is_deeper(value.messages, _MAX_DEPTH)
+            messages = tuple(map(as_json, value.messages)) if is_deep else value.messages
+            return "chat", [self.encode(messages, where), value.is_message]
         if isinstance(value, NonTensorData):
             return "leaf", [self.encode(value.data, where), list(value.batch_size)]
         if isinstance(value, LazyStackedTensorDict):
@@ -150,6 +154,15 @@ class _Encoder:
         return self._numbers[key]
 
 
+def _is_deeper(value: object, depth: int) -> bool:
+    """Return whether a value is nested more than `depth` deep."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if not isinstance(value, list | tuple):
+        return False
+    return not depth or any(_is_deeper(entry, depth - 1) for entry in value)
+
+
 def _decode(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
     def decoded(item: object) -> Any:
         return _decode(item, tensors)
@@ -170,7 +183,9 @@ def _decode(value: object, tensors: Mapping[str, torch.Tensor]) -> Any:
         case {"$array": number}:
             array = tensors[number].numpy()
             return array if array.ndim else array[()]
-        case {"$chat": [list() as messages, bool() as is_message]}:
+        case {"$chat": [dict() as messages, bool() as is_message]}:
+            return Chat(decoded(messages), is_message=is_message)
+        case {"$chat": [list() as messages, bool() as is_message]}:  # of older files, whose messages are plain JSON
             return Chat(messages, is_message=is_message)
         case {"$chat": messages}:  # of files that were written without the form
             return Chat(messages)

@@ -89,6 +89,7 @@ _READERS: dict[str, Callable[[str], Any]] = {}
 _ALIASES = {"qwen": "chatml", "smollm2": "chatml", "chatml_format": "chatml", "llama": "llama4"}
 _MISTRAL = re.compile(r"\[INST\]\s?(.*?)\s?\[/INST\](.*?)(?=\[INST\]|\Z)", re.DOTALL)
 _MISTRAL_END = "</s>"
+_MISTRAL_TOOLS = re.compile(r"\[AVAILABLE_TOOLS\].*?\[/AVAILABLE_TOOLS\]", re.DOTALL)
 
 
 def template_named(name: str) -> str:
@@ -157,6 +158,8 @@ def add_chat_template(
     _MODEL_NAMES[template_name] = tuple(model_family_keywords or ())
     if inverse_parser is not None:
         _READERS[template_name] = inverse_parser
+    else:
+        _READERS.pop(template_name, None)  # of the replaced template
 
 
 def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Message], list[bool]]:
@@ -170,7 +173,7 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
         family: `chatml` (Qwen, SmolLM2), `llama3`, `llama4`, `gemma`, `mistral`, or an added template with a parser;
             by default the family of the first mark in the text.
 
-    Raises ValueError if the family is unknown, or the text has none of its marks.
+    Raises ValueError if the family is unknown, or the text has no message in its form, or others that are not read.
 
     Example:
         >>> parse_templated("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHel")
@@ -191,10 +194,10 @@ def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Messa
             raise ValueError(f"the text has no marks of any of {known}: {text[:80]!r}; pass messages instead.")
         family = min(found, key=found.__getitem__)
     turns = _mistral_turns(text) if family == "mistral" else _turns(text, FAMILIES[family])
+    if turns and turns[-1][0] == "assistant" and not turns[-1][1] and not turns[-1][2]:
+        turns.pop()
     if not turns:
         raise ValueError(f"the text has no turn as {family!r} writes it: {text[:80]!r}.")
-    if turns[-1][0] == "assistant" and not turns[-1][1] and not turns[-1][2]:
-        turns.pop()
     return [{"role": role, "content": content} for role, content, _ in turns], [is_ended for *_, is_ended in turns]
 
 
@@ -208,9 +211,17 @@ def _turns(text: str, family: TemplateFamily) -> list[tuple[str, str, bool]]:
 
 def _mistral_turns(text: str) -> list[tuple[str, str, bool]]:
     turns = []
+    unread = [text.partition("[INST]")[0].replace("<s>", "")]
     for user, answer in _MISTRAL.findall(text):
-        content, ended, _ = answer.partition(_MISTRAL_END)
+        content, ended, after = answer.partition(_MISTRAL_END)
         turns += [("user", user, True), ("assistant", content.removeprefix(" "), bool(ended))]
+        unread.append(after)
+    others = "".join(_MISTRAL_TOOLS.sub("", piece).strip() for piece in unread)
+    if others and turns:
+        raise ValueError(
+            "only the questions and answers of Mistral's texts can be read, and the text has others (a system "
+            f"prompt or a tool's result), {others[:80]!r}; pass messages instead."
+        )
     return turns
 
 

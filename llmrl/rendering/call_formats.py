@@ -97,10 +97,13 @@ def parse_mistral(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
 
 @register_tool_call_parser("llama3_json", openings=["{", "<|python_tag|>"])
 def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
-    """Read `{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`; `;` separates several calls."""
+    """Read `{"name": ..., "parameters": {...}}`, optionally after `<|python_tag|>`; `;` separates several calls.
+
+    Without the tag, a JSON object that lacks a name or parameters is an answer.
+    """
     is_tagged = text.lstrip().startswith("<|python_tag|>")
     body = text.strip().removeprefix("<|python_tag|>").strip()
-    if not is_tagged and not re.match(r'\{\s*"(name|type|parameters|function)"\s*:', body):
+    if not is_tagged and not _may_be_llama3_call(body):
         return ParsedCalls(text)
     calls: list[ToolCall] = []
     decoder = json.JSONDecoder()
@@ -115,6 +118,18 @@ def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCall
         malformed = MalformedToolCall(body[position:] if calls else text, reason_of(error))
         return finish(malformed.raw, calls, [malformed])
     return finish("", calls, [])
+
+
+def _may_be_llama3_call(body: str) -> bool:
+    if not re.match(r'\{\s*"(name|type|parameters|function)"\s*:', body):
+        return False
+    try:
+        value, _ = json.JSONDecoder().raw_decode(body)
+    except UNREADABLE:
+        return True  # a call that was cut
+    call = value.get("function")
+    keys = call.keys() if isinstance(call, dict) else value.keys()
+    return not keys.isdisjoint(("name", "tool_name")) and not keys.isdisjoint(("parameters", "arguments"))
 
 
 @register_tool_call_parser("pythonic", openings=["[", "<|python_start|>"])
@@ -306,8 +321,12 @@ def _read_mistral_piece(piece: str, num_before: int) -> list[ToolCall]:
         values = json.loads(piece)
         if not isinstance(values, list):
             raise ValueError("a list of calls is expected")
-    # Mistral's templates require ids of nine letters or digits.
-    return [check_call(value, default_id=f"call{num_before + index:05d}") for index, value in enumerate(values)]
+    calls = [check_call(value) for value in values]
+    for index, call in enumerate(calls, num_before):
+        # Mistral's templates refuse other ids than nine letters or digits; a model may sample one, or none.
+        if not re.fullmatch("[A-Za-z0-9]{9}", call.get("id", "")):
+            call["id"] = f"call{index:05d}"
+    return calls
 
 
 def _read_pythonic_list(body: str) -> list[ToolCall]:

@@ -339,7 +339,8 @@ class Conversation:
         pending = None
         if self._before is not None:
             context = self.held.columns.token_ids[self._num_kept : self._num_tokens]
-            pending = (self._num_kept, context, self._before.messages, self._before.tools)
+            before = self._before
+            pending = (self._num_kept, context, before.messages, before.tools, before.last)
         state = (self.renderer, self.mode, self.fork_threshold_tokens, self.messages, self.tools, self.last)
         return _rebuild, (state, self.node, pending)
 
@@ -353,8 +354,8 @@ class Conversation:
         )
 
 
-# A pending prompt: the number of kept tokens, its context, and the messages and tools before it.
-_Pending = tuple[int, list[int], tuple[Message, ...], tuple[ToolSchema, ...] | None]
+# A pending prompt: the number of kept tokens, its context, and the messages, tools and last answer before it.
+_Pending = tuple[int, list[int], tuple[Message, ...], tuple[ToolSchema, ...] | None, ParsedCompletion | None]
 
 
 def _rebuild(state: tuple[Any, ...], node: TurnNode | None, pending: _Pending | None) -> Conversation:
@@ -363,8 +364,8 @@ def _rebuild(state: tuple[Any, ...], node: TurnNode | None, pending: _Pending | 
     if node is not None:
         conversation = conversation._with(node=node, held=TokenBuffer(open_row(node)), _num_tokens=node.num_tokens)
     if pending is not None:
-        num_kept, context_ids, messages_before, tools_before = pending
-        conversation = conversation._with(messages=messages_before, tools=tools_before)
+        num_kept, context_ids, messages_before, tools_before, last_before = pending
+        conversation = conversation._with(messages=messages_before, tools=tools_before, last=last_before)
         conversation = conversation._continued(num_kept, context_ids)
     return conversation._with(messages=messages, tools=tools, last=last)
 

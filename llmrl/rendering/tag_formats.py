@@ -156,10 +156,12 @@ def _read_elements(
             raise ValueError(f"the argument {key!r} is written twice")
         expected = schema(key)
         children, end = _read_elements(text, position, partial(_schema_within, expected), depth + 1)
+        types = schema_types(expected)
+        names = {name for name, _ in children}
         if not children:
             end = text.find(_MARK, position)
             value = _empty_or_read(text[position : end if end >= 0 else len(text)], expected)
-        elif "array" in schema_types(expected) or {key for key, _ in children} == {"item"}:
+        elif "array" in types or ("object" not in types and names == {"item"}):
             value = [child for _, child in children]
         else:
             value = dict(children)

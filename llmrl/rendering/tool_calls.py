@@ -102,10 +102,10 @@ def make_tool_call(name: str, arguments: Arguments, *, call_id: str | None = Non
     return encodable(call)
 
 
-def check_call(value: Json, *, default_id: str | None = None) -> ToolCall:
+def check_call(value: Json) -> ToolCall:
     """Return a call, given its JSON value in a common form; raise ValueError if it is malformed."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
-        value = value["function"]
+        value = {"id": value.get("id"), **value["function"]}
     if not isinstance(value, dict):
         raise ValueError("a JSON object with 'name' and 'arguments' is expected")
     name = value.get("name", value.get("tool_name"))
@@ -117,7 +117,7 @@ def check_call(value: Json, *, default_id: str | None = None) -> ToolCall:
     if not isinstance(arguments, dict):
         raise ValueError("'arguments' is not a JSON object")
     call_id = value.get("id")
-    return make_tool_call(name, arguments, call_id=call_id if isinstance(call_id, str) else default_id)
+    return make_tool_call(name, arguments, call_id=call_id if isinstance(call_id, str) else None)
 
 
 def finish(content: str, calls: Sequence[ToolCall], malformed: Sequence[MalformedToolCall]) -> ParsedCalls:

@@ -16,14 +16,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrl._utils.arguments import check_positive
+from llmrl._utils.arguments import check_least, check_positive
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.imports import require
 from llmrl._utils.numbers import finite_number
 from llmrl.data import text_of
 
-_NUMBER = re.compile(r"(?<![\w.])(-?\d+(?:\.\d+)?)(?![\w.]*\d)(?!\w)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?")
-"""A number, optionally with a maximum: "8/10", "8 out of 10"."""
+_NUMBER = re.compile(
+    r"""(?<![\w.]) (-?\d+(?:\.\d+)?) (?![\w.]*\d) (?!\w)
+    (?: \**\s*\(?\s* (?: / | (?:out\s+)?of | on\s+a\s+scale\s+(?:of|from)(?:\s+\d+(?:\.\d+)?\s*(?:to|-|–))? )
+        \s*\** (\d+(?:\.\d+)?) )?""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""A number, optionally with a maximum: "8/10", "8 (out of 10)", "8 on a scale from 0 to 10"."""
 
 
 @dataclass(slots=True)
@@ -57,7 +62,8 @@ class Judge:
         base_url, api_key: URL and key of the API; by default `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
         requests_per_minute: maximum rate of requests; None for no limit.
         timeout_seconds: time limit of one attempt.
-        cache_path: JSON lines file of replies, shared between runs; by default they are cached in memory.
+        cache_path: JSON lines file of replies, shared between runs; by default they are cached in memory. Replies
+            without a score are not kept.
         prices: prices of a million input and a million output tokens, for `usage.cost`.
         options: further arguments of a request, such as `{"temperature": 0}`.
 
@@ -96,6 +102,7 @@ class Judge:
             requests_per_minute=requests_per_minute,
             timeout_seconds=timeout_seconds,
         )
+        check_least(0, max_retries=max_retries)
         self.model = model
         self.prompt = prompt
         self.scale = scale
@@ -138,7 +145,13 @@ class Judge:
 
     async def __call__(self, **inputs: object) -> float:
         """Return the score of an answer; see `ask` and `score_of` for the errors."""
-        return self.score_of(await self.ask(**inputs))
+        reply = await self.ask(**inputs)
+        try:
+            return self.score_of(reply)
+        except Exception:  # the judge may answer otherwise if it is asked again
+            assert self._opened is not None
+            self._opened.keep(_digest(self._request(inputs)), None)
+            raise
 
     def score_of(self, reply: str) -> float:
         """Return the score in a reply; raise ValueError if there is none within the scale."""
@@ -158,13 +171,16 @@ class Judge:
 
         ValueError is raised if the reply has no text, and openai.OpenAIError if the request fails.
         """
-        prompt = self.prompt.format_map({name: _text(value) for name, value in inputs.items()})
-        request = {**self.options, "model": self.model, "messages": [{"role": "user", "content": prompt}]}
+        request = self._request(inputs)
         with self._opening:  # environments and evaluations call from several threads
             if self._opened is None:
                 self._opened = _Questions(self)
                 weakref.finalize(self, self._opened.loop.stop)
         return await self._opened.loop.wait(self._opened.ask(request))
+
+    def _request(self, inputs: Mapping[str, object]) -> dict[str, object]:
+        prompt = self.prompt.format_map({name: _text(value) for name, value in inputs.items()})
+        return {**self.options, "model": self.model, "messages": [{"role": "user", "content": prompt}]}
 
 
 class _Questions:
@@ -177,7 +193,7 @@ class _Questions:
         self._usage = judge.usage
         self._prices = judge.prices
         self._path = None if judge.cache_path is None else Path(judge.cache_path)
-        self._replies = {} if self._path is None else read_replies(self._path)
+        self._replies: dict[str, str | None] = {} if self._path is None else read_replies(self._path)
         self._asked: dict[str, asyncio.Future[str]] = {}
         openai = require("openai", extra="judge")
         # A custom HTTP client, because the default one is closed at garbage collection, possibly on another event loop.
@@ -185,7 +201,7 @@ class _Questions:
         self.loop = BackgroundLoop("llmrl-judge")  # last, because each rollout tries again what is raised above
 
     async def ask(self, request: Mapping[str, object]) -> str:
-        digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+        digest = _digest(request)
         known = self._replies.get(digest)
         asked = self._asked.get(digest)
         if known is not None or asked is not None:
@@ -212,11 +228,15 @@ class _Questions:
         text = answer.choices[0].message.content if answer.choices else None
         if not text:
             raise ValueError("the judge's reply has no text; a higher limit of tokens in options= may help.")
-        self._replies[digest] = str(text)
+        self.keep(digest, str(text))
+        return str(text)
+
+    def keep(self, digest: str, reply: str | None) -> None:
+        """Keep a reply to a request, also in the file; None forgets it."""
+        self._replies[digest] = reply
         if self._path is not None:
             with self._path.open("a") as file:
-                file.write(f"\n{json.dumps([digest, text])}")  # the last line may be partial
-        return str(text)
+                file.write(f"\n{json.dumps([digest, reply])}")  # the last line may be partial
 
     def delay(self, now: float) -> float:
         """Reserve the next time slot of a request, and return the seconds until it starts."""
@@ -225,8 +245,12 @@ class _Questions:
         return start - now
 
 
-def read_replies(path: Path) -> dict[str, str]:
-    """Return the replies in a cache file, by the digest of the request."""
+def _digest(request: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+
+
+def read_replies(path: Path) -> dict[str, str | None]:
+    """Return the replies in a cache file, by the digest of the request; None for one without a score."""
     replies = {}
     if path.exists():
         for line in path.read_text().splitlines():

@@ -68,14 +68,17 @@ class MathVerifier:
     def _asked(self, reference: str, given: str) -> bool:
         question = json.dumps([reference, given]) + "\n"
         for _ in range(2):  # the process may have ended for another reason, such as memory
-            process = self._running()
-            assert process.stdin is not None
             try:
+                process = self._running()
+                assert process.stdin is not None
                 process.stdin.write(question)
                 process.stdin.flush()
                 line = self._line(self.timeout_seconds)
             except BrokenPipeError:
                 line = ""
+            except BaseException:  # such as KeyboardInterrupt: the next question would read this one's answer
+                self._stop()
+                raise
             if line:
                 return line.strip() == "true"
             self._stop()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from llmrl._utils.arguments import check_positive
 from llmrl._utils.failure import describe, guarded
 from llmrl._utils.numbers import finite_number
 from llmrl._utils.spans import span
@@ -53,7 +54,8 @@ class Rubric:
         error_reward: reward of failed rollouts; None leaves them unscored.
         timeout_seconds: time limit of scoring one rollout.
 
-    Raises ValueError if functions are missing or share a name, or if weights or fixed rewards are invalid.
+    Raises ValueError if functions are missing or share a name, or if weights, fixed rewards or the time limit are
+    invalid.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync
@@ -80,6 +82,7 @@ class Rubric:
         self._total_weight = sum(fn.weight for fn in self.reward_fns)
         if not self._total_weight > 0:
             raise ValueError(f"the weights of {names} must have a positive sum, got {self._total_weight}.")
+        check_positive(timeout_seconds=timeout_seconds)
         for name, value in (("truncation_reward", truncation_reward), ("error_reward", error_reward)):
             if value is not None:
                 finite_number(value, name)

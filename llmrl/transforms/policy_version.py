@@ -89,9 +89,18 @@ class PolicyVersion(KnownArguments, Transform):
         observation_spec["policy_version"] = spec
         return observation_spec
 
-    def state_dict(self, *args: object, **kwargs: object) -> dict[str, int | str]:
-        """Return the counter and the id of the run, from which uuids are derived."""
-        return {"count": self._count, "run": str(self._run)}
+    def state_dict(
+        self, *args: object, destination: dict[str, int | str] | None = None, prefix: str = "", **kwargs: object
+    ) -> dict[str, int | str]:
+        """Return the counter and the id of the run, from which uuids are derived, as entries of an environment's."""
+        destination = {} if destination is None else destination
+        destination[f"{prefix}count"] = self._count
+        destination[f"{prefix}run"] = str(self._run)
+        return destination
+
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object) -> None:
+        if f"{prefix}count" in state_dict:  # it was left out of older states of environments
+            self.load_state_dict({name: state_dict[f"{prefix}{name}"] for name in ("count", "run")})
 
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
         """Restore a saved counter."""

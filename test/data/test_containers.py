@@ -85,6 +85,12 @@ def test_views_of_one_entry():
     assert batch.get("full", as_padded_tensor=True, padding_side="left").tolist() == [[0, 0, 1, 2], [1, 2, 3, 4]]
     assert [row.tolist() for row in batch.get("full", as_list=True)] == [[1, 2], [1, 2, 3, 4]]
     assert batch.get("full", as_nested_tensor=True).is_nested
+    several = lazy_stack([batch, batch], 0)
+    padded = [[1, 2, 0, 0], [1, 2, 3, 4]]
+    assert several.as_padded_tensor("full").tolist() == [padded, padded]
+    assert batch.as_padded_tensor("full").tolist() == padded and batch[0].as_padded_tensor("full").tolist() == [1, 2]
+    with pytest.raises(ValueError, match="one batch dimension"):
+        several.as_nested_tensor("full")
 
 
 def test_lists_of_tensordicts_are_padded_and_nested_as_torchrls(takes_long):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -53,9 +54,27 @@ def test_a_history_is_saved_as_it_is(tmp_path):
         save_state(tmp_path / "state", {"history": history})
         again = load_state(tmp_path / "state", advice="")["history"]
         assert (again.role, again.content, again.shape) == (history.role, history.content, history.shape)
+    message = {**USER, "weight": np.int64(0), "scores": {1: (2, 3)}, "image": np.eye(2), "x": {"$tensor": "0"}}
+    save_state(tmp_path / "state", {"history": History.from_chats([message])})
+    [again] = load_state(tmp_path / "state", advice="")["history"].to_chats()
+    assert again["weight"] == 0 and again["scores"] == {1: (2, 3)} and again["x"] == {"$tensor": "0"}
+    assert (again["image"] == np.eye(2)).all() and again["content"] == USER["content"]
+    with pytest.raises(TypeError, match="cannot hold the object at"):
+        save_state(tmp_path / "state", {"history": History.from_chats([{**USER, "x": object()}])})
     path = tmp_path / "chats.jsonl"
     History(role=["user"], content=["a\ud800"]).save(path)
     assert json.loads(path.read_text())["messages"][0]["content"] == "a\ud800"
+
+
+def test_arguments_of_any_depth_are_saved(tmp_path):
+    nested = 0
+    for depth in range(1, 301):
+        nested = {"a": [nested]} if depth % 2 else [nested]
+        if depth in (60, 120, 300):
+            history = History.from_chats([USER, {**ASSISTANT, "tool_calls": [nested]}])
+            save_state(tmp_path / "state", {"history": history})
+            again = load_state(tmp_path / "state", advice="")["history"]
+            assert again.content == history.content and (again.to_chats() == history.to_chats()) == (depth < 100)
 
 
 def test_tool_calls_their_answers_and_completeness_are_read_by_message():
@@ -100,6 +119,12 @@ def test_saved_chats_come_back_whatever_they_say(tmp_path, text):
     assert History.load(tmp_path / "chats.jsonl").to_chats() == history.to_chats()
     (tmp_path / "marked.jsonl").write_text((tmp_path / "chats.jsonl").read_text(encoding="utf-8"), encoding="utf-8-sig")
     assert History.load(tmp_path / "marked.jsonl").to_chats() == history.to_chats()
+
+
+def test_a_file_without_conversations_is_refused(tmp_path):
+    (tmp_path / "chats.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="conversation in each line"):
+        History.load(tmp_path / "chats.jsonl")
 
 
 @pytest.mark.parametrize("way", ["save", "memmap", "pickle"])

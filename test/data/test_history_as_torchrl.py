@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,6 +85,19 @@ def test_indices_find_the_messages_where_torchrl_has_them(texts, data):
     assert len(single) == shape[1] and len(ours) == shape[0]
 
 
+@pytest.mark.parametrize("form", [list, torch.tensor, np.array])
+def test_masks_and_places_choose_messages(form):
+    chat = History.from_chats(messages("0", "1", "2"))
+    assert chat[form([True, False, True])].content == ["0", "2"]
+    assert chat[form([2, 0, -1])].content == ["2", "0", "2"]
+    assert chat[form([False] * 3)].content == []
+    batch = History.from_chats([messages("0", "1", "2"), messages("3", "4", "5")])
+    assert batch[..., form([False, True, True])].content == [["1", "2"], ["4", "5"]]
+    assert batch[form([False, True]), form([False, True, True])].content == [["4", "5"]]
+    with pytest.raises(IndexError):
+        chat[form([True, False])]
+
+
 @given(texts=CHATS, inplace=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_messages_are_appended_as_there(texts, inplace):
@@ -153,6 +167,8 @@ def test_the_reward_designs_of_the_documentation_read_responses():
         (lambda h: h.append(History.from_chats(messages("a", "b"))), "use extend"),
         (lambda h: h.append(History(role="user", content="a"), dim=0), "dim must be the messages' dimension"),
         (lambda h: h.extend(h[:1], dim=-1), "of the batch size"),
+        (lambda h: h.extend(h, dim=3), "dim must be from -2 to 1"),
+        (lambda h: h.extend(h, dim=-3), "dim must be from -2 to 1"),
         (lambda h: History(role="user", content="a").append({"role": "user", "content": "a"}), "unsqueeze"),
         (lambda h: h.extend(History(role="user", content="a")), "append it"),
     ],

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rendering_families import END_OF_TURN, family_tokenizer, template_text
 
-from llmrl.data import History
+from llmrl.data import History, templated_text
 from llmrl.data.templated_text import parse_templated
 
 APPENDING = ["chatml", "qwen25", "llama3", "gemma"]
@@ -55,6 +55,31 @@ def test_batches_of_texts_and_what_is_refused():
         History.from_text(text, chat_template_name="alpaca")
     with pytest.raises(ValueError, match="no turn as 'gemma'"):
         History.from_text(text, chat_template_name="gemma")
+    with pytest.raises(ValueError, match="no turn as 'chatml'"):
+        History.from_text("<|im_start|>assistant\n")
+
+
+def test_messages_of_mistral_that_cannot_be_read_are_not_left_out():
+    asked = "[INST] q [/INST]"
+    for text in (
+        f"<s>[SYSTEM_PROMPT]Be kind.[/SYSTEM_PROMPT]{asked} a</s>",
+        f'<s>{asked}[TOOL_CALLS] []</s>[TOOL_RESULTS] {{"content": 5}}[/TOOL_RESULTS] It is 5.</s>',
+    ):
+        with pytest.raises(ValueError, match="pass messages instead"):
+            History.from_text(text)
+    tools = "[AVAILABLE_TOOLS] [] [/AVAILABLE_TOOLS]"
+    read = History.from_text(f"<s>{tools}{asked} a</s>{tools}{asked} b</s>").to_chats()
+    assert [message["content"] for message in read] == ["q", "a", "q", "b"]
+
+
+def test_a_template_that_replaces_another_is_not_read_by_the_parser_of_the_other(monkeypatch):
+    for known in (templated_text._TEMPLATES, templated_text._READERS, templated_text._MODEL_NAMES):
+        monkeypatch.setitem(known, "mine", None)
+    templated_text.add_chat_template("mine", "a", inverse_parser=lambda text: History.from_chats(conversation(["q"])))
+    assert History.from_text("x", chat_template_name="mine").content == ["q"]
+    templated_text.add_chat_template("mine", "b")
+    with pytest.raises(ValueError, match="family must be one of"):
+        History.from_text("x", chat_template_name="mine")
 
 
 @pytest.mark.parametrize("family", APPENDING)
@@ -80,6 +105,22 @@ def test_masks_hold_what_the_assistant_wrote_and_its_end(model_path, family, has
     written = tokenizer.decode([token_id for token_id, is_written in zip(token_ids, mask, strict=True) if is_written])
     end = END_OF_TURN[family]
     assert written == "".join(message["content"] + end for message in chat if message["role"] == "assistant")
+
+
+@pytest.mark.parametrize("family", APPENDING)
+@pytest.mark.parametrize("texts", [["q", "a"], ["q", "a", "q", "b"]])
+def test_an_answer_that_goes_on_has_no_end_in_its_mask(model_path, family, texts):
+    tokenizer = family_tokenizer(model_path, family)
+    encoded = History.from_chats(conversation(texts)).apply_chat_template(
+        tokenizer,
+        chat_template=template_text(family),
+        add_generation_prompt=False,
+        continue_final_message=True,
+        return_assistant_tokens_mask=True,
+    )
+    end = END_OF_TURN[family]
+    assert tokenizer.decode(encoded["input_ids"][encoded["assistant_masks"]]) == end.join(texts[1::2])
+    assert tokenizer.decode(encoded["input_ids"]).endswith(texts[-1])
 
 
 def masked_text(history, tokenizer, **options):

@@ -284,6 +284,18 @@ def test_policy_version_follows_its_source():
     assert env.step(answer_with("ho")(data))["next", "policy_version"].item() == 5
 
 
+@pytest.mark.parametrize("version_type", ["int", "uuid"])
+def test_a_policy_version_beside_other_transforms_is_in_the_state_of_its_environment(version_type):
+    def make_env():
+        transform = PolicyVersion(version_type)
+        return ChatEnv().append_transform(StepCounter()).append_transform(transform), transform
+
+    (env, transform), (other_env, other) = make_env(), make_env()
+    transform.increment_version()
+    other_env.load_state_dict(env.state_dict())
+    assert other.version == transform.version and other.count == 1
+
+
 def test_policy_version_as_uuid_changes_with_each_update_and_is_restored():
     transform = PolicyVersion("uuid")
     check_env_specs(DatasetChatEnv(DATASET, batch_size=(2,)).append_transform(transform))

@@ -426,6 +426,14 @@ def test_pickling_keeps_the_value_and_drops_what_others_appended(model_path):
         assert loaded.with_prompt(waiting.messages) is loaded
 
 
+def test_a_pickled_prompt_is_replaced_by_another(model_path):
+    renderer = family_renderer(model_path, "qwen3")
+    first = answer(Conversation.start(renderer).with_prompt([user("a")]), "<think>\nx\n</think>\n\ny<|im_end|>")
+    waiting = pickle.loads(pickle.dumps(first.with_prompt([*first.messages, user("b")])))
+    messages = [*first.messages, user("c")]
+    assert waiting.with_prompt(messages).prompt_ids == renderer.render(messages, add_generation_prompt=True)
+
+
 def test_a_very_long_conversation_pickles(chatml):
     conversation = Conversation.start(None)
     held: list[int] = []

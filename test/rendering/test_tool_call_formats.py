@@ -6,8 +6,9 @@ import pickle
 
 import pytest
 from real_templates import REWRITTEN, real_renderer
+from rendering_families import family_renderer
 
-from llmrl.rendering import TOOL_CALL_PARSERS
+from llmrl.rendering import TOOL_CALL_PARSERS, Conversation
 from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS, make_tool_call
 
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
@@ -71,6 +72,24 @@ def test_ids_of_calls_that_are_names_are_kept():
     assert [call["id"] for call in calls] == ["functions.add:0", "functions.add:1"]
 
 
+def test_the_id_beside_a_function_is_that_of_the_call():
+    call = '{"type": "function", "id": "abc", "function": {"name": "f", "arguments": {}}}'
+    assert TOOL_CALL_PARSERS["hermes"](f"<tool_call>{call}</tool_call>").tool_calls[0]["id"] == "abc"
+
+
+@pytest.mark.parametrize("sampled", ["1", "abc-defgh", "abcdéfghi", ""])
+def test_a_call_of_mistral_with_an_id_that_its_template_refuses_gets_another(model_path, sampled):
+    renderer = family_renderer(model_path, "mistral")
+    conversation = Conversation.start(renderer).with_prompt([{"role": "user", "content": "a"}])
+    ids = renderer.encode(f'[TOOL_CALLS][{{"name": "f", "arguments": {{}}, "id": "{sampled}"}}]</s>')
+    conversation = conversation.with_completion(ids, log_probs=[0.0] * len(ids), versions=[0] * len(ids))
+    (call,) = conversation.last.message["tool_calls"]
+    assert call["id"] == "call00000"
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    following = conversation.with_prompt([*conversation.messages, result])
+    assert following.prompt_ids[: conversation.num_tokens] == conversation.prompt_ids
+
+
 @pytest.mark.parametrize(
     ("name", "body", "reason"),
     [
@@ -92,6 +111,37 @@ def test_what_is_not_all_of_a_call_is_no_call(name, body, reason):
 def test_json_that_has_no_blocks_is_an_answer(text):
     parsed = TOOL_CALL_PARSERS["anthropic"](text)
     assert parsed.content == text and not parsed.tool_calls and not parsed.malformed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Alice", "age": 3}', '{"type": "object", "properties": {}}', '{"parameters": {"a": 1}}',
+        '{"function": {"name": "sin"}, "parameters": [1]}', '{"function": "sin", "name": "x"}\nDone.',
+    ],
+)  # fmt: skip
+def test_a_json_object_without_a_name_and_parameters_is_an_answer(model_path, text):
+    renderer = family_renderer(model_path, "llama3")
+    assert renderer.tool_parser == "llama3_json"
+    parsed = renderer.parse(renderer.encode(f"{text}<|eot_id|>"))
+    assert parsed.message == {"role": "assistant", "content": text} and not parsed.malformed_tool_calls
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "f", "parameters": {}}', '{"type": "function", "function": {"name": "f", "arguments": {}}}']
+)
+def test_a_json_object_with_a_name_and_parameters_is_a_call(text):
+    (call,) = TOOL_CALL_PARSERS["llama3_json"](text).tool_calls
+    assert call["function"] == {"name": "f", "arguments": {}}
+
+
+def test_an_object_of_minimax_with_a_property_that_is_called_item_is_no_list():
+    schema = {"type": "object", "properties": {"item": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"order": schema}}}}
+    text = '<tool_call><invoke name="f"><order><item>pen</item></order></invoke></tool_call>'
+    for tools, order in (([tool], {"item": "pen"}), ([], ["pen"])):
+        (call,) = TOOL_CALL_PARSERS["minimax_m3"](text.replace("<", "]<]minimax[>[<"), tools).tool_calls
+        assert call["function"]["arguments"] == {"order": order}
 
 
 def test_a_call_after_thinking_is_read():

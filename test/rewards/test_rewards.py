@@ -140,10 +140,13 @@ def test_a_score_made_by_hand_is_finite_too(arguments):
         Score(**arguments)
 
 
-def test_fixed_rewards_weights_and_parameters_without_a_name_are_refused():
+def test_fixed_rewards_weights_limits_and_parameters_without_a_name_are_refused():
     for name in ("truncation_reward", "error_reward"):
         with pytest.raises(ValueError, match=name):
             Rubric(one, **{name: float("nan")})
+    for seconds in (0, -1):
+        with pytest.raises(ValueError, match="timeout_seconds must be positive"):
+            Rubric(one, timeout_seconds=seconds)
     with pytest.raises(ValueError, match="finite"):
         RewardFn(one, weight=float("inf"))
     with pytest.raises(TypeError, match=r"\['obj'\] by position"):

@@ -36,7 +36,7 @@ for line in sys.stdin:
     if given == "kill" or (given == "kill once" and not os.path.exists(reference)):
         open(reference, "w").close()
         os._exit(1)
-    print("true", flush=True)
+    print("false" if given == "wrong" else "true", flush=True)
 """
 
 
@@ -65,6 +65,20 @@ def test_a_question_that_ends_the_process_each_time_is_unscored_and_not_remember
     ]
     assert [score.is_scored for score in scores] == [False, False, True] and scores[2].reward == 1.0
     assert "ended twice while it compared 'kill'" in scores[1].error
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_an_answer_that_was_interrupted_is_not_read_for_the_next_question(verifier, monkeypatch, is_started):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    if is_started:
+        assert verifier.is_equal("a", "right")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(math.select, "select", interrupt)
+        verifier.is_equal("b", "wrong")
+    verdicts = [verifier.is_equal(name, given) for name, given in (("c", "right"), ("d", "wrong"), ("b", "wrong"))]
+    assert verdicts == [True, False, False]
 
 
 def test_a_process_that_does_not_start_is_no_wrong_answer(tmp_path, monkeypatch):

@@ -150,6 +150,19 @@ def test_replies_are_kept_in_a_file_with_half_a_line_of_another_process(server, 
     assert len(server.requests) == 3
 
 
+@pytest.mark.parametrize("name", [None, "replies.jsonl"])
+def test_a_reply_without_a_score_is_asked_for_again(server, tmp_path, name):
+    path = None if name is None else tmp_path / name
+    server.reply = lambda prompt: "I cannot rate this."
+    judge = make_judge(server, cache_path=path)
+    with pytest.raises(ValueError, match="between 0 and 10"):
+        run_sync(judge(completion="a"))
+    server.reply = lambda prompt: "7"
+    judges = [judge] if path is None else [make_judge(server, cache_path=path), make_judge(server, cache_path=path)]
+    assert [run_sync(one(completion="a")) for one in [*judges, judges[0]]] == [0.7] * (len(judges) + 1)
+    assert len(server.requests) == 2
+
+
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [
@@ -159,6 +172,16 @@ def test_replies_are_kept_in_a_file_with_half_a_line_of_another_process(server, 
         ("8/10", 0.8),
         ("8 / 10", 0.8),
         ("I give it 8 out of 10.", 0.8),
+        ("Score: 8 (out of 10)", 0.8),
+        ("Score: 8\n\nOut of 10", 0.8),
+        ("**8**/10", 0.8),
+        ("**8** / **10**", 0.8),
+        ("Rating: 3 of 10", 0.3),
+        ("I give it 3 on a scale from 0 to 10.", 0.3),
+        ("3 on a scale of 10", 0.3),
+        ("3 (on a scale of 0-10)", 0.3),
+        ("On a scale from 0 to 10, it is a 3.", 0.3),
+        ("I note 2 of 3 points hold. Score: 6", 0.6),
         ("**10**", 1.0),
         ("0", 0.0),
         ("4/5", None),
@@ -237,6 +260,7 @@ def test_a_copy_asks_for_itself(server, copied):
         ({"scale": (5, 5)}, "scale"),
         ({"requests_per_minute": 0}, "requests_per_minute must be positive"),
         ({"max_concurrent_requests": 0}, "max_concurrent_requests must be positive"),
+        ({"max_retries": -1}, "max_retries must be at least 0"),
         ({"timeout_seconds": -1}, "timeout_seconds must be positive"),
     ],
 )
