@@ -113,6 +113,8 @@ class TransformersWrapper(ScoresRows):
         self.head_kernel = head_kernel
         self.compile_layers = compile_layers
         self.offload_activations = offload_activations
+        self.replays_experts = True
+        """Whether tokens have the experts of their rows; False for a teacher, because these are the student's."""
         weights_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if autocast_dtype == "auto":
             is_cast = weights_dtype == torch.float32 and self.device.type == "cuda"
@@ -182,6 +184,8 @@ class TransformersWrapper(ScoresRows):
         routed_experts: list[torch.Tensor] | None = None,
     ) -> list[PackedRows]:
         """Return the micro-batches of rows, on the model's device; for replayed columns see `Replay`."""
+        if routed_experts is not None:
+            routed_experts = self.causal_model.routers.checked(routed_experts) if self.replays_experts else None
         packed = pack_rows(
             token_ids,
             scored_masks,
@@ -189,7 +193,7 @@ class TransformersWrapper(ScoresRows):
             bin_length=self.bin_length,
             attention_length=self.causal_model.attention_length,
             one_row_per_bin=not self.causal_model.is_packed,
-            routed_experts=None if routed_experts is None else self.causal_model.routers.checked(routed_experts),
+            routed_experts=routed_experts,
         )
         if sampling_mask is not None:
             lengths = torch.tensor([len(ids) for ids in token_ids])

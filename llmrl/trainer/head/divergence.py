@@ -271,7 +271,7 @@ class TeacherDistribution:
             return torch.zeros(0, device=student.device)
         ours, positions = student.packed_head(packed)
         with torch.no_grad():
-            theirs, _ = self.policy.packed_head(packed)
+            theirs, _ = self.policy.packed_head(replace(packed, routed_experts=None))  # these are the student's
         return chunked_divergence(ours, theirs, divergence, beta=self.beta, chunk_size=student.chunk_size)[positions]
 
 
