@@ -194,12 +194,18 @@ class DoubleBufferReader:
             member.init_weight_transfer_engine({"folder": self._folder})
             take_file(member, self._folder, pointer)
 
+        def make_older(member: Member) -> None:
+            # Weights of another trainer may have this version, and an engine takes its own version as a cancellation.
+            if member.engine.policy_version == pointer.version:
+                member.engine.policy_version = pointer.version - 1
+
         with self._group.paused(members):
             try:
                 self._group.each(members, take)
             except Exception:
                 self._group.roll_back(members, are_mixed=False)
                 raise
+            self._group.each(members, make_older)
             self._group.commit(members, pointer.version)
 
     def shutdown(self) -> None:
