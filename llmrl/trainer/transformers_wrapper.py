@@ -13,6 +13,7 @@ from tensordict.utils import NestedKey
 from torch.nn.utils.rnn import pad_sequence
 from torchrl.modules import LLMMaskedCategorical
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.model_parts import load_language_model
 from llmrl._utils.ranks import share_of
 from llmrl.data import LogProbs
@@ -68,8 +69,8 @@ class TransformersWrapper(ScoresRows):
         options: see `LLMWrapperBase`. Scoring uses `temperature` of `generate_kwargs`; `pad_output` pads on the left.
 
     Raises:
-        ValueError: if the kernel is unknown, the temperature is 0 when scoring, activations are offloaded without
-            checkpointing, or a batch has nothing to score; see `LLMWrapperBase`.
+        ValueError: if a size is below 1, the kernel is unknown, the temperature is 0 when scoring, activations are
+            offloaded without checkpointing, or a batch has nothing to score; see `LLMWrapperBase`.
         TypeError: if the model cannot be scored exactly (see `CausalModel`).
 
     Example:
@@ -98,6 +99,7 @@ class TransformersWrapper(ScoresRows):
         offload_activations: bool = False,
         **options: Unpack[WrapperOptions],
     ) -> None:
+        check_least(1, token_budget=token_budget, bin_length=bin_length, chunk_size=chunk_size)
         if isinstance(model, (str, os.PathLike)):
             from transformers import AutoTokenizer
 
@@ -189,7 +191,7 @@ class TransformersWrapper(ScoresRows):
         packed = pack_rows(
             token_ids,
             scored_masks,
-            token_budget=token_budget or self.token_budget,
+            token_budget=self.token_budget if token_budget is None else token_budget,
             bin_length=self.bin_length,
             attention_length=self.causal_model.attention_length,
             one_row_per_bin=not self.causal_model.is_packed,
