@@ -79,7 +79,7 @@ class WeightSync:
         """Set the source of weights, read at each update: a model, its policy, or tensors by checkpoint name."""
         with self._lock:
             self._model = model_of(model)
-            if self._source is not None:
+            if self._source is not None or self._group is not None:
                 self._open()
 
     def init_all_workers_group(
@@ -220,6 +220,7 @@ class WeightSync:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        self._source = None  # if this fails, an update must not take the sender for open
         make_source = self._make_source
         dtype = backend = None
         if self._group is not None:
@@ -227,9 +228,10 @@ class WeightSync:
             backend = self._group.backend
             if self._group.first.quantization is not None:
                 make_source = Int8Weights
-        source = self._source = make_source(self._model, dtype)
+        source = make_source(self._model, dtype)
         if self._rank == 0:
             self._channel = self._open_channel(source, backend)
+        self._source = source
         return source
 
     def _update(self, source: ModelWeights) -> int:
