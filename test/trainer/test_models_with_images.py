@@ -66,10 +66,13 @@ def test_the_language_model_alone_is_loaded_and_sent_by_the_names_of_the_checkpo
     assert not any(is_of_encoder(name) for name, _ in model.named_parameters())
     expected = {name: tensor for name, tensor in weights.items() if not is_of_encoder(name)}
     assert len(expected) < len(weights)
-    sent = dict(ModelWeights(model, torch.bfloat16))
+    source = ModelWeights(model, torch.bfloat16)
+    sent = dict(source)
     assert sent.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(sent[name], tensor), name
+    source.override = expected  # as `update_weights(weights)` does
+    assert dict(source).keys() == {meta.name for meta in source.metadata()} == expected.keys()
     metadata = get_model_metadata(model, torch.bfloat16)
     assert metadata == {name: (tensor.dtype, tensor.shape) for name, tensor in expected.items()}
     assert list(metadata) == list(sent)

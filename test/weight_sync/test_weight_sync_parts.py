@@ -99,6 +99,7 @@ def test_a_dropped_buffer_closes_its_descriptor():
         ("_orig_mod.model.norm.weight", "model.norm.weight"),
         ("module._fsdp_wrapped_module.model.layers.0._checkpoint_wrapped_module.mlp.w", "model.layers.0.mlp.w"),
         ("model.submodule.module.weight", "model.submodule.module.weight"),
+        ("module._orig_mod.base_model.model.model.norm.weight", "model.norm.weight"),
     ],
 )
 def test_wrappers_leave_no_trace_in_names(name, expected):
