@@ -7,6 +7,7 @@ import torch
 import transformers
 from causal_types import tiny_config
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from llmrl._utils.model_parts import class_with_images
 from llmrl.runs.exports import write_model
@@ -133,6 +134,10 @@ def test_layers_are_sharded(checkpoint):
     try:
         model = load_model(folder)
         expected = copy.deepcopy(dict(ModelWeights(model)))
+        for context_ranks in (-3, 0, 2):
+            with pytest.raises(ValueError, match=f"context_ranks={context_ranks} does not divide the 1 ranks"):
+                shard_model(model, context_ranks=context_ranks)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         shard_model(model)
         sent = dict(ModelWeights(model))
         assert sent.keys() == expected.keys()
