@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmrl._utils.arguments import KnownArguments, check_least
-from llmrl.engines.base import PauseMode, UpdatableEngine
+from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.engines.server.updates import FILES_BACKEND
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, LLMRL_BACKEND
 from llmrl.weight_sync.adapters import AdapterChannel, AdapterWeights
@@ -177,7 +177,10 @@ class DoubleBufferReader:
         Raises EngineError if the buffer is damaged or does not fit; the engines keep their weights.
         """
         with self._lock:
-            pointer = DoubleBuffer(self._folder).pointer()
+            try:
+                pointer = DoubleBuffer(self._folder).pointer()
+            except ValueError as error:
+                raise EngineError(str(error)) from error
             if pointer is None or pointer == self._applied:
                 return None
             self._apply(self._group.members(), pointer)
