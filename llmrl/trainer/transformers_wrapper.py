@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack
@@ -186,8 +187,9 @@ class TransformersWrapper(ScoresRows):
         routed_experts: list[torch.Tensor] | None = None,
     ) -> list[PackedRows]:
         """Return the micro-batches of rows, on the model's device; for replayed columns see `Replay`."""
-        if routed_experts is not None:
-            routed_experts = self.causal_model.routers.checked(routed_experts) if self.replays_experts else None
+        experts: Sequence[torch.Tensor] | None = None
+        if routed_experts is not None and self.replays_experts:
+            experts = self.causal_model.routers.checked(routed_experts)
         packed = pack_rows(
             token_ids,
             scored_masks,
@@ -195,7 +197,7 @@ class TransformersWrapper(ScoresRows):
             bin_length=self.bin_length,
             attention_length=self.causal_model.attention_length,
             one_row_per_bin=not self.causal_model.is_packed,
-            routed_experts=routed_experts,
+            routed_experts=experts,
         )
         if sampling_mask is not None:
             lengths = torch.tensor([len(ids) for ids in token_ids])
