@@ -72,7 +72,7 @@ class WeightSenders:
         if isinstance(model, TensorDictModuleBase):
             model = model.model
         is_another = model is not None and model is not self._model
-        model = self._model = model if is_another else self._model
+        model = model if is_another else self._model
         for name, scheme in (self._schemes or {"policy": default_scheme(engine)}).items():
             if name not in self._senders:
                 if model is None:
@@ -85,6 +85,7 @@ class WeightSenders:
                 self._senders[name] = sender
             elif is_another and model is not None:
                 self._senders[name].register_model(model)
+        self._model = model
         return list(self._senders.values())
 
     def __getitem__(self, name: str) -> WeightSender:

@@ -26,6 +26,7 @@ from llmrl.runs.run_folder import random_states, restore_random_states, seed_all
 from llmrl.runs.tracked import Stateful, restore_tracked, with_scaler
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.scripts.grpo import grpo
+from llmrl.trainer.trained_model import trained_model
 from llmrl.watch.step_metrics import Learned, log_probs_before, metrics_of
 
 OnStep = Callable[[int], object]
@@ -141,10 +142,13 @@ class ReplayLoop:
     def track(self, collector: BatchMaker, engine: Engine, *, tokenizer: Tokenizer, **objects: Stateful) -> None:
         """Restore the state to begin with."""
         self._tracked = with_scaler(objects)
+        model = cast(torch.nn.Module, objects["model"])
+        length = self._run.folder.machines.at(self._first).get("engine_length")
+        trained_model(model).engine_length = length if isinstance(length, int) else None
         if self._start is not None:
             restore_tracked(self._tracked, self._start, self._run.folder.checkpoint_path)
         engine.policy_version = self._first - 2  # the update below adds one
-        collector.update_policy_weights_(cast(torch.nn.Module, objects["model"]))
+        collector.update_policy_weights_(model)
 
     def steps(self, num_steps: int, **options: object) -> Iterator[tuple[int, TensorDictBase]]:
         """Yield the recorded batches."""

@@ -45,7 +45,10 @@ def other_facts(first: Mapping[str, JSON], second: Mapping[str, JSON]) -> dict[s
 
 
 class MachineLog:
-    """The file `machines.jsonl` of a run. A line names the machine of a step and of all steps until the next line."""
+    """The file `machines.jsonl` of a run. A line names the machine of a step and of all steps until the next line.
+
+    A line also has the length of the engine, on which the trainer's rotary frequencies depend.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -34,12 +34,15 @@ from llmrl.runs.batch_source import BatchMaker, BatchSource, SavedBatch, played_
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.exports import Exports, open_repository
 from llmrl.runs.machine import machine_of
+from llmrl.runs.null_engine import NullEngine
 from llmrl.runs.recorder import RunRecorder
 from llmrl.runs.report import ContinuedBy, RunResults, print_next_steps, resume_command
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder, random_states, restore_random_states, seed_all
 from llmrl.runs.tracked import Stateful, check_free_space, restore_tracked, save_split, split_tracked, with_scaler
+from llmrl.trainer.trained_model import trained_model
 from llmrl.watch.live_view import LiveView
 from llmrl.watch.step_metrics import Learned
+from llmrl.weight_sync.in_process import LoadsWeights
 
 Entered = TypeVar("Entered")
 _INTERRUPTED = "interrupted; what was learned so far is kept"
@@ -173,12 +176,16 @@ class Run:
         if checkpoint is not None and self._recorder is not None:
             restore(collector, checkpoint)
         model = self._tracked["model"]
+        # The first step, too, must use the rotary frequencies of the engine, which depend on its length.
+        length = None if isinstance(engine, LoadsWeights | NullEngine) else engine.max_model_len
+        length = trained_model(model).engine_length = broadcast_from_rank0(length)
         if checkpoint is not None or engine is self._lent or has_quantized_base(model):
             engine.policy_version = self._step - 1  # the update below adds one
             collector.update_policy_weights_(model)
         if self._recorder is not None:  # a failed resumption keeps the old configuration
             save_config(self.cfg, self._recorder.folder.path)
-            self._recorder.folder.machines.write(self._step + 1, machine_of(self.cfg.train.device))
+            machine = machine_of(self.cfg.train.device)
+            self._recorder.folder.machines.write(self._step + 1, {**machine, "engine_length": length})
 
     def _load_checkpoint(self) -> StateDict | None:
         """Return the last checkpoint, or None; each rank reads it from the folder."""

@@ -30,12 +30,7 @@ class ContextRanks:
 
     @classmethod
     def of(cls, device_type: str, num_ranks: int, num_context_ranks: int) -> ContextRanks:
-        """Divide all ranks into groups of neighbours and return this rank's group; every rank must call this.
-
-        Raises ValueError if `num_context_ranks` does not divide the number of ranks.
-        """
-        if num_context_ranks < 1 or num_ranks % num_context_ranks:
-            raise ValueError(f"context_ranks={num_context_ranks} does not divide the {num_ranks} ranks of the model.")
+        """Divide all ranks into groups of neighbours and return this rank's group; every rank must call this."""
         shape = (num_ranks // num_context_ranks, num_context_ranks)
         return cls(init_device_mesh(device_type, shape, mesh_dim_names=("data", "context"))["context"])
 

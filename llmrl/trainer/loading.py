@@ -192,7 +192,9 @@ def load_teacher(policy: TransformersWrapper, path: str | Path, *, tokenizer: To
     from transformers import AutoTokenizer
 
     check_same_tokenizer(tokenizer, AutoTokenizer.from_pretrained(path), teacher=str(path))
-    return _scorer(policy, path)
+    teacher = _scorer(policy, path)
+    teacher.replays_experts = False
+    return teacher
 
 
 def _scorer(policy: TransformersWrapper, path: str | Path) -> TransformersWrapper:

@@ -263,9 +263,10 @@ def _changes(training: TrainingShape) -> Iterator[Iterator[tuple[str, TrainingSh
     also = f" train.gradient_checkpointing=true train.token_budget={budget}"
     if not training.offload_activations:
         yield iter([(f"train.offload_activations=true{also}", replace(smallest, offload_activations=True))])
+    is_for_one_rank = training.quantize_base or training.moments == "8bit"
     yield (
         (f"train.num_ranks={ranks}{also}", replace(smallest, num_ranks=ranks))
         for ranks in (2, 4, 8, 16, 32)
-        if ranks > training.num_ranks
+        if ranks > training.num_ranks and ranks % training.context_ranks == 0 and not is_for_one_rank
     )
     yield ((f"model.lora.rank=16{also}", replace(smallest, lora_rank=16)) for _ in range(training.lora_rank is None))

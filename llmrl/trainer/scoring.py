@@ -88,7 +88,8 @@ def write_top_k(
             the mask, they are -1 and 0.
 
     Raises:
-        ValueError: if `top_k` is below 1, or rows were sampled from truncated distributions.
+        ValueError: if `top_k` is below 1 or above the teacher's vocabulary, or rows were sampled from truncated
+            distributions.
         EngineError: if the teacher's engine fails.
     """
     check_least(1, top_k=top_k)

@@ -43,6 +43,11 @@ def shard_model(
     Raises TypeError if the model's decoder has no list of layers, and ValueError if `context_ranks` does not divide the
     number of ranks or of attention heads.
     """
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group()  # as `fully_shard` does
+    num_ranks = torch.distributed.get_world_size() if mesh is None else mesh.size()
+    if context_ranks < 1 or num_ranks % context_ranks:  # before anything is sharded
+        raise ValueError(f"context_ranks={context_ranks} does not divide the {num_ranks} ranks of the model.")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = decoder_of(base)
     layers = getattr(decoder, "layers", None)
@@ -68,7 +73,7 @@ def shard_model(
     record = trained_model(model)
     record.mesh = mesh or cast(DTensor, next(decoder.parameters())).device_mesh
     if context_ranks > 1:
-        record.context = ContextRanks.of(record.mesh.device_type, record.mesh.size(), context_ranks)
+        record.context = ContextRanks.of(record.mesh.device_type, num_ranks, context_ranks)
         for module in base.modules():
             setattr(module, CONTEXT_RANKS, record.context)
     if compute_dtype is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack
@@ -13,6 +14,7 @@ from tensordict.utils import NestedKey
 from torch.nn.utils.rnn import pad_sequence
 from torchrl.modules import LLMMaskedCategorical
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.model_parts import load_language_model
 from llmrl._utils.ranks import share_of
 from llmrl.data import LogProbs
@@ -68,8 +70,8 @@ class TransformersWrapper(ScoresRows):
         options: see `LLMWrapperBase`. Scoring uses `temperature` of `generate_kwargs`; `pad_output` pads on the left.
 
     Raises:
-        ValueError: if the kernel is unknown, the temperature is 0 when scoring, activations are offloaded without
-            checkpointing, or a batch has nothing to score; see `LLMWrapperBase`.
+        ValueError: if a size is below 1, the kernel is unknown, the temperature is 0 when scoring, activations are
+            offloaded without checkpointing, or a batch has nothing to score; see `LLMWrapperBase`.
         TypeError: if the model cannot be scored exactly (see `CausalModel`).
 
     Example:
@@ -98,6 +100,7 @@ class TransformersWrapper(ScoresRows):
         offload_activations: bool = False,
         **options: Unpack[WrapperOptions],
     ) -> None:
+        check_least(1, token_budget=token_budget, bin_length=bin_length, chunk_size=chunk_size)
         if isinstance(model, (str, os.PathLike)):
             from transformers import AutoTokenizer
 
@@ -113,6 +116,8 @@ class TransformersWrapper(ScoresRows):
         self.head_kernel = head_kernel
         self.compile_layers = compile_layers
         self.offload_activations = offload_activations
+        self.replays_experts = True
+        """Whether tokens have the experts of their rows; False for a teacher, because these are the student's."""
         weights_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if autocast_dtype == "auto":
             is_cast = weights_dtype == torch.float32 and self.device.type == "cuda"
@@ -182,14 +187,17 @@ class TransformersWrapper(ScoresRows):
         routed_experts: list[torch.Tensor] | None = None,
     ) -> list[PackedRows]:
         """Return the micro-batches of rows, on the model's device; for replayed columns see `Replay`."""
+        experts: Sequence[torch.Tensor] | None = None
+        if routed_experts is not None and self.replays_experts:
+            experts = self.causal_model.routers.checked(routed_experts)
         packed = pack_rows(
             token_ids,
             scored_masks,
-            token_budget=token_budget or self.token_budget,
+            token_budget=self.token_budget if token_budget is None else token_budget,
             bin_length=self.bin_length,
             attention_length=self.causal_model.attention_length,
             one_row_per_bin=not self.causal_model.is_packed,
-            routed_experts=None if routed_experts is None else self.causal_model.routers.checked(routed_experts),
+            routed_experts=experts,
         )
         if sampling_mask is not None:
             lengths = torch.tensor([len(ids) for ids in token_ids])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from llmrl._utils.arguments import KnownArguments, check_least
-from llmrl.engines.base import PauseMode, UpdatableEngine
+from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.engines.server.updates import FILES_BACKEND
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, LLMRL_BACKEND
 from llmrl.weight_sync.adapters import AdapterChannel, AdapterWeights
@@ -177,7 +177,10 @@ class DoubleBufferReader:
         Raises EngineError if the buffer is damaged or does not fit; the engines keep their weights.
         """
         with self._lock:
-            pointer = DoubleBuffer(self._folder).pointer()
+            try:
+                pointer = DoubleBuffer(self._folder).pointer()
+            except ValueError as error:
+                raise EngineError(str(error)) from error
             if pointer is None or pointer == self._applied:
                 return None
             self._apply(self._group.members(), pointer)
@@ -194,12 +197,18 @@ class DoubleBufferReader:
             member.init_weight_transfer_engine({"folder": self._folder})
             take_file(member, self._folder, pointer)
 
+        def make_older(member: Member) -> None:
+            # Weights of another trainer may have this version, and an engine takes its own version as a cancellation.
+            if member.engine.policy_version == pointer.version:
+                member.engine.policy_version = pointer.version - 1
+
         with self._group.paused(members):
             try:
                 self._group.each(members, take)
             except Exception:
                 self._group.roll_back(members, are_mixed=False)
                 raise
+            self._group.each(members, make_older)
             self._group.commit(members, pointer.version)
 
     def shutdown(self) -> None:

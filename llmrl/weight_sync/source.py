@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from llmrl.trainer.model.checkpoint_format import CheckpointWeights
 
 # Parts of parameter names that wrappers add; checkpoints do not have them.
-_WRAPPER_PARTS = re.compile(
-    r"^module\.|^base_model\.model\.|(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
+_WRAPPER = r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+_WRAPPER_PARTS = re.compile(rf"^(?:{_WRAPPER})*(?:module\.)?(?:{_WRAPPER})*(?:base_model\.model\.)?|(?<=\.){_WRAPPER}")
 
 ModelMetadata = dict[str, tuple[torch.dtype, torch.Size]]
 
@@ -117,7 +116,11 @@ class ModelWeights:
 
     @property
     def _format(self) -> object:
-        """The unwrapped model: weights of a transformers model get its checkpoint's names, others keep their own."""
+        """The unwrapped model, whose weights get its checkpoint's names; None if `override` has these names already."""
+        if self.override:
+            known = {meta.name for meta in ModelWeights(self._model).metadata()}
+            if known.issuperset(name for name, _ in self._named()):
+                return None
         return base_of(self._model)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:

@@ -79,7 +79,7 @@ class WeightSync:
         """Set the source of weights, read at each update: a model, its policy, or tensors by checkpoint name."""
         with self._lock:
             self._model = model_of(model)
-            if self._source is not None:
+            if self._source is not None or self._group is not None:
                 self._open()
 
     def init_all_workers_group(
@@ -119,16 +119,16 @@ class WeightSync:
                 self._group = EngineGroup(
                     engine, pause_mode=self._pause_mode, reset_running_requests=self._reset_running_requests
                 )
-            self._open()
+            source = self._open()
             if model_metadata is not None:
                 _require_same(get_model_metadata(self._model), model_metadata)
+            self._share_length(source)
             if self._group is None or self._channel is None:
                 return
             self._last_version = max(self._last_version, self._group.last_version)  # dead engines may leave the list
             if (record := self._record()) is not None:
                 first = self._group.first
                 record.engine_dtype = first.model_dtype
-                record.engine_length = first.max_model_len
                 record.is_engine_int8 = first.quantization is not None
                 record.untested_arguments = getattr(first, "untested_arguments", ())
                 if record.engine_version is None:  # trainer and engine have their initial weights
@@ -220,6 +220,7 @@ class WeightSync:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+        self._source = None  # if this fails, an update must not take the sender for open
         make_source = self._make_source
         dtype = backend = None
         if self._group is not None:
@@ -227,9 +228,10 @@ class WeightSync:
             backend = self._group.backend
             if self._group.first.quantization is not None:
                 make_source = Int8Weights
-        source = self._source = make_source(self._model, dtype)
+        source = make_source(self._model, dtype)
         if self._rank == 0:
             self._channel = self._open_channel(source, backend)
+        self._source = source
         return source
 
     def _update(self, source: ModelWeights) -> int:
@@ -337,6 +339,14 @@ class WeightSync:
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         return outcome[0]
+
+    def _share_length(self, source: ModelWeights) -> None:
+        """Record the engines' length on every rank, because all ranks must use the same rotary frequencies."""
+        length = [None if self._group is None else self._group.first.max_model_len]
+        if source.is_sharded:
+            torch.distributed.broadcast_object_list(length, src=0)
+        if length[0] is not None and (record := self._record()) is not None:
+            record.engine_length = length[0]
 
     def _record(self) -> TrainedModel | None:
         return trained_model(self._model) if isinstance(self._model, torch.nn.Module) else None

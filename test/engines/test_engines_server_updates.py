@@ -141,6 +141,19 @@ def test_weights_arrive_while_the_server_is_paused_and_are_labelled(servers, tmp
         assert again.policy_version == 2, "a server outlives its trainer and knows its weights"
 
 
+@pytest.mark.parametrize("backend", ["llmrl", None])
+def test_weights_of_another_trainer_are_loaded_though_their_version_is_that_of_the_server(servers, tmp_path, backend):
+    server = servers(backend)
+    for value in (1, 2):  # each trainer counts from 1 in its own folder
+        scheme = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path / str(value)))
+        with ServerEngine(server.url, weight_sync=True) as engine:
+            writer, reader = make_sender(scheme, model_of(value), None), scheme.create_receiver(engine)
+            assert writer.update_weights() == reader.poll_and_apply() == 1
+            assert (holds(server, value), server.label, server.is_paused) == (True, "1", False)
+            writer.shutdown()
+            reader.shutdown()
+
+
 @pytest.mark.parametrize(("backend", "fails_at"), [("llmrl", "update_weights"), (None, "pause")])
 def test_an_update_that_fails_before_it_is_loaded_leaves_the_old_weights(servers, tmp_path, backend, fails_at):
     server = servers(backend)

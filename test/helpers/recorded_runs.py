@@ -67,7 +67,7 @@ def train_run(model, path, make_env=make_env, **options):
     settings = {"num_steps": NUM_STEPS, "groups_per_batch": 2, "max_new_tokens": 6, "learning_rate": 1e-2}
     settings |= {"keep_batches": True, "checkpoint_every": 3, "console": Console(file=io.StringIO())}
     try:
-        return train(model, make_env(), path=path, engine=engine, **{**settings, **options})
+        return train(model, make_env(), path=path, **{"engine": engine, **settings, **options})
     finally:
         engine.shutdown()
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from weight_sync_tools import TakingEngine
 
 from llmrl.trainer import shard_model
+from llmrl.trainer.trained_model import trained_model
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme, WeightSyncError, get_model_metadata
 from llmrl.weight_sync.source import named_weights
 
@@ -90,6 +91,7 @@ def send(kind, rank):
         "versions": versions,
         "message": message,
         "is_right": is_right,
+        "engine_length": trained_model(model).engine_length,
         "is_sharded": all(p.to_local().numel() * 2 == p.numel() for p in model.parameters()),
         "most_gathered": gathered.most,
         "peak_growth": peak_growth,

@@ -31,7 +31,7 @@ from llmrl.trainer import (
     write_log_probs,
     write_top_k,
 )
-from llmrl.trainer.head.log_probs import Head, LogitTransform
+from llmrl.trainer.head.log_probs import Head, LogitTransform, chunked_log_probs
 
 TEACHER = ("next", "teacher_log_probs", "full")
 MASK = ("masks", "all_assistant_mask")
@@ -102,6 +102,18 @@ def test_a_divergence_that_is_none_is_refused(divergence, beta, message):
         chunked_divergence(same, Head(torch.eye(3)[:2], torch.eye(3)), "reverse")
     with pytest.raises(ValueError, match="or 'js' with teacher="):
         DistillationLoss(None, kl_direction="js")
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1])
+def test_a_chunk_without_positions_is_refused(chunk_size):
+    head, targets = Head(torch.eye(3), torch.eye(3)), torch.tensor([0, 1, 2])
+    for compute in (
+        lambda: chunked_log_probs(head.states, head.weight, targets, chunk_size=chunk_size),
+        lambda: chunked_divergence(head, head, "reverse", chunk_size=chunk_size),
+        lambda: chunked_top_k(head, 1, chunk_size=chunk_size),
+    ):
+        with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
+            compute()
 
 
 @pytest.fixture(scope="module")
@@ -378,6 +390,9 @@ def test_likeliest_ids_are_of_the_loss_mask_of_whole_distributions_and_of_every_
         DistillationLoss(student, teacher=TeacherTopK(), masking_strategy="generic")(scored)
     with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
         write_top_k(student, batch, 0)
+    num_ids = student.model.config.vocab_size
+    with pytest.raises(ValueError, match=f"top_k must be from 1 to the {num_ids} ids of the vocabulary"):
+        write_top_k(student, batch, num_ids + 1)
     scored[0]["next", "teacher_top", "log_probs"] = torch.zeros(4, 2)
     with pytest.raises(ValueError, match=r"'log_probs'\) must have one vector per token"):
         DistillationLoss(student, teacher=TeacherTopK())(scored)

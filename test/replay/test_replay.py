@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import importlib
 import json
@@ -19,7 +20,9 @@ from opened_pages import opened
 from pytest import approx
 from recorded_runs import NUM_STEPS, call, edit_jsonl, make_agent, train_run
 from tensordict import TensorDict, lazy_stack
+from weight_sync_tools import TakingEngine
 
+from llmrl import TransformersEngine
 from llmrl.data.state_file import load_state, save_state
 from llmrl.objectives import MCAdvantage
 from llmrl.replay.page import write_what_if
@@ -72,6 +75,38 @@ def test_steps_on_answers_of_older_weights_are_computed_again_bit_by_bit(tiny_mo
     assert max(ages[4] | ages[5]) > 0, ages  # trained on what an older version had sampled
     for replayed in replay_steps(run, [4, 5], quantities=["advantages", "log_probs", "metrics"]):
         assert all(results_of(replayed).values()) and len(results_of(replayed)) == 3, replayed
+
+
+class UpdatableTransformersEngine(TransformersEngine, TakingEngine):
+    """Generates with transformers, and takes weights as vLLM's engines do; what it takes has no effect."""
+
+    load_weights, model_dtype, num_workers = None, torch.float32, 1
+    fails_at = dies_at = hangs_at = None
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.calls = []
+
+
+@pytest.mark.parametrize("original_length", [20, 60])
+def test_the_first_step_has_the_rotary_frequencies_of_the_engine_and_is_computed_again_with_them(
+    tiny_model_path, tmp_path, monkeypatch, takes_long, original_length
+):
+    """The engine's rows have the long frequencies of LongRoPE, also those that do not exceed the original length."""
+    long = [1.0 + place for place in range(32)]
+    for name, short in (("model", [1.0] * 32), ("engine", long)):  # the reference has only one set
+        folder = shutil.copytree(tiny_model_path, tmp_path / name)
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original_length}
+        edited = json.loads((folder / "config.json").read_text())
+        edited["rope_parameters"] = rope | {"short_factor": short, "long_factor": long}
+        (folder / "config.json").write_text(json.dumps(edited))
+    engine = UpdatableTransformersEngine(tmp_path / "engine")
+    monkeypatch.setattr("llmrl.scripts.train.start_engine", lambda cfg: contextlib.nullcontext(engine))
+    run = RecordedRun(train_run(str(tmp_path / "model"), tmp_path / "run", engine=None, num_steps=1))
+    assert all(20 < len(row.token_ids) < 60 for row in run.rows(1))
+    assert run.metrics(1)["log_prob_difference_mean"] < 1e-4
+    [replayed] = replay_steps(run, [1], quantities=["log_probs", "metrics"])
+    assert results_of(replayed) == {"log_probs": True, "metrics": True}, replayed
 
 
 def test_a_reward_function_that_has_changed_is_the_first_difference(run_path, rewards):

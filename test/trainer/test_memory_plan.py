@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,19 @@ def test_what_would_fit_fits_and_comes_least_change_first() -> None:
     found = what_fits(shape("8B"), TRAINING, int(70e9))
     assert [one.partition(" ")[0] for one in found] == ["train.num_ranks=4", "model.lora.rank=16"]
     assert what_fits(shape("32B"), TRAINING, int(10e9)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks"),
+    [({}, ["2"]), ({"moments": "8bit"}, []), ({"lora_rank": 16, "quantize_base": True}, []),
+     ({"num_ranks": 3, "context_ranks": 3}, [])],
+)  # fmt: skip
+def test_no_number_of_ranks_is_proposed_that_the_configuration_refuses(
+    changes: dict[str, Any], num_ranks: list[str]
+) -> None:
+    training = replace(TRAINING, **changes)
+    found = what_fits(shape("8B"), training, int(0.5 * plan_memory(shape("8B"), training).total))
+    assert [one.split()[0].partition("=")[2] for one in found if one.startswith("train.num_ranks=")] == num_ranks
 
 
 def test_no_micro_batch_is_proposed_that_a_row_does_not_fit_in() -> None:

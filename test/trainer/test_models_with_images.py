@@ -7,6 +7,7 @@ import torch
 import transformers
 from causal_types import tiny_config
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from llmrl._utils.model_parts import class_with_images
 from llmrl.runs.exports import write_model
@@ -66,10 +67,13 @@ def test_the_language_model_alone_is_loaded_and_sent_by_the_names_of_the_checkpo
     assert not any(is_of_encoder(name) for name, _ in model.named_parameters())
     expected = {name: tensor for name, tensor in weights.items() if not is_of_encoder(name)}
     assert len(expected) < len(weights)
-    sent = dict(ModelWeights(model, torch.bfloat16))
+    source = ModelWeights(model, torch.bfloat16)
+    sent = dict(source)
     assert sent.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(sent[name], tensor), name
+    source.override = expected  # as `update_weights(weights)` does
+    assert dict(source).keys() == {meta.name for meta in source.metadata()} == expected.keys()
     metadata = get_model_metadata(model, torch.bfloat16)
     assert metadata == {name: (tensor.dtype, tensor.shape) for name, tensor in expected.items()}
     assert list(metadata) == list(sent)
@@ -130,6 +134,10 @@ def test_layers_are_sharded(checkpoint):
     try:
         model = load_model(folder)
         expected = copy.deepcopy(dict(ModelWeights(model)))
+        for context_ranks in (-3, 0, 2):
+            with pytest.raises(ValueError, match=f"context_ranks={context_ranks} does not divide the 1 ranks"):
+                shard_model(model, context_ranks=context_ranks)
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         shard_model(model)
         sent = dict(ModelWeights(model))
         assert sent.keys() == expected.keys()

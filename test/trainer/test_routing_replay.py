@@ -12,7 +12,7 @@ from tensordict import lazy_stack
 from llmrl.engines.transformers.expert_routers import Routers
 from llmrl.objectives import GRPOLoss
 from llmrl.objectives.scoring import log_probs_of
-from llmrl.trainer import TransformersWrapper, train_step
+from llmrl.trainer import TeacherDistribution, TransformersWrapper, load_teacher, train_step, write_log_probs
 from llmrl.trainer.packing.packed_rows import pack_rows
 
 
@@ -164,6 +164,34 @@ def test_layers_without_experts_are_passed_over_where_an_engine_tells_of_all():
     for row in fewer:
         row["routed_experts"] = row["routed_experts"].flip(1)
     assert not scored(policy, fewer).equal(told)
+
+
+def test_a_teacher_computes_with_its_own_experts_and_not_with_those_of_the_student(tmp_path, tokenizer):
+    student = TransformersWrapper(make_model(), generate=False)
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    teacher = load_teacher(student, tmp_path, tokenizer=tokenizer)
+    rows = drawn_rows(2)
+    scores = write_log_probs(teacher, lazy_stack(rows), ("scores", "full"))
+    token_ids, masks, replay = student.scored_tokens(lazy_stack(rows))
+    divergences = [torch.zeros(len(ids)) for ids in token_ids]
+    for packed in student.pack(token_ids, masks, **replay):
+        values = TeacherDistribution(teacher).packed_divergence(student, packed, "forward").detach()
+        for row, place, value in zip(packed.row_index, packed.token_index, values, strict=True):
+            divergences[row][place] = value
+    for row, divergence in zip(scores.unbind(0), divergences, strict=True):
+        ids, is_scored = row["tokens", "full"], row["masks", "all_assistant_mask"].clone()
+        is_scored[0] = False
+        expected, theirs = by_hand(model, ids, None)
+        torch.testing.assert_close(row["scores", "full"][is_scored], expected[is_scored], rtol=1e-4, atol=2e-5)
+        _, ours = by_hand(student.model, ids, row.get("routed_experts", None))
+        target, own = (one(input_ids=ids[None]).logits[0, :-1].log_softmax(-1) for one in (theirs, ours))
+        expected = torch.cat([torch.zeros(1), (target.exp() * (target - own)).sum(-1)])
+        torch.testing.assert_close(divergence[is_scored], expected[is_scored], rtol=1e-4, atol=2e-5)
 
 
 def test_compiled_layers_are_refused():

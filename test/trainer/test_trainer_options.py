@@ -112,3 +112,16 @@ def test_each_layers_input_is_kept_in_the_hosts_memory(monkeypatch: pytest.Monke
 def test_offloading_without_checkpointing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"needs gradient checkpointing.*its weights, would go to the host"):
         TransformersWrapper(tiny_model("llama"), generate=False, offload_activations=True)
+
+
+@pytest.mark.parametrize("name", ["token_budget", "bin_length", "chunk_size"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_size_below_one_is_refused_when_the_policy_is_built(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got {value}"):
+        TransformersWrapper(tiny_model("llama"), generate=False, **{name: value})
+
+
+def test_a_token_budget_of_zero_is_refused_and_not_replaced_by_that_of_the_policy() -> None:
+    policy = TransformersWrapper(tiny_model("llama"), generate=False)
+    with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
+        policy.pack([torch.tensor([5, 6])], [torch.tensor([False, True])], token_budget=0)

@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from weight_sync_tools import FakeEngine
 
+from llmrl.engines import EngineError
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme
 from llmrl.weight_sync.double_buffer import DoubleBuffer
 
@@ -139,3 +141,16 @@ def test_a_sender_without_engines_only_writes(tmp_path, imports_vllm):
     buffer = DoubleBuffer(tmp_path / "new")
     assert torch.equal(buffer.read(buffer.pointer()).tensors()["weight"], model.weight)
     sender.shutdown()
+
+
+def test_a_damaged_pointer_is_an_engine_error_and_the_whole_one_after_it_is_read(tmp_path):
+    engine = FakeEngine()
+    engine.weight_transfer_backend = "llmrl"
+    reader = VLLMDoubleBufferSyncScheme(remote_addr=str(tmp_path)).create_receiver(engine)
+    (tmp_path / "current.json").write_text('{"slot": 0}')
+    with pytest.raises(EngineError, match="damaged"):
+        reader.poll_and_apply()
+    assert engine.calls == []
+    (tmp_path / "current.json").unlink()
+    assert DoubleBuffer(tmp_path).write({"w": torch.ones(3)}).version == reader.poll_and_apply() == 1
+    reader.shutdown()

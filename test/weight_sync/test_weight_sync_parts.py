@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import wait_until
 from weight_sync_tools import FakeEngine, TakingEngine, make_sender
 
+from llmrl.collectors.weights import WeightSenders
 from llmrl.engines import EngineReplicas
 from llmrl.engines.base import EngineError
 from llmrl.trainer import TransformersWrapper
@@ -97,6 +99,7 @@ def test_a_dropped_buffer_closes_its_descriptor():
         ("_orig_mod.model.norm.weight", "model.norm.weight"),
         ("module._fsdp_wrapped_module.model.layers.0._checkpoint_wrapped_module.mlp.w", "model.layers.0.mlp.w"),
         ("model.submodule.module.weight", "model.submodule.module.weight"),
+        ("module._orig_mod.base_model.model.model.norm.weight", "model.norm.weight"),
     ],
 )
 def test_wrappers_leave_no_trace_in_names(name, expected):
@@ -332,6 +335,34 @@ def test_a_sender_says_what_it_lacks():
     with pytest.raises(RuntimeError, match="init_all_workers_group"):
         sender.update_weights()
     sender.shutdown()
+
+
+def test_an_update_after_a_failed_opening_is_an_error():
+    sender = VLLMWeightSyncScheme(anchor_every=2).create_sender()  # which is not for NCCL
+    sender.register_model(torch.nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="anchor_every=2"):
+        sender.init_all_workers_group(None, FakeEngine())
+    for update in (sender.update_weights, lambda: sender.start_update().result()):
+        with pytest.raises(RuntimeError, match="init_all_workers_group"):
+            update()
+    sender.shutdown()
+
+
+def test_a_model_that_was_refused_is_refused_again_and_another_one_is_sent():
+    engine = TakingEngine()
+    engine.quantization = "int8"
+    senders = WeightSenders({}, SimpleNamespace(engine=engine))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    [sender] = senders.connected(model)
+    assert sender.update_weights() == 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="neither sharded nor by name"):
+            senders.connected({"0.weight": torch.ones(2, 3)})
+        with pytest.raises(RuntimeError, match="init_all_workers_group"):
+            sender.update_weights()
+    senders.connected(torch.nn.Sequential(torch.nn.Linear(3, 2)))
+    assert sender.update_weights() == 2
+    senders.shutdown()
 
 
 @pytest.mark.parametrize("options", [{"pause_mode": "stop"}, {"rank": -1}, {"mode": "keep"}])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from warm_processes import WarmPopen
+from weight_sync_tools import TakingEngine
 
 from llmrl.weight_sync import get_model_metadata
 from llmrl.weight_sync.source import named_weights
@@ -129,6 +130,12 @@ def test_sharded_weights_are_gathered_one_by_one_and_every_rank_gets_the_outcome
         assert result["versions"] == [1, 2, 3]
         assert "no room" in result["message"] and "version 2 as before" in result["message"]
         assert result["is_sharded"] and result["is_right"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora"])
+def test_every_rank_knows_the_length_of_the_engine_that_rank_0_has(sharded, kind):
+    """All ranks choose the same rotary frequencies by it."""
+    assert [ranks[kind]["engine_length"] for ranks in sharded] == [TakingEngine.max_model_len] * 2
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora"])

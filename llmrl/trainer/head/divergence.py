@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from tensordict.utils import NestedKey
 
+from llmrl._utils.arguments import check_least
 from llmrl.trainer.head.log_probs import (
     MIN_LOG_PROB,
     Head,
@@ -93,6 +94,7 @@ def chunked_divergence(
             f"the teacher's most likely ids go up to {int(teacher.token_ids.max())}, beyond the student's "
             f"{len(student.weight)} ids: they include padding of a larger head; use a smaller top_k."
         )
+    check_least(1, chunk_size=chunk_size)
     size = chunk_size or default_chunk_size(student.weight.shape[0], is_gpu=student.states.is_cuda)
     return _ChunkedDivergence.apply(
         student.states, student.weight, student.bias, student, teacher, divergence, beta, size
@@ -231,10 +233,15 @@ class _ChunkedDivergence(torch.autograd.Function):
 def chunked_top_k(teacher: Head, top_k: int, *, chunk_size: int | None = None) -> TopK:
     """Return the most likely ids of each position in descending order, computed a chunk of positions at a time.
 
+    Raises ValueError if `chunk_size` is below 1, or `top_k` is not from 1 to the size of the vocabulary.
+
     Example:
         >>> chunked_top_k(Head(torch.eye(3), torch.eye(3)), 1).token_ids.tolist()
         [[0], [1], [2]]
     """
+    check_least(1, chunk_size=chunk_size)
+    if not 1 <= top_k <= len(teacher.weight):
+        raise ValueError(f"top_k must be from 1 to the {len(teacher.weight)} ids of the vocabulary, got {top_k}.")
     head = _rounded(teacher)
     found = []
     size = chunk_size or default_chunk_size(head.weight.shape[0], is_gpu=head.states.is_cuda)
@@ -271,7 +278,7 @@ class TeacherDistribution:
             return torch.zeros(0, device=student.device)
         ours, positions = student.packed_head(packed)
         with torch.no_grad():
-            theirs, _ = self.policy.packed_head(packed)
+            theirs, _ = self.policy.packed_head(replace(packed, routed_experts=None))  # these are the student's
         return chunked_divergence(ours, theirs, divergence, beta=self.beta, chunk_size=student.chunk_size)[positions]
 
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from llmrl._utils.arguments import check_least
+
 MIN_LOG_PROB = -1e4
 """Lower bound of log-probs, at which `p log p` is 0 in any dtype; at minus infinity it would be NaN."""
 
@@ -247,7 +249,7 @@ def chunked_log_probs(
     Returns:
         `[num_scored]` log-probs and `[num_scored]` entropies or None, float32 (float64 for float64 inputs).
 
-    Raises ValueError if shapes do not match.
+    Raises ValueError if shapes do not match, or `chunk_size` is below 1.
 
     Example:
         >>> hidden, weight = torch.eye(3), torch.eye(3)
@@ -265,6 +267,7 @@ def chunked_log_probs(
         raise ValueError(f"positions must have the shape of targets, {targets.shape}, got {positions.shape}.")
     if hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(f"weight must be [vocab_size, {hidden.shape[-1]}], got {tuple(weight.shape)}.")
+    check_least(1, chunk_size=chunk_size)
     if chunk_size is None:
         chunk_size = default_chunk_size(weight.shape[0], is_gpu=hidden.is_cuda)
     return _ChunkedLogProbs.apply(
