@@ -132,6 +132,13 @@ class ToolTransform(KnownArguments, Transform):
         return collect_tools(self._given)
 
     def _set_tools(self, tools: Sequence[Tool]) -> None:
+        releases: dict[str, object] = {}  # those of one instance's tools are equal
+        for tool in tools:
+            if tool.state_name and releases.setdefault(tool.state_name, tool.release) != tool.release:
+                raise ValueError(
+                    f"two classes or servers keep their state under the name {tool.state_name!r}, by which rewards "
+                    "read it; rename one of them."
+                )
         self.tools: dict[str, Tool] = {tool.name: tool for tool in tools}
         self._schemas: tuple[ToolSchema, ...] = tuple(tool.schema for tool in tools)
 

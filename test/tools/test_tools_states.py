@@ -160,6 +160,19 @@ class Place:
     """An object without a text."""
 
 
+def test_two_states_of_one_name_are_refused():
+    """The second would begin without its row, and rewards would read only the first."""
+
+    class Other:
+        def put(self, item: str) -> str:
+            """Put something back."""
+            return item
+
+    Other.__name__ = "ShoppingBasket"
+    with pytest.raises(ValueError, match=r"under the name 'shopping_basket'.* rename one of them"):
+        ToolTransform([ShoppingBasket, Other])
+
+
 @pytest.mark.parametrize("value", [Place(), [Place()], {"a": Place()}, (n for n in ()), threading.Lock()])
 def test_an_object_is_no_answer(value, renderer, played):
     def look() -> object:
