@@ -120,6 +120,22 @@ def test_a_planted_fault_is_found(tmp_path, fault):
     assert name in {finding["name"] for finding in found["findings"]}, found["findings"]
 
 
+@pytest.mark.parametrize(
+    ("column", "answers"), [("correct answer", ("Oslo", "Rome", "Lima", "Bern")), ("answer", (0, 1, 0, 1))]
+)
+def test_a_solution_in_the_prompt_is_found_in_any_column_and_if_it_is_0(renderer, column, answers):
+    def right(completion, row):
+        return float(completion == str(row[column]))
+
+    def make_env(split):
+        problems = [{"query": f"{i}? Solution: {n}", column: n, "row": {column: n}} for i, n in enumerate(answers)]
+        return DatasetChatEnv(problems).append_transform(RubricReward(right))
+
+    result = audit(make_env, renderer, splits=["train"])
+    assert result.reference == column
+    assert "answer_in_prompt" in {finding.name for finding in result.findings}
+
+
 @pytest.mark.slow
 def test_an_environment_that_hangs_is_found(renderer):
     async def right(completion, answer):
