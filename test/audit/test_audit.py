@@ -185,11 +185,18 @@ def test_the_tasks_of_this_project_raise_no_false_alarm(tmp_path, name):
 
 def test_the_page_and_the_terminal_say_the_same(tmp_path):
     (tmp_path / "own.py").write_text(HEAD + FAULTS["anywhere"][0])
-    page = tmp_path / "page.html"
+    page = tmp_path / "new/page.html"
     result = runner.invoke(app, ["audit", f"{tmp_path}/own.py:env", "--limit", LIMIT, "--out", str(page)])
     assert result.exit_code == 1
     for text in ("verdict: broken", "Many answers at once earns 1.00", "compare only the last"):
         assert text in " ".join(result.output.split()) and text.split(":")[-1] in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_loses_no_result(tmp_path):
+    (tmp_path / "own.py").write_text(HEAD)
+    result = runner.invoke(app, ["audit", f"{tmp_path}/own.py:env", "--limit", "2", "--json", "--out", str(tmp_path)])
+    assert result.exit_code == 1 and "Is a directory" in result.stderr
+    assert json.loads(result.stdout)["verdict"] == "fine"
 
 
 def test_what_cannot_be_audited_is_refused(tmp_path):
