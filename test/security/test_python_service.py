@@ -90,6 +90,11 @@ def test_an_abandoned_call_is_killed(level):
     service.close()
 
 
+@pytest.mark.parametrize("timeout", [3e6, float("inf")])
+def test_a_timeout_may_be_as_long_as_one_likes(service, timeout):
+    assert service.execute("print(1)", timeout=timeout)["stdout"] == "1\n"
+
+
 @pytest.mark.slow
 def test_processor_time_is_limited():
     service = PythonExecutorService(timeout=20.0, limits=PythonLimits(cpu_seconds=0.1), num_ready=1)
