@@ -103,6 +103,12 @@ def test_requests_go_to_the_hosts_that_are_named_alone(site):
     for hosts in ((), "example.org"):
         with pytest.raises(ValueError, match="allowed_hosts must name the hosts"):
             HttpTool(allowed_hosts=hosts)
+    for host in ("https://api.example.org", "api.example.org/v1", "*.example.org"):
+        with pytest.raises(ValueError, match="which matches nothing"):
+            HttpTool(allowed_hosts=[host])
+    for limit in ({"timeout": 0}, {"max_response_bytes": -1}):
+        with pytest.raises(ValueError, match=next(iter(limit))):
+            HttpTool(allowed_hosts=["api.example.org"], **limit)
 
 
 def test_no_header_or_url_leads_a_request_elsewhere(site):
