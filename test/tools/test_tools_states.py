@@ -131,7 +131,7 @@ def test_a_reset_that_fails_or_hangs_ends_its_rollout_with_the_traceback(rendere
             """Wait."""
             await asyncio.sleep(30)
 
-    for tool, words in ((Needy, "purse"), (Slow, "TimeoutError")):
+    for tool, words in ((Needy, "purse"), (Slow, "TimeoutError: slow did not begin within 0.2 s")):
         env = DatasetChatEnv(ROWS).append_transform(ToolTransform([tool], timeout=0.2))
         env = env.append_transform(RubricReward(length_of))
         [rollout] = played(env, ["No.<|im_end|>"], num_rollouts=1)
