@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from llmrl._utils.types import Row
-from llmrl.audit.answers import Kind, value_of
+from llmrl.audit.answers import FORMS, Kind, value_of
 from llmrl.audit.played import Played
 from llmrl.audit.tool_answers import ToolAnswer
 from llmrl.data import Rollout, text_of
@@ -198,7 +198,7 @@ def _leak(played: Sequence[Played]) -> Iterator[Finding]:
     if known is None:
         return
     column = _column(known)
-    shown = [(_prompt(one), str(value_of(one.columns, column) or "")) for one in known.rollouts]
+    shown = [(_prompt(one), _answer_of(one, column)) for one in known.rollouts]
     own, by_chance = _shares_with_answer([(prompt, answer) for prompt, answer in shown if answer])
     if _is_more_than_chance(own, by_chance):
         yield Finding(
@@ -217,7 +217,7 @@ def _tool_leak(played: Sequence[Played], tools: Sequence[ToolAnswer]) -> Iterato
     if known is None:
         return
     column = _column(known)
-    answers = {index_of(one.group_id): str(value_of(one.columns, column) or "") for one in known.rollouts}
+    answers = {index_of(one.group_id): _answer_of(one, column) for one in known.rollouts}
     own, by_chance = _shares_with_answer([(one.text, answers[one.index]) for one in tools if answers.get(one.index)])
     if _is_more_than_chance(own, by_chance):
         yield Finding(
@@ -234,7 +234,15 @@ def _tool_leak(played: Sequence[Played], tools: Sequence[ToolAnswer]) -> Iterato
 
 def _column(known: Played) -> str:
     """Return the column of a reference answer from its name, the column followed by the form."""
-    return known.name.split(" ")[0]
+    name = known.name
+    for form in FORMS:
+        name = name.removesuffix(f" {form}")
+    return name
+
+
+def _answer_of(rollout: Rollout, column: str) -> str:
+    value = value_of(rollout.columns, column)
+    return "" if value is None else str(value)
 
 
 def _shares_with_answer(shown: Sequence[tuple[str, str]]) -> tuple[float, float]:

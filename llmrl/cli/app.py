@@ -132,6 +132,8 @@ def view(
     from llmrl.cli import view as command
     from llmrl.viewer import last_run
 
+    if out is not None and (as_json or terminal or png):
+        raise fail("--out names the page, which --json, --terminal and --png do not write; leave one of them out.")
     try:
         paths = runs or [last_run()]
         if as_json:
@@ -142,7 +144,7 @@ def view(
             command.draw_curves(paths, console)
         else:
             command.write_pages(paths, out or paths[0] / "view.html", console, max_rollouts)
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError) as error:
         raise fail(error) from None
     except KeyboardInterrupt:
         raise typer.Exit from None
@@ -226,12 +228,15 @@ def audit(
         )
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         raise fail(error) from None
-    if out is not None:
-        command.write_page(result, out)
     if as_json:
         print_json(result.to_json())
     else:
         command.print_audit(result, console)
+    if out is not None:
+        try:
+            command.write_page(result, out)
+        except OSError as error:
+            raise fail(error, exit_code=1) from None
     raise typer.Exit(result.verdict is Verdict.BROKEN)
 
 

@@ -67,4 +67,5 @@ def write_page(result: Audit, path: Path) -> None:
     """Write what `print_audit` prints as an HTML page."""
     recorder = Console(record=True, width=110, file=io.StringIO())
     print_audit(result, recorder)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(recorder.export_html(), encoding="utf-8")

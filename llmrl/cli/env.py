@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -185,7 +187,8 @@ def _checked_apart(
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_check, args=(theirs, chosen, model, chat_template, num_groups), daemon=True)
+    # Not a daemon, because rewards and environments may start processes, which those of a daemon may not.
+    process = context.Process(target=_check, args=(theirs, chosen, model, chat_template, num_groups))
     process.start()
     theirs.close()
     step = "the start"
@@ -203,10 +206,14 @@ def _checked_apart(
     finally:
         process.kill()  # a step that hangs would keep it running
         process.join()
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what the environment has started
     return Contract([Finding("hostile", Verdict.BROKEN, says, ())])
 
 
 def _check(connection: Connection, chosen: _Chosen, model: str, chat_template: Path | None, num_groups: int) -> None:
+    os.setsid()  # begin a group, in which all that it starts can be ended
     os.dup2(2, 1)  # the environment's output is not part of the result
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     from llmrl.audit import check_env

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import logging
 import signal
 import sys
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from llmrl.engines.base import check_supported
 from llmrl.engines.token_stream import TokenStream
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder, holds_run
+
+logger = logging.getLogger("llmrl")
 
 _LOOK_SECONDS = 10.0
 # The engine's thread waits this long for the interpreter with each request that it sends while this thread computes.
@@ -62,7 +65,13 @@ class Recorder:
         self._steps = itertools.count(1)
 
     def add(self, session: Session) -> None:
-        """Write a session if it has any answers."""
+        """Write a session if it has any answers; warn if that fails, because the others can still be saved."""
+        try:
+            self._write(session)
+        except OSError as error:
+            logger.warning("the conversation %s could not be saved", session.session_id, exc_info=error)
+
+    def _write(self, session: Session) -> None:
         tree = session.tree
         if not tree.turns:
             return

@@ -35,16 +35,18 @@ def entries_of(words: Sequence[str]) -> list[str]:
         >>> entries_of(["task=gsm8k", "seed=1"])
         ['task=gsm8k', 'seed=1']
     """
-    if not words or "=" in words[0] or words[0].startswith("-"):
+    if not words or words[0].startswith("-"):
         return list(words)
     own = own_function(words[0])
+    if "=" in words[0] and (own is None or not own[0].is_file()):  # an entry; paths may contain this character, too
+        return list(words)
     if own is None or not own[1]:
         raise ValueError(
             f"llmrl train {words[0]}: give an environment of your own, FILE.py:FUNCTION, or a task, task=gsm8k."
         )
     if not own[0].is_file():
         raise FileNotFoundError(f"there is no file {str(own[0])!r} to take the environment {words[0]!r} from.")
-    return ["task=own", f"env.name={words[0]}", *_entries_beside(own[0]), *words[1:]]
+    return ["task=own", f"env.name={as_entry_value(words[0])}", *_entries_beside(own[0]), *words[1:]]
 
 
 def _entries_beside(file: Path) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from llmrl._utils.arguments import nearest
 from llmrl._utils.failure import NothingLearned
 from llmrl._utils.imports import MissingExtraError, require
-from llmrl._utils.json_values import without_references
+from llmrl._utils.json_values import as_entry_value, without_references
 from llmrl._utils.other_libraries import EXPLAINED, SYNONYMS
 from llmrl.config.dry_run import as_dry_run, plan_of
 from llmrl.config.entries import choices_of, entries_by_name, types_of
@@ -120,11 +120,11 @@ def _entries_of(word: str) -> list[str]:
 
     Example:
         >>> _entries_of("task=gsm8k"), _entries_of("task=mypackage/thing")
-        (['task=gsm8k'], ['task=own', 'env.name=mypackage/thing'])
+        (['task=gsm8k'], ['task=own', "env.name='mypackage/thing'"])
     """
     name = word.removeprefix("task=")
     is_file = name == word or not {"/", ":"} & set(name)
-    return [word] if is_file else ["task=own", f"env.name={name}"]
+    return [word] if is_file else ["task=own", f"env.name={as_entry_value(name)}"]
 
 
 @functools.cache

@@ -26,6 +26,7 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
     The function does not wait for processes that the command leaves running.
 
     Args:
+        stdin: its input in base64.
         timeout: seconds after which the command is killed.
         num_kept: maximum number of bytes of output, and of errors, to keep.
     """
@@ -42,7 +43,7 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
         os.set_blocking(number, False)
         poller.register(number, select.POLLOUT if number == writing else select.POLLIN)
     num_open = 3
-    unsent = memoryview(stdin)
+    unsent = memoryview(base64.b64decode(stdin))
     deadline = time.monotonic() + timeout
     timed_out = False
     while num_open and process.poll() is None and (left := deadline - time.monotonic()) > 0:

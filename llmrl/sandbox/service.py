@@ -16,6 +16,7 @@ from llmrl.sandbox import frames, kernel
 from llmrl.sandbox.launch import LEVELS, Isolation, IsolationError, Launcher, PythonLimits
 
 _logger = logging.getLogger("llmrl")
+_ENVELOPE_BYTES = 1024  # for what is sent with the code
 # The supervisor enforces the timeout; if it is silent for longer, it is considered dead.
 _GRACE_SECONDS = 5.0
 # Supervisors start in milliseconds, or tenths of a second if each starts Python; slower under load.
@@ -216,6 +217,9 @@ class PythonExecutorService:
     async def _run(self, code: str, name: str | None, timeout: float | None) -> PythonResult:
         if self._is_closed:
             raise RuntimeError("this PythonExecutorService is closed.")
+        if len(frames.encode(code)) > frames.MAX_FRAME_BYTES - _ENVELOPE_BYTES:  # would end the interpreter
+            why = f"The code and its input are longer than {frames.MAX_FRAME_BYTES >> 20} MiB, and were not run.\n"
+            return PythonResult(False, "", why, 1)
         session = _Session() if name is None else self._sessions.setdefault(name, _Session())
         async with session.lock, self._places:
             try:

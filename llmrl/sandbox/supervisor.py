@@ -200,7 +200,7 @@ class Supervisor:
         for read_end in outputs:
             poller.register(read_end, select.POLLIN)
         while (left := deadline - time.monotonic()) > 0:
-            for ready, event in poller.poll(max(1, int(left * 1000))):
+            for ready, event in poller.poll(max(1, int(1000 * min(left, 3600)))):  # poll takes 2**31 ms at most
                 if ready == service:
                     raise OSError("the service is gone")
                 if ready == channel:

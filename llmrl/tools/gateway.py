@@ -32,6 +32,7 @@ def is_allowed(host: str, port: int, allowed_domains: Sequence[str]) -> bool:
     host = host.lower().rstrip(".")
     for domain in allowed_domains:
         name, _, only_port = domain.lower().rpartition(":") if ":" in domain else (domain.lower(), "", "")
+        name = name.rstrip(".")
         if (host == name or host.endswith(f".{name}")) and (not only_port or int(only_port) == port):
             return True
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from llmrl._utils.arguments import check_positive
 from llmrl._utils.imports import require
 from llmrl.tools.output import ToolResult
 from llmrl.tools.tool import StopSignal, Tool, ToolError, function_tool
@@ -33,11 +34,17 @@ def HttpTool(
         max_response_bytes: length at which a body is cut.
 
     Raises:
-        ValueError: if there are no hosts.
+        ValueError: if there are no hosts, a host is a URL or a pattern, or a limit is not positive.
         MissingExtraError: if aiohttp is not installed.
     """
     if isinstance(allowed_hosts, str) or not allowed_hosts:
         raise ValueError(f"allowed_hosts must name the hosts that requests may go to, got {allowed_hosts!r}.")
+    check_positive(timeout=timeout, max_response_bytes=max_response_bytes)
+    for host in allowed_hosts:
+        if {"/", "*"} & set(host):
+            raise ValueError(
+                f"allowed_hosts has {host!r}, which matches nothing; write the host's name, such as 'api.example.org'."
+            )
     allowed = [host.lower() for host in allowed_hosts]
     aiohttp = require("aiohttp", extra="server")
     yarl = require("yarl", extra="server")

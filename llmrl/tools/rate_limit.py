@@ -10,10 +10,10 @@ from llmrl._utils.arguments import check_least, check_positive
 
 
 class RateLimiter:
-    """Slots that calls wait for in order of arrival, on one event loop. None means no limit.
+    """Slots that calls wait for in order of arrival. None means no limit.
 
     Args:
-        max_concurrent: number of concurrent calls.
+        max_concurrent: number of concurrent calls on an event loop.
         rate_per_second: number of calls that start per second.
         burst: number of calls that may start at once after a pause; by default the calls of one second, at least 1.
 
@@ -29,18 +29,30 @@ class RateLimiter:
     ) -> None:
         check_positive(max_concurrent=max_concurrent, rate_per_second=rate_per_second)
         check_least(1, burst=burst)
-        self._places = None if max_concurrent is None else asyncio.Semaphore(max_concurrent)
+        self._max_concurrent = max_concurrent
+        # A semaphore that calls waited for belongs to their loop, and each `env.step` answers on a loop of its own.
+        self._places: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
         self._interval = 0.0 if rate_per_second is None else 1 / rate_per_second
         self._num_ahead = (max(rate_per_second or 1.0, 1.0) if burst is None else burst) - 1
         self._next = float("-inf")  # when the next call would start at an even rate
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_places": {}}  # loops cannot be pickled
+
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Wait for a slot, which is freed on exit."""
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         # Virtual scheduling as in the generic cell rate algorithm of the ATM Forum; updated before waiting.
         due = max(self._next, now)
         self._next = due + self._interval
         await asyncio.sleep(due - self._num_ahead * self._interval - now)
-        async with self._places or contextlib.nullcontext():
+        if self._max_concurrent is None:
+            yield
+            return
+        for other in list(self._places):
+            if other.is_closed():
+                self._places.pop(other, None)
+        async with self._places.setdefault(loop, asyncio.Semaphore(self._max_concurrent)):
             yield

@@ -59,7 +59,7 @@ class ToolTransform(KnownArguments, Transform):
         tools: functions, classes and `Tool`s.
         tool_name: role of the answers.
         tool_parser: name, in `TOOL_CALL_PARSERS`, of the parser for messages without parsed calls.
-        timeout: seconds per call.
+        timeout: seconds per call, and for the beginning of a class's instance.
         max_parallel_calls: concurrent calls per message.
         max_output_chars: length at which an answer is cut, with a mark.
         truncate_side: which part is cut: `start`, `middle` or `end`.
@@ -132,6 +132,13 @@ class ToolTransform(KnownArguments, Transform):
         return collect_tools(self._given)
 
     def _set_tools(self, tools: Sequence[Tool]) -> None:
+        releases: dict[str, object] = {}  # those of one instance's tools are equal
+        for tool in tools:
+            if tool.state_name and releases.setdefault(tool.state_name, tool.release) != tool.release:
+                raise ValueError(
+                    f"two classes or servers keep their state under the name {tool.state_name!r}, by which rewards "
+                    "read it; rename one of them."
+                )
         self.tools: dict[str, Tool] = {tool.name: tool for tool in tools}
         self._schemas: tuple[ToolSchema, ...] = tuple(tool.schema for tool in tools)
 
@@ -252,9 +259,17 @@ class ToolTransform(KnownArguments, Transform):
         row = dataset_columns(element)
         for tool in self.tools.values():
             if tool.open is not None and tool.state_name not in session.states:
-                async with asyncio.timeout(self.timeout):
-                    opening = tool.open(session.id, copied(row))
-                    session.states[tool.state_name] = await self._loops.wait(opening, on=self._home)
+                try:
+                    async with asyncio.timeout(self.timeout) as limit:
+                        opening = tool.open(session.id, copied(row))
+                        session.states[tool.state_name] = await self._loops.wait(opening, on=self._home)
+                except TimeoutError as error:
+                    if not limit.expired():
+                        raise
+                    raise TimeoutError(
+                        f"{tool.state_name} did not begin within {self.timeout:g} s; if it needs longer, such as to "
+                        "build a container, increase the timeout of its tools."
+                    ) from error
 
     async def answer(
         self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int

@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 from llmrl._utils.types import JSON
 from llmrl.data import Rollout, StopReason, text_of
 
-_ROUNDING = 1e-6
+_ROUNDING = 1e-6  # rewards are sums of 32-bit numbers
 _UNKNOWN = (
     "Rewards are larger than 1, and no reward function is named `success`: which answers are right is not known, and "
     "pass@k, groups_all_right, groups_all_wrong and the lengths of right and wrong answers are left out. Add "
@@ -40,7 +40,7 @@ def right_answers(rollouts: Sequence[Rollout]) -> list[bool] | None:
             warnings.warn(_UNKNOWN, stacklevel=1)
             return None
         value = rollout.breakdown.get("success", 0.0) if is_declared else rollout.reward
-        rights.append(rollout.is_scored and value >= 1)
+        rights.append(rollout.is_scored and value >= 1 - _ROUNDING)
     return rights
 
 

@@ -120,6 +120,22 @@ def test_a_planted_fault_is_found(tmp_path, fault):
     assert name in {finding["name"] for finding in found["findings"]}, found["findings"]
 
 
+@pytest.mark.parametrize(
+    ("column", "answers"), [("correct answer", ("Oslo", "Rome", "Lima", "Bern")), ("answer", (0, 1, 0, 1))]
+)
+def test_a_solution_in_the_prompt_is_found_in_any_column_and_if_it_is_0(renderer, column, answers):
+    def right(completion, row):
+        return float(completion == str(row[column]))
+
+    def make_env(split):
+        problems = [{"query": f"{i}? Solution: {n}", column: n, "row": {column: n}} for i, n in enumerate(answers)]
+        return DatasetChatEnv(problems).append_transform(RubricReward(right))
+
+    result = audit(make_env, renderer, splits=["train"])
+    assert result.reference == column
+    assert "answer_in_prompt" in {finding.name for finding in result.findings}
+
+
 @pytest.mark.slow
 def test_an_environment_that_hangs_is_found(renderer):
     async def right(completion, answer):
@@ -169,11 +185,18 @@ def test_the_tasks_of_this_project_raise_no_false_alarm(tmp_path, name):
 
 def test_the_page_and_the_terminal_say_the_same(tmp_path):
     (tmp_path / "own.py").write_text(HEAD + FAULTS["anywhere"][0])
-    page = tmp_path / "page.html"
+    page = tmp_path / "new/page.html"
     result = runner.invoke(app, ["audit", f"{tmp_path}/own.py:env", "--limit", LIMIT, "--out", str(page)])
     assert result.exit_code == 1
     for text in ("verdict: broken", "Many answers at once earns 1.00", "compare only the last"):
         assert text in " ".join(result.output.split()) and text.split(":")[-1] in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_loses_no_result(tmp_path):
+    (tmp_path / "own.py").write_text(HEAD)
+    result = runner.invoke(app, ["audit", f"{tmp_path}/own.py:env", "--limit", "2", "--json", "--out", str(tmp_path)])
+    assert result.exit_code == 1 and "Is a directory" in result.stderr
+    assert json.loads(result.stdout)["verdict"] == "fine"
 
 
 def test_what_cannot_be_audited_is_refused(tmp_path):

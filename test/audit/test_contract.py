@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from typer.testing import CliRunner
+from waiting import is_running, wait_until
 
 from llmrl.audit import check_env
 from llmrl.cli.app import app
@@ -200,6 +201,8 @@ def test_what_cannot_be_checked_is_refused(renderer):
 
 OWN = """
 import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from llmrl.envs import DatasetChatEnv
 from llmrl.transforms import RubricReward
 
@@ -210,6 +213,12 @@ def ends(completion):
 
 def sound(completion, answer):
     print("printed by a reward")
+    return float(completion == answer)
+
+pool = ProcessPoolExecutor(1)
+
+def pooled(completion, answer):
+    Path(__file__).with_name("pid").write_text(str(pool.submit(os.getpid).result()))
     return float(completion == answer)
 
 def make(split="train", repeats=1, reward="sound", tail="?"):
@@ -232,6 +241,15 @@ def test_the_command_prints_a_verdict_also_if_the_process_ends(tmp_path, own_pro
     found = json.loads(result.stdout)
     assert result.exit_code == 1 and found["verdict"] == "broken"
     assert "exit code 7 during an unknown tool" in found["checks"][0]["says"]
+
+
+@pytest.mark.slow
+def test_a_reward_in_processes_of_its_own_keeps_the_contract_and_they_end(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    words = ["env", "check", f"{tmp_path}/own.py:make", "--limit", "1", "--json", "reward=pooled"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0 and json.loads(result.stdout)["verdict"] == "fine", result.output
+    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())), timeout_s=30)
 
 
 def test_the_facts_about_an_environment(tmp_path):

@@ -264,6 +264,15 @@ def test_view_writes_a_page_a_picture_or_the_terminal(run_path):
     assert result.exit_code == 0 and "it is 2" in result.stdout
 
 
+def test_a_page_that_cannot_be_written_is_refused_in_a_sentence(run_path, tmp_path):
+    (tmp_path / "folder").mkdir()
+    result = runner.invoke(app, ["view", str(run_path), "--out", str(tmp_path / "folder")])
+    assert result.exit_code == 2 and "Is a directory" in result.output
+    for option in ("--json", "--terminal", "--png"):
+        result = runner.invoke(app, ["view", str(run_path), option, "--out", str(tmp_path / "page.html")])
+        assert result.exit_code == 2 and "--out names the page" in result.output
+
+
 def test_wrong_use_exits_with_2_and_a_sentence(tmp_path):
     result = runner.invoke(app, ["view", str(tmp_path)])
     assert result.exit_code == 2 and "holds no run" in result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 
@@ -18,6 +19,7 @@ from llmrl.cli.app import app
 from llmrl.cli.serve import ServeSettings, serve
 from llmrl.endpoint.open_sessions import OpenSessions
 from llmrl.policies import LLMWrapperBase
+from llmrl.runs.run_folder import RunFolder
 from llmrl.viewer import read_run
 
 USER = {"role": "user", "content": "Begin."}
@@ -78,6 +80,26 @@ def test_conversations_are_kept_for_the_viewer(renderer, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_conversation_that_cannot_be_saved_loses_no_other(renderer, tmp_path, monkeypatch, caplog):
+    write = RunFolder.log_evaluation
+
+    def write_unless_full(folder, step, name, rollouts):
+        if rollouts[0].rollout_id == "named/a":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(folder, step, name, rollouts)
+
+    monkeypatch.setattr(RunFolder, "log_evaluation", write_unless_full)
+
+    async def act(url):
+        for name in ("a", "b"):
+            client = openai.AsyncOpenAI(base_url=url, api_key="secret")
+            await talk(client, 1, extra_headers={"X-Session-ID": name})
+
+    served(renderer, act, out=tmp_path / "out")
+    assert [record["rollout_id"] for record in read_run(tmp_path / "out").rollouts] == ["named/b"]
+    assert "the conversation named/a could not be saved" in caplog.text
+
+
 def test_a_request_that_names_an_earlier_answer_joins_its_session(renderer, tmp_path):
     async def act(url):
         create = openai.AsyncOpenAI(base_url=url, api_key="secret").responses.create

@@ -34,13 +34,13 @@ def started(monkeypatch, tmp_path):
 
 def test_an_environment_of_ones_own_is_trained_with_the_entries_beside_it(started, tmp_path):
     (tmp_path / "sums.py").write_text("def env(split, repeats): ...")
-    assert started("train", "sums.py:env", "seed=1") == ["task=own", "env.name=sums.py:env", "seed=1"]
+    assert started("train", "sums.py:env", "seed=1") == ["task=own", "env.name='sums.py:env'", "seed=1"]
     (tmp_path / "sums.yaml").write_text(
         'collect:\n  group_size: 4\n  max_staleness: null\nenv:\n  options: {prompt: "it\'s 1: a, b", sizes: [1, 2]}\n'
     )
     assert started("train", "sums.py:env", "seed=1") == [
         "task=own",
-        "env.name=sums.py:env",
+        "env.name='sums.py:env'",
         "++collect.group_size=4",
         "++collect.max_staleness=null",
         "++env.options.prompt='it\\'s 1: a, b'",
@@ -49,8 +49,18 @@ def test_an_environment_of_ones_own_is_trained_with_the_entries_beside_it(starte
     ]
 
 
+@pytest.mark.parametrize("folder", ["übung", "a(1)", "a[1]", "a{b}", "a#b", "it's", "lr=1", "a,b", "a b"])
+def test_an_environment_in_a_folder_of_any_name_is_the_one_that_is_trained(started, tmp_path, folder):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "sums.py").write_text("def env(split, repeats): ...")
+    task, name = OverridesParser.create().parse_overrides(started("train", f"{folder}/sums.py:env"))
+    assert (task.value(), name.key_or_group) == ("own", "env.name")
+    assert not name.is_sweep_override() and name.value() == f"{folder}/sums.py:env"
+
+
 def test_a_task_a_resumed_run_and_the_demo_are_the_scripts_entries(started):
     assert started("train", "task=gsm8k", "hardware=gpu1") == ["task=gsm8k", "hardware=gpu1"]
+    assert started("train", "env.name=sums.py:env") == ["env.name=sums.py:env"]
     assert started("train", "--help") == ["--help"] and started("demo", "seed=1") == ["seed=1"]
 
 
@@ -111,7 +121,7 @@ def test_json_is_one_object_and_the_rest_goes_to_stderr(tmp_path, own_programs):
         "run": "runs/mine", "model": None, "is_running": False, "metrics": [{"step": 1, "reward_mean": 0.25}],
         "health": [], "after": {"sums": {"reward": 0.5}},
     }  # fmt: skip
-    assert "step 1 ['task=own', 'env.name=sums.py:env', 'run.path=runs/mine']" in others
+    assert """step 1 ['task=own', "env.name='sums.py:env'", 'run.path=runs/mine']""" in others
     assert run("view", "runs/mine", "--json")[0] == {"runs": [report]}
     assert not (tmp_path / "runs/mine/view.html").exists()
     (other, _) = run("train", "--json", "task=gsm8k")

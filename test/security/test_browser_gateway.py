@@ -30,7 +30,7 @@ def test_domains_are_a_list():
         check_domains([])
 
 
-@given(st.lists(st.from_regex(r"[a-z][a-z0-9-]{0,8}(\.[a-z]{2,4}){1,2}", fullmatch=True), min_size=1, max_size=4))
+@given(st.lists(st.from_regex(r"[a-z][a-z0-9-]{0,8}(\.[a-z]{2,4}){1,2}\.?", fullmatch=True), min_size=1, max_size=4))
 def test_an_accepted_domain_allows_itself_and_what_is_below(domains):
     for domain in check_domains(domains):
         assert is_allowed(domain, 443, domains) and is_allowed(f"www.{domain}", 80, domains)

@@ -90,6 +90,19 @@ def test_an_abandoned_call_is_killed(level):
     service.close()
 
 
+def test_code_that_is_too_long_leaves_the_session_as_it_is(service):
+    service.execute("x = 1", session="long")
+    told = service.execute(f"x = '{'a' * 17_000_000}'", session="long")
+    assert not told["success"] and "longer than 16 MiB, and were not run" in told["stderr"]
+    assert service.execute("print(x)", session="long")["stdout"] == "1\n"
+    service.release("long")
+
+
+@pytest.mark.parametrize("timeout", [3e6, float("inf")])
+def test_a_timeout_may_be_as_long_as_one_likes(service, timeout):
+    assert service.execute("print(1)", timeout=timeout)["stdout"] == "1\n"
+
+
 @pytest.mark.slow
 def test_processor_time_is_limited():
     service = PythonExecutorService(timeout=20.0, limits=PythonLimits(cpu_seconds=0.1), num_ready=1)

@@ -197,6 +197,12 @@ def test_a_conversation_has_a_program_of_its_own():
     assert not any(map(is_running, processes))
 
 
+def test_two_servers_with_one_name_for_rewards_are_refused():
+    own = {**STDIO, "per_conversation": True}
+    with pytest.raises(ValueError, match=r"under the name 'notes_1'.* rename one of them"):
+        MCPToolTransform({"notes-1": own, "notes.1": own})
+
+
 def test_a_program_that_cannot_be_prepared_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 

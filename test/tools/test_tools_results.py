@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 
 import pytest
+from tensordict import TensorDict
 from web_sites import Site
 
 from llmrl._utils.asynchronous import run_sync
 from llmrl.collectors import LLMCollector, RolloutLimits
-from llmrl.data import RolloutStatus
-from llmrl.envs import DatasetChatEnv
+from llmrl.data import ChatHistory, RolloutStatus
+from llmrl.envs import ChatEnv, DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.rendering.tool_calls import find_tool_call_parser
 from llmrl.testing import ScriptedEngine
@@ -101,6 +103,12 @@ def test_requests_go_to_the_hosts_that_are_named_alone(site):
     for hosts in ((), "example.org"):
         with pytest.raises(ValueError, match="allowed_hosts must name the hosts"):
             HttpTool(allowed_hosts=hosts)
+    for host in ("https://api.example.org", "api.example.org/v1", "*.example.org"):
+        with pytest.raises(ValueError, match="which matches nothing"):
+            HttpTool(allowed_hosts=[host])
+    for limit in ({"timeout": 0}, {"max_response_bytes": -1}):
+        with pytest.raises(ValueError, match=next(iter(limit))):
+            HttpTool(allowed_hosts=["api.example.org"], **limit)
 
 
 def test_no_header_or_url_leads_a_request_elsewhere(site):
@@ -165,6 +173,31 @@ def test_the_time_of_a_call_begins_when_it_has_its_slot():
 
     assert run_sync(five()) == ["seen"] * 5
     tools.close()
+
+
+def test_calls_of_several_steps_wait_for_the_same_limit():
+    running = most = 0
+
+    async def look() -> str:
+        """Look."""
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return "seen"
+
+    limiter = RateLimiter(max_concurrent=1)
+    env = ChatEnv().append_transform(ToolTransform([look], tool_parser="hermes", rate_limits={"look": limiter}))
+    data = env.reset(TensorDict({"query": "Look!"}))
+    calls = '<tool_call>{"name": "look", "arguments": {}}</tool_call>' * 3
+    for _ in range(2):
+        full = data["history"].prompt.append({"role": "assistant", "content": calls})
+        data = env.step(data.set("history", ChatHistory(full=full, batch_size=())))["next"]
+        assert [message["content"] for message in data["history"].prompt.chats[-3:]] == ["seen"] * 3
+    assert most == 1
+    pickle.loads(pickle.dumps(limiter))
+    env.close()
 
 
 def test_a_limit_of_a_tool_that_there_is_not_is_refused():

@@ -119,6 +119,20 @@ def test_ours_tells_of_a_cage_that_ended_and_goes_on(service):
     asyncio.run(play_on())
 
 
+def test_ours_takes_megabytes_of_input_and_refuses_more_without_loss(service):
+    async def play_on():
+        sandbox = ConfinedSandbox(service)
+        await sandbox.put("a", b"1")
+        told = await sandbox.run(["wc", "-c"], stdin=bytes(4_000_000))
+        assert (told.exit_code, told.stdout.strip()) == (0, "4000000")
+        told = await sandbox.run(["wc", "-c"], stdin=bytes(13_000_000))
+        assert told.exit_code != 0 and "longer than 16 MiB" in told.stderr
+        assert await sandbox.get("a") == b"1"
+        await sandbox.close()
+
+    asyncio.run(play_on())
+
+
 def test_the_check_names_what_a_sandbox_breaks_of_its_contract():
     with pytest.raises(AssertionError, match="exit code and both outputs are returned"):
         asyncio.run(check_sandbox(Remote))

@@ -131,7 +131,7 @@ def test_a_reset_that_fails_or_hangs_ends_its_rollout_with_the_traceback(rendere
             """Wait."""
             await asyncio.sleep(30)
 
-    for tool, words in ((Needy, "purse"), (Slow, "TimeoutError")):
+    for tool, words in ((Needy, "purse"), (Slow, "TimeoutError: slow did not begin within 0.2 s")):
         env = DatasetChatEnv(ROWS).append_transform(ToolTransform([tool], timeout=0.2))
         env = env.append_transform(RubricReward(length_of))
         [rollout] = played(env, ["No.<|im_end|>"], num_rollouts=1)
@@ -158,6 +158,19 @@ def test_an_order_that_never_answers_is_refused_where_the_environment_is_taken(r
 
 class Place:
     """An object without a text."""
+
+
+def test_two_states_of_one_name_are_refused():
+    """The second would begin without its row, and rewards would read only the first."""
+
+    class Other:
+        def put(self, item: str) -> str:
+            """Put something back."""
+            return item
+
+    Other.__name__ = "ShoppingBasket"
+    with pytest.raises(ValueError, match=r"under the name 'shopping_basket'.* rename one of them"):
+        ToolTransform([ShoppingBasket, Other])
 
 
 @pytest.mark.parametrize("value", [Place(), [Place()], {"a": Place()}, (n for n in ()), threading.Lock()])

@@ -88,6 +88,16 @@ def test_numbers_of_rollouts_are_those_of_plain_loops(drawn):
     assert metrics["groups_all_wrong"] == pytest.approx(np.mean([max(group) < 1 for group in groups]))
 
 
+@pytest.mark.parametrize("parts", [(0.9, 0.1), (0.7, 0.2, 0.1)])
+def test_an_answer_that_is_paid_in_parts_that_add_up_to_1_is_right(parts):
+    paid = rollout("g")
+    for part in parts:
+        paid.add_reward(float(torch.tensor(part)))  # as environments pay: in 32 bits
+    assert paid.reward < 1
+    metrics = rollout_metrics([paid, paid])
+    assert (metrics["groups_all_right"], metrics["groups_all_wrong"]) == (1, 0)
+
+
 def test_each_role_of_a_game_is_a_group_of_its_own():
     """The first player always wins: between games of a role nothing differs, so that nothing is learned."""
     played = [replace(rollout("g", reward), role=role) for role, reward in (("first", 1.0), ("second", 0.0)) * 2]
