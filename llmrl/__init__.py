@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from llmrl.transforms import PolicyVersion, RubricReward
     from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
-# Public name -> the module that exports it. The imports above are for type checkers and editors only;
-# `test/project/test_structure.py` checks that both agree.
+# Public name -> the module that exports it. The imports above are for type checkers and editors
+# only; `test/project/test_structure.py` checks that both agree.
 _EXPORTS = {
     "AgentEnv": "llmrl.envs",
     "AsyncVLLM": "llmrl.engines",

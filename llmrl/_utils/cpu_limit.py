@@ -41,8 +41,8 @@ _watches: list[threading.Thread] = []
 def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
     """Call a function, and stop it after `cpu_seconds` of this thread's CPU time.
 
-    Raises CpuLimitError if the function is stopped. It is stopped between two Python instructions, so a call into an
-    extension module finishes first. Calls cannot be nested.
+    Raises CpuLimitError if the function is stopped. It is stopped between two Python instructions,
+    so a call into an extension module finishes first. Calls cannot be nested.
     """
     thread = threading.get_ident()
     seconds: Callable[[], float] = time.monotonic

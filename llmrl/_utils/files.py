@@ -1,7 +1,7 @@
 """Safe reading and writing of files: writes are atomic, and links are not followed.
 
-A folder of unknown origin may contain links to private files, pipes that block, or devices. `open_file` and the
-writing functions accept only regular files.
+A folder of unknown origin may contain links to private files, pipes that block, or devices.
+`open_file` and the writing functions accept only regular files.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def load_language_model(
 ) -> PreTrainedModel:
     """Load the language model of a checkpoint under the checkpoint's own class, without encoders of images or sound.
 
-    Encoders are None in the module tree; their weights are neither read nor allocated. Code that comes with a
-    checkpoint is not run.
+    Encoders are None in the module tree; their weights are neither read nor allocated. Code that
+    comes with a checkpoint is not run.
 
     Args:
         distribute: function that is called with the model while its parameters are on the meta device. Each rank reads
@@ -80,8 +80,8 @@ def load_language_model(
     Raises:
         ImportError: if the class needs a package that is not installed.
         OSError: if transformers finds no checkpoint or no weights.
-        ValueError: if transformers refuses the checkpoint, if the weights cannot be read, or if bitsandbytes cannot
-            quantize a layer.
+        ValueError: if transformers refuses the checkpoint, if the weights cannot be read, or if
+            bitsandbytes cannot quantize a layer.
     """
     import transformers
     from safetensors import SafetensorError

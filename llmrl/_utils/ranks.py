@@ -20,8 +20,8 @@ def rank_and_size(process_group: torch.distributed.ProcessGroup | None) -> tuple
 def share_of(micro_batches: Sequence[T], rank: int, num_ranks: int) -> Iterator[tuple[T, bool]]:
     """Yield a rank's micro-batches, each with a flag: whether another rank already counts it.
 
-    A rank without a micro-batch repeats another rank's, so that all ranks make the same number of passes and collective
-    calls.
+    A rank without a micro-batch repeats another rank's, so that all ranks make the same number of
+    passes and collective calls.
 
     Example:
         >>> [list(share_of("abc", rank, 2)) for rank in (0, 1)]

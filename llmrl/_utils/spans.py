@@ -1,7 +1,7 @@
 """OpenTelemetry spans of rollouts, named by the GenAI conventions.
 
-Spans are off until `trace_spans` is called. They are exported by the program's own tracer provider, or by one that
-`trace_spans` creates.
+Spans are off until `trace_spans` is called. They are exported by the program's own tracer provider,
+or by one that `trace_spans` creates.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import unicodedata
 
 _KEPT = "\n\t"
-# Category Cf includes characters that change the direction of text and can thereby mislead a reader (Boucher and
-# Anderson, 2021, "Trojan Source").
+# Category Cf includes characters that change the direction of text and can thereby mislead a reader
+# (Boucher and Anderson, 2021, "Trojan Source").
 _HIDDEN = ("Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp")
 _JOINERS = "\u200d\ufe0f"  # parts of emoji
 

@@ -244,8 +244,8 @@ def examine_server(url: str) -> list[Check]:
 def plan_of(folder: Path, entries: list[str]) -> dict[str, Any]:
     """Return the memory of a model's trainer per device, in GiB and by parts, and the changes with which it would fit.
 
-    `entries` belong to the sections `model` and `train`. `hardware=NAME` adds the entries of a configuration of the
-    scripts, `hardware=FILE.yaml` those of a file.
+    `entries` belong to the sections `model` and `train`. `hardware=NAME` adds the entries of a
+    configuration of the scripts, `hardware=FILE.yaml` those of a file.
 
     Raises:
         ValueError, OSError: if the kind of model is unknown, or if a file or an entry does not exist.

@@ -22,8 +22,8 @@ def model_path(name: str) -> str:
     For `embedded` this is the embedded model; for a run its trained model, or its last export if the run has not ended.
 
     Raises:
-        FileNotFoundError: if the path does not exist, if the folder has no model, or if a name on the hub cannot be
-            downloaded.
+        FileNotFoundError: if the path does not exist, if the folder has no model, or if a name on
+            the hub cannot be downloaded.
 
     Example:
         >>> model_path("./no-such-folder")

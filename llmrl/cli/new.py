@@ -15,8 +15,8 @@ def make_project(kind: str, name: str, folder: Path) -> list[Path]:
     """Write a project into a new folder, and return its files, the one to edit first.
 
     Args:
-        kind: `task` (prompts and a reward), `env` (several turns), `agent` (a program that calls a URL) or `loop` (the
-            training script itself).
+        kind: `task` (prompts and a reward), `env` (several turns), `agent` (a program that calls a
+            URL) or `loop` (the training script itself).
         name: name of the folder and of its module.
         folder: folder to create it in.
 

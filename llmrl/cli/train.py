@@ -24,8 +24,8 @@ def run_script(entries: Sequence[str]) -> NoReturn:
 def entries_of(words: Sequence[str]) -> list[str]:
     """Return the script's entries for the arguments of `llmrl train`.
 
-    A first argument FILE.py:FUNCTION becomes `env.name`, with the entries of `task/own.yaml`, then those of FILE.yaml
-    if there is one. Entries on the command line come last, so they win.
+    A first argument FILE.py:FUNCTION becomes `env.name`, with the entries of `task/own.yaml`, then
+    those of FILE.yaml if there is one. Entries on the command line come last, so they win.
 
     Raises:
         FileNotFoundError: if there is no file FILE.py.

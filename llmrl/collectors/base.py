@@ -172,8 +172,8 @@ class BatchCollector:
     def _next(self) -> TensorDictBase | None:
         """Return the next batch that has rows, or None; until its delivery, a saved state lists its groups as unplayed.
 
-        If the rules and `postproc` leave no rows, another batch is collected, and its report includes what was
-        dropped.
+        If the rules and `postproc` leave no rows, another batch is collected, and its report
+        includes what was dropped.
         """
         try:
             return self._next_with_rows()
@@ -336,13 +336,13 @@ class BatchCollector:
     def start_update(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> Future[int]:
         """Start to send the weights; training may continue when this method returns, while the engines load a copy.
 
-        No rollout starts until the engines have the weights; meanwhile `policy_version` is the new version. Weights
-        that cannot be copied are sent before this method returns. The first call needs the model, otherwise it raises
-        ValueError.
+        No rollout starts until the engines have the weights; meanwhile `policy_version` is the new
+        version. Weights that cannot be copied are sent before this method returns. The first call
+        needs the model, otherwise it raises ValueError.
 
         Returns:
-            A future with the new policy version or the error. The next batch also raises the error, unless another
-            update starts first.
+            A future with the new policy version or the error. The next batch also raises the error,
+            unless another update starts first.
         """
         senders = self._weight_senders.connected(policy_or_weights)
         coming = self.policy_version + 1

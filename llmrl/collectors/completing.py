@@ -24,8 +24,8 @@ class Completer:
     If the policy has a seed, each request derives its own from it and the request's name, so the answers of a group
     differ. A failed request is repeated under a new id. A request that a weight update aborted continues after its
     last token (partial rollout), and each token keeps the version that sampled it; with a grammar, the answer is
-    sampled anew. An abort without a new token counts as a failure, the first one of a new count if the weights were
-    updated since the last attempt. Requests wait while `is_open` is cleared.
+    sampled anew. An abort without a new token counts as a failure, the first one of a new count if
+    the weights were updated since the last attempt. Requests wait while `is_open` is cleared.
 
     Raises ValueError if the policy has stop strings but no renderer, or must replay a repetition penalty.
     """

@@ -27,22 +27,22 @@ class Demonstrations:
     """Iterable of batches of training rows from recorded conversations, for `SFTLoss`.
 
     Each row of the dataset has `messages` and optionally `tools`, or a logged `request` and its `response` in OpenAI's
-    format; the arguments of a call are a dict or a JSON string. The assistant's messages are trained on. All
-    conversations are rendered at the beginning, so errors are raised before training. A `Run` uses this in place of a
-    collector, and saves its position in the data.
+    format; the arguments of a call are a dict or a JSON string. The assistant's messages are
+    trained on. All conversations are rendered at the beginning, so errors are raised before
+    training. A `Run` uses this in place of a collector, and saves its position in the data.
 
     Args:
         dataset: dataset as `load_rows` accepts it, such as a JSON lines file.
         conversations_per_batch: number of conversations; the next epoch fills up the last batch of an epoch.
-        max_tokens: maximum length of a row; longer ones are left out with a warning, since truncated conversations
-            would teach the model to stop early. Unlimited by default.
+        max_tokens: maximum length of a row; longer ones are left out with a warning, since
+            truncated conversations would teach the model to stop early. Unlimited by default.
         shuffle: whether each epoch has its own order.
         num_epochs: number of epochs after which iteration ends; None never ends.
 
     Raises:
         FileNotFoundError: if the dataset's file or folder is missing.
-        ValueError: if messages are malformed, have nothing to train or cannot be rendered as they would be sampled
-            (the message names the row); or if all are longer than `max_tokens`.
+        ValueError: if messages are malformed, have nothing to train or cannot be rendered as they
+            would be sampled (the message names the row); or if all are longer than `max_tokens`.
 
     Example:
         >>> said = [{"messages": [{"role": "user", "content": "1 + 2 ="}, {"role": "assistant", "content": "3"}]}]

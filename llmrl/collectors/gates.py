@@ -75,8 +75,8 @@ class DemandGate:
 
     Args:
         units_per_batch: size of a batch, at least 1.
-        surplus: use of units beyond a batch: count them for the next batch (`carry`), add them to this batch (`keep`),
-            or leave their group for the next batch (`refuse`).
+        surplus: use of units beyond a batch: count them for the next batch (`carry`), add them to
+            this batch (`keep`), or leave their group for the next batch (`refuse`).
         estimate_units: whether to expect the mean size of previous groups, if a group's size is not known in advance.
         num_extra: number of groups started beyond the need, so that the batch does not wait for the slowest.
         num_ahead: number of groups kept in play or ready, even if no batch was requested.
@@ -213,8 +213,8 @@ class StalenessGate:
       `b + 1 + i // groups_per_batch` or earlier. Otherwise the batch waits for the slow groups.
 
     With `late="drop"` nothing waits: groups past their deadline are dropped and replaced. In both cases, a group that
-    started more than `max_staleness` actual versions ago is never delivered. The trainer has progressed if there is a
-    new version, or if it requests the next batch without one.
+    started more than `max_staleness` actual versions ago is never delivered. The trainer has
+    progressed if there is a new version, or if it requests the next batch without one.
 
     Example:
         >>> gate = StalenessGate(2, max_staleness=0)

@@ -27,11 +27,11 @@ class RayLLMCollector(LLMCollector):
         remote_config: Ray options of each actor, such as `resources`; they override `num_cpus` and `num_gpus`.
         num_cpus: CPUs of each actor.
         num_gpus: GPUs of each actor.
-        ray_init_config: arguments of `ray.init` if this process is not connected to Ray yet, such as
-            `{"address": "auto"}` for an existing cluster.
-        sync_iter: whether to collect only on demand; if false, the next batch is collected while the trainer uses the
-            current one: groups and last steps with `max_staleness=1`, turns and trajectories with as many
-            conversations in flight as a batch has turns.
+        ray_init_config: arguments of `ray.init` if this process is not connected to Ray yet, such
+            as `{"address": "auto"}` for an existing cluster.
+        sync_iter: whether to collect only on demand; if false, the next batch is collected while
+            the trainer uses the current one: groups and last steps with `max_staleness=1`, turns
+            and trajectories with as many conversations in flight as a batch has turns.
         arguments: arguments of `LLMCollector` except `policy`.
 
     Raises:

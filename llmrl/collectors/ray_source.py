@@ -37,8 +37,8 @@ _NUM_RETRIES = 3
 class CollectorActor:
     """Actor that plays one group per call, many calls at once, with its own environment and policy.
 
-    Each call says which positions of the dataset to play. The results share no memory with larger objects: rows are
-    packed, turns are cloned to their own size, and conversations are left out.
+    Each call says which positions of the dataset to play. The results share no memory with larger
+    objects: rows are packed, turns are cloned to their own size, and conversations are left out.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class _ActorSlot:
 class RaySource:
     """Source that sends each group to the least loaded collector actor.
 
-    A dead actor is replaced at once, and its groups are played again. Until its successor is ready, the other actors
-    play. Actors return training rows with `in_groups`, otherwise turns.
+    A dead actor is replaced at once, and its groups are played again. Until its successor is ready,
+    the other actors play. Actors return training rows with `in_groups`, otherwise turns.
 
     Raises ValueError if the environment has no dataset, or if an argument cannot be sent to the actors.
     """

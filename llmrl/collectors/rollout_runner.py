@@ -116,8 +116,8 @@ class RolloutRunner:
     async def run(self, job: RolloutTask) -> Rollout:
         """Play one conversation to its end; errors of the conversation are recorded, not raised.
 
-        The record in `job` is filled during the conversation. The payload of `job` is the opening (`Opening`), which is
-        removed once it is opened, to free its tensors.
+        The record in `job` is filled during the conversation. The payload of `job` is the opening
+        (`Opening`), which is removed once it is opened, to free its tensors.
         """
         [rollout] = job.records
         with span("invoke_agent", rollout.env) as current:

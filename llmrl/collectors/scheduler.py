@@ -1,7 +1,7 @@
 """Scheduler that keeps rollouts in flight, counts groups and forms batches.
 
-The unit is one rollout: no turn waits for another rollout. The only clock is the event loop's, so a loop with virtual
-time can simulate a cluster.
+The unit is one rollout: no turn waits for another rollout. The only clock is the event loop's, so a
+loop with virtual time can simulate a cluster.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from llmrl.policies import LLMWrapperBase
 class EnvSource:
     """Source that opens rollouts by resetting an environment, and plays them with a `RolloutRunner`.
 
-    With `in_groups` it plays groups of one prompt each, which need a `DatasetChatEnv`. Rollouts wait between turns
-    while `is_open` (by default a new event) is cleared.
+    With `in_groups` it plays groups of one prompt each, which need a `DatasetChatEnv`. Rollouts
+    wait between turns while `is_open` (by default a new event) is cleared.
 
     Raises:
         ValueError: if `in_groups` and the environment has no dataset, or if the environment is batch-locked.

@@ -59,8 +59,8 @@ class WeightSenders:
     def connected(self, model: Weights | TensorDictModuleBase | None) -> list[WeightSender]:
         """Return the senders, connected to the engines.
 
-        `model`: the trainer's model, a policy that scores with it, or a mapping of its weights; None keeps the last
-        model.
+        `model`: the trainer's model, a policy that scores with it, or a mapping of its weights;
+        None keeps the last model.
 
         Raises ValueError if there is no model at the first call, or if this process can reach no engine.
         """

@@ -45,10 +45,10 @@ def launch(main: Callable[[Config], None], config_type: type[Config], config_pat
     """Call `main` with the configuration that the command line describes.
 
     hydra composes the configuration from the file `config_path` (relative to the file that defines `main`), the groups
-    that the command line names (`task=gsm8k`), and single entries (`train.learning_rate=1e-6`). Invalid entries end the
-    program with a message before anything starts. With `resume=true`, the command line changes the run's saved
-    configuration. With `train.num_ranks` above 1, this number of processes is started, unless `torchrun` has already
-    started them.
+    that the command line names (`task=gsm8k`), and single entries (`train.learning_rate=1e-6`).
+    Invalid entries end the program with a message before anything starts. With `resume=true`, the
+    command line changes the run's saved configuration. With `train.num_ranks` above 1, this number
+    of processes is started, unless `torchrun` has already started them.
     """
     require("hydra", extra="scripts")
     import hydra

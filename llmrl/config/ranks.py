@@ -117,6 +117,6 @@ def _everybody() -> dist.ProcessGroup | None:
 
 @functools.cache
 def _patient_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    # A dead rank closes its connection and so is noticed at once; the long timeout only serves ranks that wait for
-    # collection.
+    # A dead rank closes its connection and so is noticed at once; the long timeout only serves
+    # ranks that wait for collection.
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=365))

@@ -24,8 +24,8 @@ _READING_SECONDS = 10.0
 Entries: TypeAlias = dict[str, object]
 """Entries of a configuration, with nested groups."""
 
-# A run has one algorithm, one model and one order of prompts. With others, its checkpoint and its position in the data
-# are invalid.
+# A run has one algorithm, one model and one order of prompts. With others, its checkpoint and its
+# position in the data are invalid.
 _FIXED = (
     "algorithm",
     "seed",
@@ -85,9 +85,9 @@ def resumed_config(
 ) -> tuple[DictConfig, dict[str, tuple[object, object]]]:
     """Return the configuration with which the run in `run.path` continues, and its changes.
 
-    The saved configuration is changed by `overrides`: single entries (`train.learning_rate=1e-5`), or the entries of a
-    file in `config_folders` (`hardware=gpu1`). `task=` must name the run's own task. Entries that the saved
-    configuration lacks are taken from `cfg`.
+    The saved configuration is changed by `overrides`: single entries (`train.learning_rate=1e-5`),
+    or the entries of a file in `config_folders` (`hardware=gpu1`). `task=` must name the run's own
+    task. Entries that the saved configuration lacks are taken from `cfg`.
 
     Args:
         cfg: the composed configuration, from hydra or typed; `run.path` is the folder of the run.

@@ -392,8 +392,8 @@ class ScriptConfig(Section):
     ) -> TransformersWrapper:
         """Return the policy that scores rows with the trained model.
 
-        `generate_kwargs` are the sampling arguments of the rows, for their log-probs; None for rows that were not
-        sampled.
+        `generate_kwargs` are the sampling arguments of the rows, for their log-probs; None for rows
+        that were not sampled.
         """
         return TransformersWrapper(
             model,

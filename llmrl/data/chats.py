@@ -48,8 +48,8 @@ class Chat:
         return f"Chat({list(self.messages)!r})"
 
 
-# The leaves of a batch are nested lists of the batch's shape. Either each leaf is a conversation, or each is one
-# message, and the last dimension is that of the messages.
+# The leaves of a batch are nested lists of the batch's shape. Either each leaf is a conversation,
+# or each is one message, and the last dimension is that of the messages.
 
 
 def leaves_of(value: Chat | tuple[Message, ...] | Iterable[Chat], batch_size: Sequence[int]) -> Nested[Chat]:

@@ -65,8 +65,8 @@ class TokenColumns:
     ) -> None:
         """Append sampled tokens; ValueError if a column is missing or does not have one value per token.
 
-        `routed_experts`, `[num_tokens - 1, num_layers, top_k]`, covers all tokens of the sequence but the last. Tokens
-        that already have experts keep them.
+        `routed_experts`, `[num_tokens - 1, num_layers, top_k]`, covers all tokens of the sequence
+        but the last. Tokens that already have experts keep them.
         """
         sampling_mask = [None] * len(token_ids) if sampling_mask is None else sampling_mask
         check_per_token(token_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)

@@ -24,9 +24,9 @@ class RenderingError(ValueError):
 class ContentMarks:
     """Marks the special tokens in contents, so that a rendering is encoded without treating them as special.
 
-    The mark is a private-use character, which is inserted into each special token in a content before the template
-    renders it. The marks' tokens are removed after encoding, so the ids decode to the same text. Contents without
-    special tokens are not changed.
+    The mark is a private-use character, which is inserted into each special token in a content
+    before the template renders it. The marks' tokens are removed after encoding, so the ids decode
+    to the same text. Contents without special tokens are not changed.
 
     Args:
         tokenizer: Hugging Face tokenizer.
@@ -105,8 +105,8 @@ class ContentMarks:
         if isinstance(value, Mapping):
             return {self._marked(key, mark): self._marked(entry, mark) for key, entry in value.items()}
         if isinstance(value, list | tuple):
-            # Templates join the texts of a content's parts, and may leave out what is between them, such as images. A
-            # mark before each text prevents a token across two of them.
+            # Templates join the texts of a content's parts, and may leave out what is between them,
+            # such as images. A mark before each text prevents a token across two of them.
             return [
                 {**self._marked(entry, mark), "text": mark + self._marked(entry["text"], mark)}
                 if _is_text_part(entry)

@@ -39,10 +39,10 @@ Result = TypeVar("Result")
 class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     """A batch of conversations; each element is one conversation, an immutable tuple of messages.
 
-    The messages are a last, ragged dimension, which is not part of the batch size. For a batch `[2]`, `history[0]` is
-    the first conversation, `history[0, -1]` its last message, `history[..., -1]` the last message of each
-    conversation, and `history[..., :2]` the first two messages of each. `append` with messages returns a new history
-    that shares its messages.
+    The messages are a last, ragged dimension, which is not part of the batch size. For a batch
+    `[2]`, `history[0]` is the first conversation, `history[0, -1]` its last message,
+    `history[..., -1]` the last message of each conversation, and `history[..., :2]` the first two
+    messages of each. `append` with messages returns a new history that shares its messages.
 
     TorchRL's form is also supported: `History(role=..., content=...)` is one message; with nested lists, the messages
     are the last dimension of `batch_size`; `torch.stack` of messages returns a conversation.
@@ -128,8 +128,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         leaf = held.get("messages")
         if recurse or not isinstance(leaf, NonTensorData) or held.device is not None or held.batch_size:
             return super()._clone(recurse)
-        # Messages are immutable, so copies share the leaf. tensordict would copy it, and leave reference cycles that
-        # Python's garbage collector has to find.
+        # Messages are immutable, so copies share the leaf. tensordict would copy it, and leave
+        # reference cycles that Python's garbage collector has to find.
         return container_of(History, {"messages": leaf})
 
     def copy(self) -> History:
@@ -180,8 +180,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
         Args:
             history: a message for all conversations; or a `History` of one message, or of one message per conversation.
-            inplace: whether to also change this history; by default true for a `History`, as in TorchRL, and false for
-                a message.
+            inplace: whether to also change this history; by default true for a `History`, as in
+                TorchRL, and false for a message.
             dim: dimension of the messages, which is the last one.
 
         Raises:
@@ -211,8 +211,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         Args:
             history: messages for all conversations; or a `History` of conversations.
             inplace: as for `append`.
-            dim: dimension for a `History`: by default 0, as in TorchRL, which appends conversations to a batch; the
-                last dimension appends messages.
+            dim: dimension for a `History`: by default 0, as in TorchRL, which appends conversations
+                to a batch; the last dimension appends messages.
 
         Raises:
             ValueError: if a message is malformed, the batch sizes differ, or there is no dimension `dim`.
@@ -280,20 +280,20 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         """Render each conversation with a chat template, as text or token ids.
 
         This is for display, single turns and supervised data; exact multi-turn prompts come from
-        `llmrl.rendering.Conversation`. In token ids, special tokens in contents are encoded as ordinary text, so
-        contents cannot forge a turn. Rendered text does not show where a special token is from, so do not tokenize
-        rendered text with untrusted contents.
+        `llmrl.rendering.Conversation`. In token ids, special tokens in contents are encoded as
+        ordinary text, so contents cannot forge a turn. Rendered text does not show where a special
+        token is from, so do not tokenize rendered text with untrusted contents.
 
         Args:
             tokenizer: tokenizer, and source of the template unless another is given or was added for its model's name.
                 A tokenizer without template uses `dialogpt`, `falcon` or `deepseek` by the model's name, else `chatml`.
             add_generation_prompt: whether to end with the beginning of an answer.
             chat_template: template to use instead of the tokenizer's.
-            chat_template_name: name of a template: a family (`chatml`, `llama3`, `llama4`, `gemma`), a model, or a
-                name given to `add_chat_template`.
+            chat_template_name: name of a template: a family (`chatml`, `llama3`, `llama4`,
+                `gemma`), a model, or a name given to `add_chat_template`.
             continue_final_message: whether to leave the last message open.
-            tokenize: whether to return token ids; by default true with `return_tensors`, `return_dict` or
-                `return_assistant_tokens_mask`.
+            tokenize: whether to return token ids; by default true with `return_tensors`,
+                `return_dict` or `return_assistant_tokens_mask`.
             padding: True pads to the longest row of the batch, `"max_length"` to `max_length`, on the tokenizer's side.
             truncation: whether to keep only the first `max_length` tokens.
             return_tensors: `"pt"` or None.
@@ -304,13 +304,13 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             template_kwargs: further variables of the template, such as `tools`.
 
         Returns:
-            A text, a tensor `[1, num_tokens]` or a TensorDict; for a batch, nested lists of texts or tensors, or a
-            lazily stacked TensorDict, which is dense if padded.
+            A text, a tensor `[1, num_tokens]` or a TensorDict; for a batch, nested lists of texts
+            or tensors, or a lazily stacked TensorDict, which is dense if padded.
 
         Raises:
-            ValueError: if the template does not read a variable, `max_length` is missing, a name is unknown, the
-                tokenizer cannot split special tokens in contents, or a mask is requested that the template does not
-                allow.
+            ValueError: if the template does not read a variable, `max_length` is missing, a name is
+                unknown, the tokenizer cannot split special tokens in contents, or a mask is
+                requested that the template does not allow.
         """
         if chat_template_name is not None:
             if chat_template is not None:

@@ -107,8 +107,8 @@ def _encodable(value: object) -> object:
 def copied(value: Value) -> Value:
     """Return a message, a row or a part of one with its own dicts, lists, sets and arrays, at any depth.
 
-    The copy protects data against changes by code that receives or provides it. Texts, numbers and objects of other
-    types are not copied.
+    The copy protects data against changes by code that receives or provides it. Texts, numbers and
+    objects of other types are not copied.
 
     Example:
         >>> message = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}

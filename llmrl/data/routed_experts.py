@@ -70,8 +70,8 @@ def _checked(entry: torch.Tensor, row: int, length: int, shape: torch.Size) -> t
 def routed_experts_entry(before: Sequence[np.ndarray | None]) -> dict[str, torch.Tensor]:
     """Return the entry of a row or a turn by its key; empty if no experts are known.
 
-    `before`, `[num_tokens]`, has for each token the experts `[num_layers, top_k]` that computed the previous token, as
-    in `TokenColumns`.
+    `before`, `[num_tokens]`, has for each token the experts `[num_layers, top_k]` that computed the
+    previous token, as in `TokenColumns`.
 
     Example:
         >>> import numpy as np

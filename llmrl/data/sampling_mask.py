@@ -93,8 +93,8 @@ def sampling_mask_entry(kept: Sequence[array[int] | None]) -> dict[str, TensorDi
 def read_sampling_masks(batch: TensorDictBase, lengths: Sequence[int]) -> SamplingMask | None:
     """Return the concatenated mask of all rows of a batch with one batch dimension; None if no row has one.
 
-    Rows without the entry were sampled from all ids. `lengths`: number of tokens of each row. Raises ValueError if a
-    row's mask does not have one count per token, or its ids are incomplete.
+    Rows without the entry were sampled from all ids. `lengths`: number of tokens of each row.
+    Raises ValueError if a row's mask does not have one count per token, or its ids are incomplete.
     """
     entries = [element.get(SAMPLING_MASK_KEY, None) for element in batch_elements(batch)]
     if all(entry is None for entry in entries):

@@ -61,8 +61,8 @@ _STATUS_OF_REASON: Mapping[str, RolloutStatus] = {
 def decide_status(*, is_terminated: bool, reason: str = StopReason.NONE) -> RolloutStatus:
     """Return the status of a rollout, given whether its environment terminated and its limit or failure, if any.
 
-    A failure or an abort takes precedence, then termination, then a limit in the same turn. Raises ValueError if
-    `reason` is not a `StopReason`.
+    A failure or an abort takes precedence, then termination, then a limit in the same turn. Raises
+    ValueError if `reason` is not a `StopReason`.
 
     Example:
         >>> decide_status(is_terminated=True).name, decide_status(is_terminated=False, reason="max_turns").name

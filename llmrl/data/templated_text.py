@@ -146,8 +146,8 @@ def add_chat_template(
         template_name: name of the template; an existing one is replaced.
         template: Jinja text.
         inverse_parser: function that parses a rendered text into a `History`, for `History.from_text`.
-        model_family_keywords: parts of models' names; histories of these models are rendered with the template.
-            Policies use it only by name.
+        model_family_keywords: parts of models' names; histories of these models are rendered with
+            the template. Policies use it only by name.
 
     Example:
         >>> add_chat_template("loud", "{% for message in messages %}{{ message['content'] + '!' }}{% endfor %}")
@@ -165,13 +165,13 @@ def add_chat_template(
 def parse_templated(text: str, *, family: str | None = None) -> tuple[list[Message], list[bool]]:
     r"""Parse a templated text into messages, and return for each whether its turn was ended.
 
-    A generation prompt at the end is left out. Contents are returned verbatim: text that a template added to them
-    (tool schemas, calls, reasoning) is not parsed.
+    A generation prompt at the end is left out. Contents are returned verbatim: text that a template
+    added to them (tool schemas, calls, reasoning) is not parsed.
 
     Args:
         text: rendered text with its special tokens.
-        family: `chatml` (Qwen, SmolLM2), `llama3`, `llama4`, `gemma`, `mistral`, or an added template with a parser;
-            by default the family of the first mark in the text.
+        family: `chatml` (Qwen, SmolLM2), `llama3`, `llama4`, `gemma`, `mistral`, or an added
+            template with a parser; by default the family of the first mark in the text.
 
     Raises ValueError if the family is unknown, or the text has no message in its form, or others that are not read.
 

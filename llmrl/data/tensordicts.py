@@ -77,8 +77,8 @@ def restacked(elements: Sequence[TensorDictBase], shape: torch.Size) -> TensorDi
     return stacked if len(shape) == 1 else stacked.reshape(shape)
 
 
-# A turn creates a dozen small containers. The public constructors validate them, which costs four times as much as
-# the rest of a turn, so these functions use tensordict's unchecked constructors.
+# A turn creates a dozen small containers. The public constructors validate them, which costs four
+# times as much as the rest of a turn, so these functions use tensordict's unchecked constructors.
 
 
 def tensordict_of(entries: Mapping[str, object]) -> TensorDict:

@@ -115,8 +115,8 @@ class Exchange:
     def leave(self) -> None:
         """Record that a client disconnected.
 
-        If no client is left, answers that were read in part are stopped; other answers are cancelled unless the request
-        is repeated in time.
+        If no client is left, answers that were read in part are stopped; other answers are
+        cancelled unless the request is repeated in time.
         """
         self.num_clients -= 1
         if not self.is_abandoned:

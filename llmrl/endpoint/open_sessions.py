@@ -18,9 +18,9 @@ _IDLE_SECONDS = 600.0
 class OpenSessions:
     """Sessions that clients with the key open with their first request, named by its path or `X-Session-ID`.
 
-    A request without a name joins the session that gave the last answer in its messages, or opens a new session. If
-    several sessions gave the same answer to the same prompt, requests that continue it are distributed among them in
-    turn. A session that was idle for ten minutes is ended.
+    A request without a name joins the session that gave the last answer in its messages, or opens a
+    new session. If several sessions gave the same answer to the same prompt, requests that continue
+    it are distributed among them in turn. A session that was idle for ten minutes is ended.
 
     Args:
         open_session: function that makes a session with a name.

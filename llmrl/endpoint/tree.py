@@ -42,10 +42,10 @@ class RecordedTurn:
 class TurnTree:
     """The turns of one rollout; a request continues one of them, or begins a new conversation.
 
-    A request that contains a recorded answer continues it as sampled, even if ids, white space or the format of
-    arguments have changed. If the client edited or shortened its history, the request is rendered again and continues
-    the turn with the longest common prefix of tokens, if any. Each sampled token is therefore trained once. `mode` is
-    that of `Conversation.start`.
+    A request that contains a recorded answer continues it as sampled, even if ids, white space or
+    the format of arguments have changed. If the client edited or shortened its history, the request
+    is rendered again and continues the turn with the longest common prefix of tokens, if any. Each
+    sampled token is therefore trained once. `mode` is that of `Conversation.start`.
     """
 
     def __init__(self, renderer: Renderer | None, *, mode: Mode = "auto") -> None:

@@ -35,8 +35,8 @@ _quiet_imports()
 def register() -> None:
     """Prepare a vLLM process; called in each vLLM process, and without effect except in those of an `AsyncVLLM`.
 
-    The kernel kills the process if its parent dies (Linux). The process leaves the terminal's foreground group, so
-    that Ctrl-C reaches only the parent, which can still evaluate and save.
+    The kernel kills the process if its parent dies (Linux). The process leaves the terminal's
+    foreground group, so that Ctrl-C reaches only the parent, which can still evaluate and save.
     """
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is None or int(parent) == os.getpid():

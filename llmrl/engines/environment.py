@@ -37,12 +37,12 @@ def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool)
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": str(cpu_threads),
-        # Threads that spin for long starve other threads that need the core: with another busy process,
-        # a short spin makes the engine 2 to 10 times as fast, and otherwise costs nothing.
+        # Threads that spin for long starve other threads that need the core: with another busy
+        # process, a short spin makes the engine 2 to 10 times as fast, and otherwise costs nothing.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
-        # A weight update allocates each layer again; keeping freed memory saves a quarter of the update's time. Memory
-        # of tensors as large as an embedding is returned, because activations would take the freed place and each
-        # update would need new memory.
+        # A weight update allocates each layer again; keeping freed memory saves a quarter of the
+        # update's time. Memory of tensors as large as an embedding is returned, because activations
+        # would take the freed place and each update would need new memory.
         "MALLOC_MMAP_THRESHOLD_": os.environ.get("MALLOC_MMAP_THRESHOLD_", str(64 << 20)),
         "MALLOC_TRIM_THRESHOLD_": os.environ.get("MALLOC_TRIM_THRESHOLD_", str(1 << 32)),
         "TOKENIZERS_PARALLELISM": "false",
@@ -56,8 +56,8 @@ def engine_variables(*, log_level: str, cpu_threads: int | None, is_eager: bool)
 
 def transfer_variables(weight_transfer: bool | str) -> dict[str, str]:
     """Return the environment variables that a weight-transfer backend needs."""
-    # CUDA IPC handles are pickled, and vLLM unpickles them only if this is set. The variable opens no port, but
-    # lets the engine's caller (this process) run code in the engine.
+    # CUDA IPC handles are pickled, and vLLM unpickles them only if this is set. The variable opens
+    # no port, but lets the engine's caller (this process) run code in the engine.
     return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if weight_transfer == "ipc" else {}
 
 

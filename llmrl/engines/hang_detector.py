@@ -31,9 +31,9 @@ class _Observation:
 class HangDetector:
     """Detector of engines that make no progress for `timeout_seconds`.
 
-    An engine that does not answer makes no progress; an engine without `progress()`, and a dead engine, is ignored.
-    Time is counted in checks, so a period in which this process was suspended does not count. Raises ValueError if
-    `timeout_seconds` is not positive.
+    An engine that does not answer makes no progress; an engine without `progress()`, and a dead
+    engine, is ignored. Time is counted in checks, so a period in which this process was suspended
+    does not count. Raises ValueError if `timeout_seconds` is not positive.
     """
 
     def __init__(self, timeout_seconds: float) -> None:

@@ -45,9 +45,9 @@ _LOOK_AGAIN_S = 0.1
 class EngineReplicas(Sequence[EngineT]):
     """Several engines used as one: a `Router` distributes requests, which are retried elsewhere if an engine fails.
 
-    With `restart`, a dead replica is replaced by a new engine. A replica serves only if it has the same version of the
-    weights as the others; `before_serving` callbacks bring a new one to that version. The sequence of engines can be
-    passed to `sender.init_all_workers_group`.
+    With `restart`, a dead replica is replaced by a new engine. A replica serves only if it has the
+    same version of the weights as the others; `before_serving` callbacks bring a new one to that
+    version. The sequence of engines can be passed to `sender.init_all_workers_group`.
 
     Args:
         engines: engines of the same model; the smallest `max_model_len` applies to all.
@@ -269,8 +269,8 @@ class EngineReplicas(Sequence[EngineT]):
     ) -> Completion:
         """Sample one completion on one of the replicas; waits while all are being restarted.
 
-        Raises ValueError as the replica's `generate` does, and EngineError if the request failed `num_retries` + 1
-        times, or no replica serves or is being restarted.
+        Raises ValueError as the replica's `generate` does, and EngineError if the request failed
+        `num_retries` + 1 times, or no replica serves or is being restarted.
         """
         streamed = {} if stream is None else {"stream": stream}
 
@@ -283,8 +283,8 @@ class EngineReplicas(Sequence[EngineT]):
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
         """Return the scores of `[num_tokens]` tokens by one of the replicas; waits while all are being restarted.
 
-        Raises TypeError if the engines do not score tokens, ValueError as the replica's `score` does, and EngineError
-        as `generate` does.
+        Raises TypeError if the engines do not score tokens, ValueError as the replica's `score`
+        does, and EngineError as `generate` does.
         """
 
         def ask(engine: Engine, attempt_id: str) -> Awaitable[TokenScores]:

@@ -21,8 +21,8 @@ class Router:
 
     Args:
         num_replicas: number of replicas, numbered from 0; all are open at first.
-        max_imbalance: number of requests by which a key's replica may exceed the least loaded one; beyond, the key
-            moves.
+        max_imbalance: number of requests by which a key's replica may exceed the least loaded one;
+            beyond, the key moves.
 
     Raises ValueError if `num_replicas` is below 1 or `max_imbalance` is negative.
 

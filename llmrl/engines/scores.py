@@ -32,8 +32,8 @@ class ScoresTokens(Protocol):
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
         """Return the log-prob of each of `[num_tokens]` tokens, and the `top_k` likeliest ids at each position.
 
-        Raises ValueError if there are fewer than two tokens, no room for one more, or `top_k` is not allowed, and
-        EngineError if the engine died, refused, or returned an incomplete answer.
+        Raises ValueError if there are fewer than two tokens, no room for one more, or `top_k` is
+        not allowed, and EngineError if the engine died, refused, or returned an incomplete answer.
         """
 
 

@@ -32,23 +32,23 @@ class AgentEnv(DatasetChatEnv):
     """An environment that runs an agent on each row of a dataset; the policy answers the agent's model requests.
 
     A collector opens an endpoint with the OpenAI and Anthropic APIs, gives each rollout its own key, and calls `play`
-    with the row and the address of the model. The result is the rollout's reward; the score of an appended
-    `RubricReward` is added to it. The requests of a rollout form a tree (`TurnTree`).
+    with the row and the address of the model. The result is the rollout's reward; the score of an
+    appended `RubricReward` is added to it. The requests of a rollout form a tree (`TurnTree`).
 
     A `RolloutLimits` of the collector refuses further requests (`max_turns`, `max_completion_tokens`) or stops the
     agent (`rollout_timeout_seconds`); the rollout is then truncated and keeps its turns. A completion that is cut by
     its length does not end the rollout. Train on groups: other batches contain only each rollout's last answered turn.
 
     Args:
-        play: a function of a row and an `AgentModel`, or a `command`. It returns a number, a mapping of named scores
-            that are summed, or None to leave the rollout unscored unless answers are rewarded (`AgentModel.reward`).
-            Async functions share one event loop; each plain function runs in its own thread, which is not stopped when
-            the rollout ends.
+        play: a function of a row and an `AgentModel`, or a `command`. It returns a number, a
+            mapping of named scores that are summed, or None to leave the rollout unscored unless
+            answers are rewarded (`AgentModel.reward`). Async functions share one event loop; each
+            plain function runs in its own thread, which is not stopped when the rollout ends.
         dataset, split, **draws: see `DatasetChatEnv`; the rows need no query.
         host: address at which the endpoint listens; by default only this machine can reach it.
         port: port of the endpoint; by default a free one.
-        public_url: URL under which agents reach the endpoint, if not by `host` (from containers or other machines, or
-            through a proxy with TLS); `{port}` stands for the port.
+        public_url: URL under which agents reach the endpoint, if not by `host` (from containers or
+            other machines, or through a proxy with TLS); `{port}` stands for the port.
         roles: trained roles, if there are several: each is a separate rollout of the group with its own reward, as in a
             `GameEnv`. An agent sends a role's requests to `model.role(NAME)`, those of the first role also to `model`,
             and returns a score for each role by name; a single number is the score of every role.

@@ -68,13 +68,13 @@ def command(
     the end of its output are stored in the rollout's record. The program and all its descendants are stopped when it
     exits, when the rollout ends, or at the time limit, which truncates the rollout.
 
-    In `env`, `stdin` and `files`, `{NAME}` is a column of the row, as text or JSON, and `{row}` the whole row as JSON;
-    `{base_url}`, `{api_key}` and `{model}` describe the model. Other braces are left as they are, and `{{NAME}}` is
-    `{NAME}`.
+    In `env`, `stdin` and `files`, `{NAME}` is a column of the row, as text or JSON, and `{row}` the
+    whole row as JSON; `{base_url}`, `{api_key}` and `{model}` describe the model. Other braces are
+    left as they are, and `{{NAME}}` is `{NAME}`.
 
     Args:
-        text: the command line, split as by a shell; `{NAME}` is replaced with that column of the row, which must be
-            short: programs take long texts from `stdin` or `files`.
+        text: the command line, split as by a shell; `{NAME}` is replaced with that column of the
+            row, which must be short: programs take long texts from `stdin` or `files`.
         env: further environment variables; None removes one.
         inherit: names of the environment variables that the program inherits from this process; all by default.
         stdin: standard input; empty by default.
@@ -145,9 +145,9 @@ class Command:
     async def __call__(self, row: Row, model: AgentModel) -> Score:
         """Run the program on a row and score its result.
 
-        Raises AgentTimeout at the time limit, CommandFailed for an exit code that means failure, ValueError if an
-        argument is too long or a link leads a file out of the folder, and FileNotFoundError if there is no such
-        program.
+        Raises AgentTimeout at the time limit, CommandFailed for an exit code that means failure,
+        ValueError if an argument is too long or a link leads a file out of the folder, and
+        FileNotFoundError if there is no such program.
         """
         words = [word.format_map(row) for word in self._words]
         for template, word in zip(self._words, words, strict=True):

@@ -38,15 +38,15 @@ class ChatEnv(KnownArguments, EnvBase):
         batch_size: a fixed batch shape; by default `reset` and `step` accept any.
         system_prompt: first message of every conversation, unless the query has a system message.
         data_key: entry of the reset tensordict with the query: a string, messages, or token ids in `tokens` mode.
-        tokenizer: renders a query's messages with its chat template in the modes `text` and `tokens`; without it, the
-            query must already be text or token ids.
+        tokenizer: renders a query's messages with its chat template in the modes `text` and
+            `tokens`; without it, the query must already be text or token ids.
         template_kwargs: further arguments of the chat template.
-        with_tokenizer: whether to return the environment with an appended `IncrementalTokenizer`, which needs
-            `tokenizer`.
+        with_tokenizer: whether to return the environment with an appended `IncrementalTokenizer`,
+            which needs `tokenizer`.
 
     Raises:
-        ValueError: if `input_mode` is unknown, if `with_tokenizer` has no `tokenizer`, if `system_prompt` has no
-            effect, or if reset gets no query.
+        ValueError: if `input_mode` is unknown, if `with_tokenizer` has no `tokenizer`, if
+            `system_prompt` has no effect, or if reset gets no query.
 
     Example:
         >>> from tensordict import TensorDict
@@ -176,8 +176,8 @@ class ChatEnv(KnownArguments, EnvBase):
     def opening_messages(self, query: object) -> tuple[Message, ...]:
         """Return the messages that open a conversation: the system prompt, then the query.
 
-        `query` is a string, a message, a list of messages, or a `History` of one conversation; TypeError and
-        ValueError are raised otherwise.
+        `query` is a string, a message, a list of messages, or a `History` of one conversation;
+        TypeError and ValueError are raised otherwise.
         """
         if isinstance(query, str):
             messages: tuple[Message, ...] = ({"role": self.user_role, "content": query},)
@@ -229,8 +229,8 @@ class ChatEnv(KnownArguments, EnvBase):
     def answered_messages(self, element: TensorDictBase) -> tuple[Message, ...]:
         """Return the opening messages and the policy's last answer of a `text` or `tokens` conversation after a step.
 
-        Special tokens at the end of the answer are removed. Turns between the opening and the last answer are
-        omitted. ValueError is raised if there is no tokenizer.
+        Special tokens at the end of the answer are removed. Turns between the opening and the last
+        answer are omitted. ValueError is raised if there is no tokenizer.
         """
         if self.tokenizer is None:
             raise ValueError(f"rewards of input_mode={self.input_mode!r} need tokenizer=, which reads the answer.")

@@ -74,14 +74,14 @@ class Game(ABC):
 class GameEnv(MessageChatEnv):
     """Games of several players. Each role of the policy is a separate rollout, which sees only that player's view.
 
-    The rollouts of a group are the roles of its games in order: for a game of two roles, `repeats=8` is four games of
-    self-play, or eight games against an opponent. Each rollout has its own reward and stores its role under
-    `("rollout", "role")`, so `MCAdvantage(by="role")` compares it only with rollouts of the same role. Opponents'
-    messages are excluded from the loss.
+    The rollouts of a group are the roles of its games in order: for a game of two roles,
+    `repeats=8` is four games of self-play, or eight games against an opponent. Each rollout has its
+    own reward and stores its role under `("rollout", "role")`, so `MCAdvantage(by="role")` compares
+    it only with rollouts of the same role. Opponents' messages are excluded from the loss.
 
     A player leaves the game (`Game.leave`) if its answer was cut or its turns are used up. If a conversation fails,
-    no role of its game is scored. If a game ends before a rollout's first turn, the rollout is completed without
-    turns. Games in which the policy plays several roles need a collector.
+    no role of its game is scored. If a game ends before a rollout's first turn, the rollout is
+    completed without turns. Games in which the policy plays several roles need a collector.
 
     Args:
         make_game: function that creates the game of a row.
@@ -91,8 +91,8 @@ class GameEnv(MessageChatEnv):
         repeats: rollouts per row; by default one per role that the policy plays.
         **order: `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
-    Raises ValueError if opponents play unknown roles or all roles, or if `repeats` is not a multiple of the number of
-    the policy's roles.
+    Raises ValueError if opponents play unknown roles or all roles, or if `repeats` is not a
+    multiple of the number of the policy's roles.
 
     Example:
         >>> from llmrl.envs import Game

@@ -158,13 +158,13 @@ class MixedEnv:
     """Several environments for one collector; each group comes from one of them, with its own rubric, tools and prompt.
 
     It has no `reset` or `step`: to step one of the environments yourself, get it by name, as in `mixed["gsm8k"]`. The
-    environment's name is the prefix of its group ids and is in each record (`Rollout.env`) and in the metrics. An
-    environment is excluded when its data ends; collection ends with the last one.
+    environment's name is the prefix of its group ids and is in each record (`Rollout.env`) and in
+    the metrics. An environment is excluded when its data ends; collection ends with the last one.
 
     Args:
         envs: environments by name, each over a dataset (`DatasetChatEnv`, transformed or not), with equal `repeats`.
-        weights: relative frequencies by name, or a function that is called with the `EnvProgress` of each environment
-            before a group is drawn. By default all are equal.
+        weights: relative frequencies by name, or a function that is called with the `EnvProgress`
+            of each environment before a group is drawn. By default all are equal.
 
     Raises ValueError if an environment has no dataset of its own, or if names, `repeats` or weights are invalid.
 

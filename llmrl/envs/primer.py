@@ -151,8 +151,8 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     """A `DataLoadingPrimer` with its data and position in a Ray actor, so that many processes share one pass.
 
     Primers with the same `actor_name` share the actor, as does a pickled copy. The actor ends with its last handle.
-    Collectors stop at the end of the data but do not form groups, since other processes draw in between.
-    `RayLLMCollector` does not need this class, because it distributes positions itself.
+    Collectors stop at the end of the data but do not form groups, since other processes draw in
+    between. `RayLLMCollector` does not need this class, because it distributes positions itself.
 
     Args:
         dataloader, **options: see `DataLoadingPrimer`; only those of the first primer of an `actor_name` are used.

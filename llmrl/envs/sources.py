@@ -41,8 +41,8 @@ def load_rows(
 
     Raises:
         FileNotFoundError: if the file does not exist, or if the folder has no readable file.
-        ValueError: if a line is invalid, the split unknown, the dataset empty or a column missing, or if a hub dataset
-            cannot be loaded.
+        ValueError: if a line is invalid, the split unknown, the dataset empty or a column missing,
+            or if a hub dataset cannot be loaded.
         TypeError: if the source or a row has another type.
 
     Example:

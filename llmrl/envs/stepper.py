@@ -39,21 +39,21 @@ _TURN_KEYS = frozenset(("next", *WRITTEN_BY_POLICIES))
 class EnvStepper:
     """Runs one environment in its own thread and steps all ready conversations as one batch.
 
-    While a batch is stepped, ready conversations are collected for the next one, so Python's cost per turn falls under
-    load.
+    While a batch is stepped, ready conversations are collected for the next one, so Python's cost
+    per turn falls under load.
 
-    Slow work of a step (tools, services) belongs in `async def before_step(element)` of an environment or a transform,
-    which is awaited for all conversations in parallel before the batched step. Likewise,
-    `async def before_reset(drawn)` of a dataset's environment returns the tensordict for `reset`. Methods of users'
-    classes run on a separate event loop, where they may block. `release(element)` is called in a thread when a
-    conversation ends.
+    Slow work of a step (tools, services) belongs in `async def before_step(element)` of an
+    environment or a transform, which is awaited for all conversations in parallel before the
+    batched step. Likewise, `async def before_reset(drawn)` of a dataset's environment returns the
+    tensordict for `reset`. Methods of users' classes run on a separate event loop, where they may
+    block. `release(element)` is called in a thread when a conversation ends.
 
     An exception in any of these methods fails only the conversation that it was called for.
 
     Args:
         env: a `ChatEnv` or a transformed one; its batch size is unlocked.
-        timeout_seconds: limit of each `before_step`, batched step, `before_reset` and `release` (30 s for `release` by
-            default). After a timeout the step fails and a new thread takes over.
+        timeout_seconds: limit of each `before_step`, batched step, `before_reset` and `release` (30
+            s for `release` by default). After a timeout the step fails and a new thread takes over.
         keep_steps: whether the caller keeps and reads stepped conversations.
 
     Raises ValueError if the environment has a fixed batch size and is not a `ChatEnv`.

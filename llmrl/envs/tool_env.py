@@ -37,8 +37,8 @@ class ToolEnv(KnownArguments, TransformedEnv):
 
     Args:
         factory: the class, or a `functools.partial` of it.
-        dataset: the rows, see `DatasetChatEnv`; the column `prompt` or `query` is a text or messages. Without a
-            dataset, `reset` returns the first message.
+        dataset: the rows, see `DatasetChatEnv`; the column `prompt` or `query` is a text or
+            messages. Without a dataset, `reset` returns the first message.
         rubric: rubric that scores in place of `get_reward`.
         timeout: time limit of a tool call, and of `get_reward`, in seconds.
         **draws: see `MessageChatEnv`.

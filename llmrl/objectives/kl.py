@@ -23,8 +23,8 @@ def kl_estimate(log_probs: torch.Tensor, other_log_probs: torch.Tensor, estimato
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        # Only large differences are clamped: their exponential would overflow. For very negative differences the
-        # exponential vanishes, and the linear term keeps the gradient.
+        # Only large differences are clamped: their exponential would overflow. For very negative
+        # differences the exponential vanishes, and the linear term keeps the gradient.
         difference = difference.clamp(max=MAX_LOG_RATIO)
         return difference.expm1() - difference
     raise ValueError(f"estimator must be one of {list(get_args(KLEstimator))}, got {estimator!r}.")

@@ -40,8 +40,8 @@ def sequence_log_ratio(
         >>> sequence_log_ratio(torch.tensor([1.0, 3.0, 5.0]), torch.zeros(3), torch.tensor([0, 0, 1]))
         tensor([2., 2., 5.])
     """
-    # The value is the sequence's mean, the gradient that of the token's own log-prob. Averaged over each sequence,
-    # this is GSPO's gradient (equation 10).
+    # The value is the sequence's mean, the gradient that of the token's own log-prob. Averaged over
+    # each sequence, this is GSPO's gradient (equation 10).
     difference = (log_probs - old_log_probs).detach()
     return sequence_totals(difference, sequence_index, is_mean=True) + (log_probs - log_probs.detach())
 
@@ -61,12 +61,12 @@ class ImportanceBound:
 
     `w` is the ratio of a token, of its sequence (the product), or the geometric mean over its sequence:
 
-    - `truncate`: `min(w, cap)` (Ionides, 2008, Journal of Computational and Graphical Statistics 17(2), equation 3;
-      for numerical differences between engines: Yao et al., 2025, "Your efficient RL framework secretly brings you
-      off-policy RL training"). For stale samples it is the behaviour ratio of decoupled PPO (AReaL, arXiv:2505.24298,
-      equation 5).
-    - `mask`: `w` within `[floor, cap]`, otherwise 0 (IcePop, in Ring-1T, arXiv:2510.18855; for sequences: Liu et al.,
-      2025, "When speed kills stability").
+    - `truncate`: `min(w, cap)` (Ionides, 2008, Journal of Computational and Graphical Statistics
+      17(2), equation 3; for numerical differences between engines: Yao et al., 2025, "Your
+      efficient RL framework secretly brings you off-policy RL training"). For stale samples it is
+      the behaviour ratio of decoupled PPO (AReaL, arXiv:2505.24298, equation 5).
+    - `mask`: `w` within `[floor, cap]`, otherwise 0 (IcePop, in Ring-1T, arXiv:2510.18855; for
+      sequences: Liu et al., 2025, "When speed kills stability").
 
     Example:
         >>> bound = ImportanceBound(2.0, floor=0.5, mode="mask")

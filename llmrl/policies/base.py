@@ -53,17 +53,17 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return_log_probs: whether to write log-probs.
         log_probs_key: container of the log-probs.
         pad_output: whether to pad entries to one length: prompts on the left, responses on the right.
-        prefer_tokens: whether to score the existing tokens of a history; False renders the history again and replaces
-            them. Generation always keeps sampled tokens.
+        prefer_tokens: whether to score the existing tokens of a history; False renders the history
+            again and replaces them. Generation always keeps sampled tokens.
         pad_model_input: ignored; model input is packed or batched exactly.
         num_samples: number of completions for each conversation, in a new last dimension of the batch.
-        inplace: whether to update and return the input tensordict; False, or TorchRL's `"empty"`, returns only the
-            written entries. By default true without `num_samples`.
+        inplace: whether to update and return the input tensordict; False, or TorchRL's `"empty"`,
+            returns only the written entries. By default true without `num_samples`.
         conversation_mode: `token`, `message` or `auto`; see `Conversation.start`.
         fork_threshold_tokens: number of replaced tokens from which a rewritten history starts a new training row.
 
-    Raises ValueError if `input_mode` is unknown or lacks its renderer, or arguments contradict each other, and
-    TypeError if an argument is unknown, with an alternative for those of TorchRL.
+    Raises ValueError if `input_mode` is unknown or lacks its renderer, or arguments contradict each
+    other, and TypeError if an argument is unknown, with an alternative for those of TorchRL.
     """
 
     return_text = return_masks = return_tokens = True
@@ -282,8 +282,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     ) -> Completion:
         """Return the engine's checked completion of `prompt_ids`; `stream` needs an engine that `StreamsTokens`.
 
-        Raises ValueError if the prompt leaves no room for a token, and EngineError if the engine died, refused the
-        request or returned an invalid completion.
+        Raises ValueError if the prompt leaves no room for a token, and EngineError if the engine
+        died, refused the request or returned an invalid completion.
         """
         engine = self.engine
         streamed = {} if stream is None else {"stream": stream}
@@ -331,8 +331,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     ) -> TensorDictBase:
         """Write an answered conversation into `element` (batch shape `[]`).
 
-        `completion` is its last turn. `is_read` tells whether other code reads the turn's tensors, response and finish
-        reason, which training rows do not need; otherwise they are not written.
+        `completion` is its last turn. `is_read` tells whether other code reads the turn's tensors,
+        response and finish reason, which training rows do not need; otherwise they are not written.
         """
         element.set("conversation", non_tensor(conversation))
         if is_read or self.input_mode == "tokens":

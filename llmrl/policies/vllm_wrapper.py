@@ -19,8 +19,8 @@ class vLLMWrapper(LLMWrapperBase):
         generate: must be true.
         options: see `LLMWrapperBase`; by default, tokenizer and renderer are those of the model.
 
-    Raises ImportError if vLLM is not installed, ValueError if there is no tokenizer, and the errors of
-    `LLMWrapperBase`.
+    Raises ImportError if vLLM is not installed, ValueError if there is no tokenizer, and the errors
+    of `LLMWrapperBase`.
     """
 
     def __init__(

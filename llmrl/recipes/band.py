@@ -40,10 +40,10 @@ def band_of(curves: Sequence[Curve], *, num_prompts: int) -> dict[int, tuple[flo
     one half. Therefore the range of the seeds is widened for the two ways in which such runs differ:
 
     - Time of learning: the range covers the steps from one before to one after, with interpolated values.
-    - Sampled prompts and answers: each end is moved to the farthest share that a two-proportion test with `num_prompts`
-      trials each does not distinguish from the end at the 5 % level. All answers to a prompt count as one trial, so the
-      range holds for any correlation within a group. It also holds for any scores from 0 to 1, because their variance
-      is at most that of a share.
+    - Sampled prompts and answers: each end is moved to the farthest share that a two-proportion
+      test with `num_prompts` trials each does not distinguish from the end at the 5 % level. All
+      answers to a prompt count as one trial, so the range holds for any correlation within a group.
+      It also holds for any scores from 0 to 1, because their variance is at most that of a share.
 
     Args:
         curves: the measure of each seed. A step that some curves lack is judged by the other curves.

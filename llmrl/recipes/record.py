@@ -54,9 +54,9 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
 def log_prob_difference(run: Path) -> tuple[Curve, Band]:
     """Return the difference between trainer and engine at each on-policy step, and the band that rounding explains.
 
-    The band ends at the run's own `on_policy_difference_bound`. Both are empty for algorithms that do not measure the
-    difference. A loss over other tokens than the sampled ones, or an engine with other weights, shows here even if the
-    rewards are as expected.
+    The band ends at the run's own `on_policy_difference_bound`. Both are empty for algorithms that
+    do not measure the difference. A loss over other tokens than the sampled ones, or an engine with
+    other weights, shows here even if the rewards are as expected.
     """
     rows = [
         row

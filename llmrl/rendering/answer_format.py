@@ -29,8 +29,8 @@ _THINKING_VARIABLE = re.compile(r"\b(?:enable_thinking|thinking_mode)\b")
 def find_answer_format(writer: TemplateWriter, ending: Ending, reasoning_parser: str) -> AnswerFormat:
     """Return the format of answers and reasoning in a template.
 
-    `ending` is the ending of a plain answer; `reasoning_parser` is as in `TemplateRenderer`. Raises RenderingError if
-    the template supports reasoning but its marks are not found.
+    `ending` is the ending of a plain answer; `reasoning_parser` is as in `TemplateRenderer`. Raises
+    RenderingError if the template supports reasoning but its marks are not found.
     """
     field = "reasoning_content"
     thoughts = None

@@ -30,9 +30,9 @@ class Conversation:
     Conversations are immutable: `with_prompt` and `with_completion` return new values, which share tokens with this
     value. Several steps from the same value create branches. Create a conversation with `start`. Modes:
 
-    - `token`: a prompt is the existing tokens plus a delta for new messages, even if the template would render earlier
-      turns differently. If earlier messages or tools changed, the prompt is rendered anew, and the row forks or is
-      realigned.
+    - `token`: a prompt is the existing tokens plus a delta for new messages, even if the template
+      would render earlier turns differently. If earlier messages or tools changed, the prompt is
+      rendered anew, and the row forks or is realigned.
     - `message`: as `token`, but if the template renders earlier turns differently, the model sees that rendering in a
       new row. Each answer is trained as sampled, and stays in the row if it parses to the same message.
     - `auto`: as `message`, so that the model sees prompts in the form that it was trained on.
@@ -66,8 +66,8 @@ class Conversation:
     held: TokenBuffer
     """Tokens and their columns; conversations that continue one another share them."""
     _num_tokens: int
-    # Number of the last turn's tokens that the pending prompt keeps; if no prompt is pending, number of its parent's
-    # tokens that the last turn's prompt kept.
+    # Number of the last turn's tokens that the pending prompt keeps; if no prompt is pending,
+    # number of its parent's tokens that the last turn's prompt kept.
     _num_kept: int
     # The value before the pending prompt; None if no prompt is pending.
     _before: Conversation | None

@@ -23,9 +23,9 @@ def demonstrate(
 ) -> Conversation:
     """Return a `Conversation` in which the given assistant messages are the policy's completions.
 
-    Each assistant message is a turn. Its text in the template, up to the end-of-turn token, is trained. A message with
-    `"weight": 0` is context. If a template renders earlier turns differently, each turn has its own row, as if
-    sampled. Log-probs are NaN and versions -1.
+    Each assistant message is a turn. Its text in the template, up to the end-of-turn token, is
+    trained. A message with `"weight": 0` is context. If a template renders earlier turns
+    differently, each turn has its own row, as if sampled. Log-probs are NaN and versions -1.
 
     Raises TypeError or ValueError if a message is malformed or no message is trained, and RenderingError if the
     template refuses the messages, or its text for an answer cannot be sampled or does not parse to the same message.

@@ -3,8 +3,8 @@
 For each turn, k is the number of leading tokens that prompt and row share, and drift the number of row tokens after k.
 
 - clean (drift 0): the rest of the prompt is appended as context.
-- realign (drift below the threshold and at most half of the last answer): the row's tokens after k are replaced by
-  context; tokens before k keep their mask and log-probs.
+- realign (drift below the threshold and at most half of the last answer): the row's tokens after k
+  are replaced by context; tokens before k keep their mask and log-probs.
 - fork (otherwise): the prompt starts a new row as context, and the previous row keeps all its trained tokens.
 
 Invariant `held_is_prompt_and_completion`: after each turn the row is exactly the engine's prompt and completion.

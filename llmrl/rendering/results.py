@@ -13,8 +13,8 @@ TOOL_ROLES = ("tool", "observation", "function", "ipython")
 def name_results(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the `name` of the called function in each tool result.
 
-    The name is taken from the call with the result's id, or, if calls or the result have no ids, from the call in the
-    same position. A result that answers no call gets no name.
+    The name is taken from the call with the result's id, or, if calls or the result have no ids,
+    from the call in the same position. A result that answers no call gets no name.
 
     Example:
         >>> call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {}}}

@@ -41,26 +41,26 @@ _NUM_REMEMBERED_TURNS = 4096
 class TemplateRenderer:
     """Renders with a chat template, either whole or as a delta that costs only the new messages.
 
-    A delta is rendered after the answer of a short fixed conversation, from the end-of-turn token on. Its ids are
-    those of the full rendering, since special tokens are token boundaries. The constructor probes the template and
-    refuses one for which deltas are not exact.
+    A delta is rendered after the answer of a short fixed conversation, from the end-of-turn token
+    on. Its ids are those of the full rendering, since special tokens are token boundaries. The
+    constructor probes the template and refuses one for which deltas are not exact.
 
-    If the template does not show tools, the system message (or the first message) shows them with an example call
-    (`is_tool_prompt_added`), in the template's own format or Hermes's. If it shows tools but no parser reads its
-    calls, tools are refused (`check_tools`).
+    If the template does not show tools, the system message (or the first message) shows them with
+    an example call (`is_tool_prompt_added`), in the template's own format or Hermes's. If it shows
+    tools but no parser reads its calls, tools are refused (`check_tools`).
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         chat_template: Jinja text; the tokenizer's by default.
         tool_parser: name of a tool-call parser; `auto` selects one that reads the template's calls, `none` reads none.
-        tool_results: `tool` writes results under the template's role for them, `user` as user messages, for templates
-            without such a role (Gemma, Cohere's Command R).
+        tool_results: `tool` writes results under the template's role for them, `user` as user
+            messages, for templates without such a role (Gemma, Cohere's Command R).
         reasoning_parser: `auto` detects the marks, `think` uses `<think>` and `</think>`, `none` reads no reasoning.
         template_kwargs: variables of the template, such as `enable_thinking`.
 
     Raises:
-        RenderingError: if the template is missing, cannot be rendered exactly, or writes calls or reasoning that cannot
-            be read.
+        RenderingError: if the template is missing, cannot be rendered exactly, or writes calls or
+            reasoning that cannot be read.
         TypeError: if the template does not read a variable.
         ValueError: if a parser is unknown.
     """
@@ -297,8 +297,8 @@ class TemplateRenderer:
     ) -> ParsedCompletion:
         """Return sampled tokens as an assistant message; never raise.
 
-        `tools` only provide argument types. `prompt_ids`, the prompt or its last tokens, show whether the completion
-        starts within reasoning; the default is a prompt with one message.
+        `tools` only provide argument types. `prompt_ids`, the prompt or its last tokens, show
+        whether the completion starts within reasoning; the default is a prompt with one message.
         """
         ids = list(completion_ids)
         is_complete = bool(ids) and ids[-1] in self.end_ids

@@ -40,9 +40,9 @@ class ToolFormat:
 def choose_tool_format(probe: TemplateProbe, tool_parser: str) -> ToolFormat:
     """Return the format with the parser of that name; `auto` selects a parser that reads the template's calls.
 
-    If the template writes no calls, or shows no tools and writes calls that the parser does not read, llmrl writes the
-    calls. Raises RenderingError if the template shows tools and its calls are not read, and ValueError if the parser
-    is unknown or lacks a required writer.
+    If the template writes no calls, or shows no tools and writes calls that the parser does not
+    read, llmrl writes the calls. Raises RenderingError if the template shows tools and its calls
+    are not read, and ValueError if the parser is unknown or lacks a required writer.
     """
     writer = probe.writer
     is_tool_prompt_added = writer.is_tool_prompt_added

@@ -54,9 +54,9 @@ def write_conversations(run: RecordedRun, path: str | Path, form: Form = "messag
     Args:
         path: the new file.
         form: `messages` writes every conversation with its reward and columns. `sft` writes the conversations with a
-            reward above the mean of their group, in the format of the SFT script. `preferences` writes `prompt`,
-            `chosen` and `rejected` from the best and the worst rollout of each group with different rewards. Tool
-            schemas are not recorded, and so not written.
+            reward above the mean of their group, in the format of the SFT script. `preferences`
+            writes `prompt`, `chosen` and `rejected` from the best and the worst rollout of each
+            group with different rewards. Tool schemas are not recorded, and so not written.
         split: `train`, or the name of an evaluation, such as `eval/sums`.
 
     Raises:
@@ -121,8 +121,8 @@ def _pair(group: Sequence[Record]) -> dict[str, object] | None:
 def send_conversations(run: RecordedRun, *, split: str = "train") -> int:
     """Send a span with the text of each conversation, by the GenAI conventions, and return the number of spans.
 
-    Spans must be enabled (`llmrl._utils.spans.trace_spans`). They have the time of this call, because only the duration
-    of a rollout is recorded.
+    Spans must be enabled (`llmrl._utils.spans.trace_spans`). They have the time of this call,
+    because only the duration of a rollout is recorded.
     """
     num_sent = 0
     for record in run.all_records:
@@ -167,8 +167,8 @@ def _with_parts(message: Message) -> dict[str, object]:
 def records_of_log(path: str | Path) -> list[Record]:
     """Return the conversations of a file as records to score; further entries are columns for the reward function.
 
-    `reward`, `group_id`, `role` and `rollout_id` have the meaning of `write_conversations`. A record without a
-    `reward` is not scored.
+    `reward`, `group_id`, `role` and `rollout_id` have the meaning of `write_conversations`. A
+    record without a `reward` is not scored.
 
     Raises FileNotFoundError if the file does not exist, and ValueError if a row has no conversation.
     """

@@ -35,8 +35,8 @@ def fork(
 
     Raises:
         FileExistsError: if the folder exists.
-        ValueError: if the step was not logged, if a batch before it was not kept, or if an entry is unknown or cannot
-            change within a run.
+        ValueError: if the step was not logged, if a batch before it was not kept, or if an entry is
+            unknown or cannot change within a run.
     """
     from omegaconf import OmegaConf
 

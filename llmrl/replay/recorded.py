@@ -106,8 +106,8 @@ class RecordedRun:
     def config(self, changes: Sequence[str] = ()) -> GRPOConfig:
         """Return the run's configuration, changed by entries such as `train.clip_epsilon=0.3`, for this machine.
 
-        The number of ranks is kept, because it determines the order of sums; it is 1 if this machine has fewer GPUs or
-        cores.
+        The number of ranks is kept, because it determines the order of sums; it is 1 if this
+        machine has fewer GPUs or cores.
 
         Raises ValueError if the algorithm of the run is not GRPO, or if an entry is unknown or out of range.
         """

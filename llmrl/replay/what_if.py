@@ -88,15 +88,15 @@ def what_if(
 
     Args:
         last_step: last of several consecutive steps; one step by default.
-        changes: entries of the configuration, such as `loss=dapo` or `train.clip_epsilon=0.3`. With `model.path`, the
-            changed side begins with that model and a new optimizer.
+        changes: entries of the configuration, such as `loss=dapo` or `train.clip_epsilon=0.3`. With
+            `model.path`, the changed side begins with that model and a new optimizer.
         reward: `FILE.py:FUNCTION` that scores the recorded answers; replaces the recorded rewards.
         drop_rollouts: ids of rollouts to leave out of the batch and the baseline.
         on_step: callback that receives the number of each step before it is computed.
 
     Raises:
-        ValueError: if a step was not logged or its batch was not kept, if an entry or a rollout is unknown, if the
-            adapters are changed, or if there is no change.
+        ValueError: if a step was not logged or its batch was not kept, if an entry or a rollout is
+            unknown, if the adapters are changed, or if there is no change.
     """
     if not changes and reward is None and not drop_rollouts:
         raise ValueError("nothing is changed: give changes, reward or drop_rollouts.")

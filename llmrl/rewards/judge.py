@@ -62,13 +62,13 @@ class Judge:
         base_url, api_key: URL and key of the API; by default `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
         requests_per_minute: maximum rate of requests; None for no limit.
         timeout_seconds: time limit of one attempt.
-        cache_path: JSON lines file of replies, shared between runs; by default they are cached in memory. Replies
-            without a score are not kept.
+        cache_path: JSON lines file of replies, shared between runs; by default they are cached in
+            memory. Replies without a score are not kept.
         prices: prices of a million input and a million output tokens, for `usage.cost`.
         options: further arguments of a request, such as `{"temperature": 0}`.
 
-    Raises ValueError if the prompt contains no names or invalid ones, if a number or the scale is invalid, or if
-    `cache_path` cannot be written.
+    Raises ValueError if the prompt contains no names or invalid ones, if a number or the scale is
+    invalid, or if `cache_path` cannot be written.
 
     Example:
         >>> judge = Judge("a-model", "Rate the answer to {query} from 0 to 10: {completion}", api_key="-")

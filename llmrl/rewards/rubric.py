@@ -42,8 +42,8 @@ class Score:
 class Rubric:
     """Scores rollouts with named, weighted reward functions.
 
-    The reward is `sum(weight * raw) / sum(weight)`; the raw values are the breakdown. To score the rollouts of a
-    group together (for example pairwise), override `score_group`.
+    The reward is `sum(weight * raw) / sum(weight)`; the raw values are the breakdown. To score the
+    rollouts of a group together (for example pairwise), override `score_group`.
 
     If a function raises, exceeds the time limit or returns no finite number, its rollout is not scored, and the error
     contains the function's file and line. The first failure of each function is logged.
@@ -54,8 +54,8 @@ class Rubric:
         error_reward: reward of failed rollouts; None leaves them unscored.
         timeout_seconds: time limit of scoring one rollout.
 
-    Raises ValueError if functions are missing or share a name, or if weights, fixed rewards or the time limit are
-    invalid.
+    Raises ValueError if functions are missing or share a name, or if weights, fixed rewards or the
+    time limit are invalid.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync
@@ -162,8 +162,8 @@ class Rubric:
 class JointRubric(Rubric):
     """Several rubrics of one environment: their rewards are summed and their breakdowns merged.
 
-    If one of them fails, the rollout is not scored. Each keeps its own time limit. ValueError is raised if two reward
-    functions have the same name.
+    If one of them fails, the rollout is not scored. Each keeps its own time limit. ValueError is
+    raised if two reward functions have the same name.
     """
 
     def __init__(self, rubrics: Sequence[Rubric]) -> None:

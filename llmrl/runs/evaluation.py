@@ -121,12 +121,12 @@ class EvaluationReport:
 class Evaluator:
     """Plays all problems of named environments on the engine of the policy. A context manager.
 
-    Collection on the same engine continues during an evaluation. If the weights are updated during an evaluation, a
-    warning says that the results mix several versions.
+    Collection on the same engine continues during an evaluation. If the weights are updated during
+    an evaluation, a warning says that the results mix several versions.
 
     Args:
-        envs: environments by name. Each is a `DatasetChatEnv`, usually transformed; its `repeats` is the number of
-            answers per problem.
+        envs: environments by name. Each is a `DatasetChatEnv`, usually transformed; its `repeats`
+            is the number of answers per problem.
         num_problems: evaluate the first `num_problems` of each environment; all by default.
         max_concurrent_rollouts: number of rollouts in flight per environment; all by default.
 
@@ -267,8 +267,8 @@ def _example_rollouts(env: EnvBase) -> list[Rollout]:
 class BestEvaluation:
     """The best evaluation so far by one metric, and whether training should stop.
 
-    A step that is seen twice, such as after a resumption, counts once. Values are rounded as in `metrics.csv`, so a
-    resumed run makes the same decisions.
+    A step that is seen twice, such as after a resumption, counts once. Values are rounded as in
+    `metrics.csv`, so a resumed run makes the same decisions.
 
     Args:
         metric: name, such as `eval/addition/pass@1`; higher is better, except for names that end in `loss`.

@@ -25,12 +25,12 @@ class Exports:
     """Exports of a run's model: `exports/step-000050`, `model-best`, `model`, and a repository on the hub.
 
     An export contains the weights of one step (in the compute dtype, with adapters merged), the tokenizer and a model
-    card. The weights are copied to host memory, and a thread writes them while training continues. The next export
-    waits for the thread, so there is at most one copy. A push is skipped while another push is running. A failed push
-    is reported and does not end the run.
+    card. The weights are copied to host memory, and a thread writes them while training continues.
+    The next export waits for the thread, so there is at most one copy. A push is skipped while
+    another push is running. A failed push is reported and does not end the run.
 
-    If the model is sharded, all ranks call the same methods, and training waits: the ranks gather the parameters one
-    at a time, and rank 0 writes them.
+    If the model is sharded, all ranks call the same methods, and training waits: the ranks gather
+    the parameters one at a time, and rank 0 writes them.
     """
 
     def __init__(self, cfg: ScriptConfig, say: Callable[[str], object]) -> None:

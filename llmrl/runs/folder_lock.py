@@ -20,8 +20,8 @@ class FolderInUseError(RuntimeError):
 class FolderLock:
     """An exclusive lock on the file `lock` of a folder, held until `release` or the end of the process.
 
-    Warns if the file system does not support locks. Raises FolderInUseError if another holder has the lock; the message
-    names its process and host.
+    Warns if the file system does not support locks. Raises FolderInUseError if another holder has
+    the lock; the message names its process and host.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -69,8 +69,8 @@ class ExportedModel:
 
         Args:
             folder: an existing folder.
-            max_shard_size: maximum size of a file, such as "5GB"; larger models are split into several files. A larger
-                parameter gets a file of its own.
+            max_shard_size: maximum size of a file, such as "5GB"; larger models are split into
+                several files. A larger parameter gets a file of its own.
         """
         limit = int(max_shard_size[:-2]) * 1000 ** (1 + "KMGT".index(max_shard_size[-2]))
         files: list[list[WeightMeta]] = [[]]

@@ -71,17 +71,17 @@ class Run:
     The same loop resumes a killed run: `track` restores the last checkpoint, and `steps` first yields the batches saved
     since then. If engine and loop are deterministic, the weights are bitwise those of an uninterrupted run.
 
-    With several ranks, each rank runs the same loop. Rank 0 has the engines, the collector and the folder, and sends
-    its batches and random states to the others. Code under `if self._recorder is not None` runs on rank 0 only and must
-    not call a collective.
+    With several ranks, each rank runs the same loop. Rank 0 has the engines, the collector and the
+    folder, and sends its batches and random states to the others. Code under
+    `if self._recorder is not None` runs on rank 0 only and must not call a collective.
 
-    The first Ctrl-C ends the loop after the current step, or at once while it waits for a batch; the code after the
-    loop still runs. The second one raises KeyboardInterrupt.
+    The first Ctrl-C ends the loop after the current step, or at once while it waits for a batch;
+    the code after the loop still runs. The second one raises KeyboardInterrupt.
 
     Args:
         cfg: configuration, saved as `config.yaml`.
-        continued_by: callable that returns how to continue the run, from its path and the entries to change; a shell
-            command by default.
+        continued_by: callable that returns how to continue the run, from its path and the entries
+            to change; a shell command by default.
 
     Raises:
         FileExistsError: if the folder holds a run and `cfg.resume` is false.
@@ -157,8 +157,8 @@ class Run:
             tokenizer: saved with the run and with its model.
             objects: `model`, and everything else in the loop with a `state_dict`: optimizer, schedule, buffer.
 
-        Raises ValueError if the checkpoint lacks one of the objects, and OSError if the disk has no room for the
-        checkpoints.
+        Raises ValueError if the checkpoint lacks one of the objects, and OSError if the disk has no
+        room for the checkpoints.
         """
         self._collector = collector
         self._engine = engine
@@ -367,8 +367,8 @@ class Run:
     def log(self, step: int, learned: Learned, *, version: int, **metrics: float) -> dict[str, float]:
         """Record a step, and return its metrics (empty on ranks above 0); a replayed step is not logged again.
 
-        `learned` is the report of `train_step`, several reports, or metrics; `version` is the version of the weights
-        after the update.
+        `learned` is the report of `train_step`, several reports, or metrics; `version` is the
+        version of the weights after the update.
         Raises ValueError if `step` is not the current step.
         """
         if not self._is_in_step or step != self._step:
@@ -388,9 +388,9 @@ class Run:
     def evaluate(self, step: int, evaluator: Evaluator, **measured: float) -> dict[str, float]:
         """Evaluate after a step (0: before training), and return the metrics and `measured` as `eval/NAME`.
 
-        The random states of the training are not changed. A recorded evaluation is not repeated. With `eval.metric`,
-        the best model is saved in `model-best`; with `eval.patience`, the loop ends after that number of evaluations
-        without improvement.
+        The random states of the training are not changed. A recorded evaluation is not repeated.
+        With `eval.metric`, the best model is saved in `model-best`; with `eval.patience`, the loop
+        ends after that number of evaluations without improvement.
         """
         if not evaluator.num_rollouts and not measured:
             return {}

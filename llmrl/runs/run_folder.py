@@ -91,8 +91,8 @@ class RunFolder:
     Each step's batch is saved before the optimizer uses it; checkpoints are saved less often. A resumed run loads the
     last checkpoint and replays the saved batches, so a kill loses at most the batch that was being collected.
 
-    One process at a time writes into the folder. A new folder is accessible to its owner only (0700); an existing one
-    keeps its mode. Incomplete files are removed when the folder is opened.
+    One process at a time writes into the folder. A new folder is accessible to its owner only
+    (0700); an existing one keeps its mode. Incomplete files are removed when the folder is opened.
 
     Args:
         path: the folder, created if missing.
@@ -229,8 +229,8 @@ class RunFolder:
     def saved_batches(self, first: int, say: Callable[[str], object]) -> Iterator[StateDict]:
         """Yield the saved batches from a step on, and mark the step that is being replayed.
 
-        If the kernel killed the previous replay because memory ran out, this counts as a failure of the batch
-        (`fail_replay`), which `say` reports.
+        If the kernel killed the previous replay because memory ran out, this counts as a failure of
+        the batch (`fail_replay`), which `say` reports.
         """
         mark = self.batches_path / "replaying.json"
         boot, num_kills = memory_kills()
@@ -254,8 +254,8 @@ class RunFolder:
     def last_replayed(self, checkpoint: int, num_logged: int, checkpoint_every: int) -> int:
         """Return the last step that a resumed run replays: each step from the checkpoint to it has a saved batch.
 
-        Batches after a batch that was set aside are removed, because a replay no longer reaches the weights that they
-        were collected with.
+        Batches after a batch that was set aside are removed, because a replay no longer reaches the
+        weights that they were collected with.
 
         Args:
             checkpoint: step of the checkpoint; 0 if there is none.
@@ -334,8 +334,8 @@ class RunFolder:
     def save_checkpoint(self, state: StateDict, *, keep_batches: bool = False) -> None:
         """Replace the checkpoint; `state["step"]` is the step after which it was taken.
 
-        The batches of earlier steps are removed, unless `keep_batches`. Raises TypeError if `save_state` does not
-        support a value.
+        The batches of earlier steps are removed, unless `keep_batches`. Raises TypeError if
+        `save_state` does not support a value.
         """
         for path in (self.metrics_path, self.rollouts_path):  # steps before the checkpoint are not replayed
             if path.exists():

@@ -55,8 +55,8 @@ def make_env(cfg: ScriptConfig) -> EnvBase:
 def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
     """Return the evaluation environments by name: the task's held-out problems and `eval.envs`.
 
-    The result is empty if `eval.num_problems` is 0. Raises the errors of `make_task_env`, and ValueError for an unknown
-    `eval.metric`.
+    The result is empty if `eval.num_problems` is 0. Raises the errors of `make_task_env`, and
+    ValueError for an unknown `eval.metric`.
     """
     envs: dict[str, EvalEnvConfig] = {}
     if cfg.eval.num_problems != 0:
@@ -171,8 +171,8 @@ def make_collector(
 ) -> LLMCollector:
     """Return the collector of `env` that `collect` configures, on Ray if `collect.num_collectors` is set.
 
-    On Ray, each actor builds its own environment (`make_env`) and a policy with the same engines. In a dry run, the
-    rewards are made to differ, so that the loss is not zero.
+    On Ray, each actor builds its own environment (`make_env`) and a policy with the same engines.
+    In a dry run, the rewards are made to differ, so that the loss is not zero.
     """
     if cfg.dry_run and postproc is not None:
         postproc = _after(with_differing_rewards, postproc)

@@ -33,8 +33,8 @@ class GpuReservation:
 class TrainerDevice:
     """The device of the trainer's model; each rank has its own GPU. Create this object before the engines.
 
-    With Ray, the object reserves the trainer's GPUs. Raises RuntimeError if `train.device` is a GPU and the host has
-    fewer GPUs than ranks.
+    With Ray, the object reserves the trainer's GPUs. Raises RuntimeError if `train.device` is a GPU
+    and the host has fewer GPUs than ranks.
     """
 
     def __init__(self, cfg: ScriptConfig) -> None:

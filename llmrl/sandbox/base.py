@@ -21,8 +21,8 @@ class SandboxResult:
 class Sandbox(Protocol):
     """An environment with files and processes: a confined process, a container or a remote machine.
 
-    Each conversation has its own sandbox. `start` is called once, before the other methods; `close` is called last, on
-    the same event loop. `llmrl.testing.check_sandbox` tests an implementation.
+    Each conversation has its own sandbox. `start` is called once, before the other methods; `close`
+    is called last, on the same event loop. `llmrl.testing.check_sandbox` tests an implementation.
     """
 
     async def start(self) -> None:

@@ -71,8 +71,8 @@ class ContainerSandbox(_CommandSandbox):
             folder with a Dockerfile to build the image from. Docker caches the build.
         program: `docker` or `podman`.
         folder: working folder, which is created; None uses the working folder of the image.
-        options: options of `docker run`, such as `["--memory", "2g"]`. They replace the default, which disables the
-            network.
+        options: options of `docker run`, such as `["--memory", "2g"]`. They replace the default,
+            which disables the network.
 
     Raises:
         FileNotFoundError: if the program is not installed.
@@ -123,8 +123,8 @@ class SSHSandbox(_CommandSandbox):
     """A sandbox in its own folder on another machine, through the command `ssh`, with the rights of the remote user.
 
     Args:
-        host: destination, as for `ssh`: `user@host`, or a name from `~/.ssh/config`. `ssh` runs without prompts, so it
-            needs a key, and must know the host's identity.
+        host: destination, as for `ssh`: `user@host`, or a name from `~/.ssh/config`. `ssh` runs
+            without prompts, so it needs a key, and must know the host's identity.
         options: further options of `ssh`, such as `["-p", "2222"]`.
 
     Raises:
@@ -169,8 +169,8 @@ async def _run(
 ) -> tuple[int, bytes, bytes, bool]:
     """Run a local command; return its exit code, output, errors, and whether it was killed for exceeding `timeout`.
 
-    `kill` is a command that ends the processes in the sandbox. At the timeout, or if this coroutine is cancelled, it
-    runs before the local process is killed.
+    `kill` is a command that ends the processes in the sandbox. At the timeout, or if this coroutine
+    is cancelled, it runs before the local process is killed.
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(

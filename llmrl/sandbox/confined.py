@@ -22,8 +22,8 @@ class ConfinedSandbox:
     r"""A sandbox on this machine, with the isolation and limits of a `PythonExecutorService`, which can be shared.
 
     Processes that a command leaves running are killed. If the sandbox itself ends (out of memory, or killed by a
-    command), the result says so, and the next call starts with an empty folder. `put` and `get` support only regular
-    files in the sandbox's folder, of at most `PythonLimits.file_bytes`.
+    command), the result says so, and the next call starts with an empty folder. `put` and `get`
+    support only regular files in the sandbox's folder, of at most `PythonLimits.file_bytes`.
 
     Example:
         >>> from llmrl._utils.asynchronous import run_sync

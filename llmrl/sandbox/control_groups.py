@@ -21,8 +21,8 @@ _numbers = itertools.count()
 class MemoryGroups:
     """One control group for each interpreter, below the group of this program, which must be delegated to it.
 
-    A group of version 1 is delegated if this user may write to it. In version 2, its manager must also have enabled
-    subgroups or marked it as delegated (`systemd-run --scope -p Delegate=yes`).
+    A group of version 1 is delegated if this user may write to it. In version 2, its manager must
+    also have enabled subgroups or marked it as delegated (`systemd-run --scope -p Delegate=yes`).
 
     Raises OSError if no group is delegated, or if processes cannot join its subgroups.
     """

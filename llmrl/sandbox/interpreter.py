@@ -51,8 +51,8 @@ def _open_outputs(outputs: list[int]) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    # The kernel counts from the start of the process: add the time used so far, so that each piece of code has the
-    # full limit. The supervisor limits wall time.
+    # The kernel counts from the start of the process: add the time used so far, so that each piece
+    # of code has the full limit. The supervisor limits wall time.
     usage = resource.getrusage(resource.RUSAGE_SELF)
     with contextlib.suppress(ValueError, OSError):
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)

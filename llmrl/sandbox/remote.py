@@ -37,8 +37,8 @@ Handle = TypeVar("Handle")
 class RemoteSandbox(Generic[Handle]):
     """A sandbox of a service; subclasses implement how a line of shell is run and how files are transferred.
 
-    Commands run in `folder`. The image needs GNU's `timeout` and `base64`, which images of Debian and Ubuntu have. A
-    command that takes too long is killed with its process group.
+    Commands run in `folder`. The image needs GNU's `timeout` and `base64`, which images of Debian
+    and Ubuntu have. A command that takes too long is killed with its process group.
     """
 
     def __init__(self, folder: str) -> None:

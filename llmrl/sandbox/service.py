@@ -89,15 +89,15 @@ class _Session:
 class PythonExecutorService:
     r"""Runs untrusted Python in confined interpreters.
 
-    Each interpreter is a process with limits, an empty environment, and a temporary folder as home and working
-    directory. The *level* of isolation, which is logged once, adds:
+    Each interpreter is a process with limits, an empty environment, and a temporary folder as home
+    and working directory. The *level* of isolation, which is logged once, adds:
 
     - `namespaces`: no network, read-only access to the files of Python and the system, and its own processes;
     - `bubblewrap`: the same through the program `bwrap`, if only that is permitted; slower to start;
     - `process`: Landlock if the kernel has it, and its own user if this program is root.
 
-    An interpreter that exceeds its time is killed with its child processes. Interpreters are frozen between calls. The
-    service can also be a Ray actor shared by several machines.
+    An interpreter that exceeds its time is killed with its child processes. Interpreters are frozen
+    between calls. The service can also be a Ray actor shared by several machines.
 
     Args:
         pool_size: number of concurrent calls; further calls wait, and their timeout starts later.
@@ -105,8 +105,8 @@ class PythonExecutorService:
         isolation: required level, or `auto` for the first level that this machine allows.
         limits: limits for the code; by default those of `PythonLimits()`.
         num_ready: number of interpreters started in advance.
-        links: top-level folders, such as `/app`, that link to folders of the same name in the working folder; requires
-            a level with its own file system.
+        links: top-level folders, such as `/app`, that link to folders of the same name in the
+            working folder; requires a level with its own file system.
 
     Raises:
         IsolationError: if the required level is unavailable.

@@ -1,9 +1,9 @@
 """A seccomp filter of the system calls of a confined interpreter, at all levels. Standard library only.
 
-Resource limits, Landlock and namespaces confine files, processes and addresses. They do not cover other kinds of
-sockets, shared memory, locks and queues, or rarely used parts of the kernel with many vulnerabilities. The filter
-therefore permanently allows only the calls that Python, its libraries and the system's small programs need. See
-`man 2 seccomp`.
+Resource limits, Landlock and namespaces confine files, processes and addresses. They do not cover
+other kinds of sockets, shared memory, locks and queues, or rarely used parts of the kernel with
+many vulnerabilities. The filter therefore permanently allows only the calls that Python, its
+libraries and the system's small programs need. See `man 2 seccomp`.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ _ALLOWED: dict[str, _Numbers] = {
     "eventfd2": (290, 19), "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212),
     "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209),
 }  # fmt: skip
-# Modes, owners and times of files, which Landlock does not restrict. Only for a process with its own user or without
-# access to other files, since all files of its user would be affected.
+# Modes, owners and times of files, which Landlock does not restrict. Only for a process with its
+# own user or without access to other files, since all files of its user would be affected.
 _ALLOWED_TO_OWN_USERS: dict[str, _Numbers] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
@@ -99,11 +99,11 @@ _FCNTL_COMMANDS = (
 )  # fmt: skip
 # TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
 _IOCTL_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-# PR_SET_PDEATHSIG and PR_GET_PDEATHSIG, PR_GET_DUMPABLE and PR_SET_DUMPABLE, PR_SET_NAME and PR_GET_NAME,
-# PR_GET_SECCOMP, PR_CAPBSET_READ, PR_SET_NO_NEW_PRIVS and PR_GET_NO_NEW_PRIVS.
+# PR_SET_PDEATHSIG and PR_GET_PDEATHSIG, PR_GET_DUMPABLE and PR_SET_DUMPABLE, PR_SET_NAME and
+# PR_GET_NAME, PR_GET_SECCOMP, PR_CAPBSET_READ, PR_SET_NO_NEW_PRIVS and PR_GET_NO_NEW_PRIVS.
 _PRCTL_OPTIONS = (1, 2, 3, 4, 15, 16, 21, 23, 38, 39)
-# O_RDONLY and access mode 3 (neither reading nor writing), each with O_TRUNC, and the latter alone: Landlock requires
-# no write permission for these.
+# O_RDONLY and access mode 3 (neither reading nor writing), each with O_TRUNC, and the latter alone:
+# Landlock requires no write permission for these.
 _OPEN_MASK = os.O_TRUNC | os.O_ACCMODE
 _OPENS_REFUSED = (os.O_TRUNC, os.O_TRUNC | os.O_ACCMODE, os.O_ACCMODE)
 _UNIX = 1

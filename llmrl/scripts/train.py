@@ -127,20 +127,20 @@ def train(
 ) -> Path:
     """Train a model by GRPO in an environment, on this machine's GPU or CPU, and return the folder of the run.
 
-    The folder contains the trained model as `model/`. This function starts processes, so a script must call it under
-    `if __name__ == "__main__":`.
+    The folder contains the trained model as `model/`. This function starts processes, so a script
+    must call it under `if __name__ == "__main__":`.
 
     Args:
         model: Hugging Face name or folder, or `embedded` (SmolLM2-135M-Instruct from its package).
-        env: a `DatasetChatEnv` with a `RubricReward`, or several as a `MixedEnv`; `repeats` is the number of answers
-            per prompt that GRPO compares.
-        eval_envs: environments of held-out problems by name, or a single environment, which is named `eval`; evaluated
-            before and after training.
+        env: a `DatasetChatEnv` with a `RubricReward`, or several as a `MixedEnv`; `repeats` is the
+            number of answers per prompt that GRPO compares.
+        eval_envs: environments of held-out problems by name, or a single environment, which is
+            named `eval`; evaluated before and after training.
         path: folder of the run; a new folder in `runs/` by default.
-        engine: engine to use instead of vLLM, such as a `TransformersEngine` of the same model. The engine receives the
-            model's weights before the first step, and is not shut down.
-        options: entries of the configuration (`TrainOptions`), such as `num_steps=100`, `loss="dapo"`, `resume=True`.
-            `docs/how-to/change-the-loop.md` describes them.
+        engine: engine to use instead of vLLM, such as a `TransformersEngine` of the same model. The
+            engine receives the model's weights before the first step, and is not shut down.
+        options: entries of the configuration (`TrainOptions`), such as `num_steps=100`,
+            `loss="dapo"`, `resume=True`. `docs/how-to/change-the-loop.md` describes them.
 
     Raises:
         TypeError: if an argument is unknown, with the nearest known name.

@@ -29,8 +29,8 @@ Script = Sequence[Answer] | Callable[[list[int]], Answer]
 class ScriptedEngine:
     """An engine that returns completions from a list, which is repeated, or from a function of the prompt's token ids.
 
-    Latencies follow the clock of the caller's event loop, which may have virtual time. Errors of a script function are
-    raised by the request.
+    Latencies follow the clock of the caller's event loop, which may have virtual time. Errors of a
+    script function are raised by the request.
 
     Args:
         script: answers, or a function from the prompt's token ids to an answer.
@@ -39,8 +39,8 @@ class ScriptedEngine:
         log_prob: log-probability of every token, or a function from an answer's token ids to `[num_tokens]` values.
         latency_s: seconds per request, or a function from the prompt's and the answer's token ids to seconds.
         max_model_len: maximum length of prompt and completion in tokens.
-        max_num_seqs: maximum number of concurrent requests, which must then share an event loop; further requests wait
-            in order. There is no limit by default.
+        max_num_seqs: maximum number of concurrent requests, which must then share an event loop;
+            further requests wait in order. There is no limit by default.
         stop_token_ids: tokens that end a completion, in addition to those of the request.
         record_requests: whether to keep all requests in `requests`.
 

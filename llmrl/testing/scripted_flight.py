@@ -11,8 +11,8 @@ from llmrl.engines.token_stream import TokenStream
 class Flight:
     """A request in flight, which ends after a latency on the clock of the event loop.
 
-    The request's own clock starts with `start` and is stopped between `hold` and `release`. `wait` and `start` must be
-    called on the loop; the other methods may be called in any thread.
+    The request's own clock starts with `start` and is stopped between `hold` and `release`. `wait`
+    and `start` must be called on the loop; the other methods may be called in any thread.
     """
 
     __slots__ = (

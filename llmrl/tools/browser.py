@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class BrowserTransform(ToolTransform):
     """A headless browser for the model: `navigate`, `click`, `type_text`, `extract` and `screenshot`.
 
-    Each conversation has its own page and cookies. All requests of the browser, including redirects and what pages
-    load, go through a gateway that allows only some domains.
+    Each conversation has its own page and cookies. All requests of the browser, including redirects
+    and what pages load, go through a gateway that allows only some domains.
 
     Args:
         allowed_domains: host names, optionally with a port; subdomains are allowed too. Names that resolve to an

@@ -72,9 +72,9 @@ class PageLost(ToolError):
 class BrowserPages:
     """A headless browser that gives each conversation its own page and cookies.
 
-    All requests of the browser, including redirects and what pages load, go through a gateway that allows only some
-    domains. The browser runs on its own event loop and may be used from any other. After a crash it is started again
-    for the next page.
+    All requests of the browser, including redirects and what pages load, go through a gateway that
+    allows only some domains. The browser runs on its own event loop and may be used from any other.
+    After a crash it is started again for the next page.
 
     Args:
         allowed_domains: see `BrowserTransform`.

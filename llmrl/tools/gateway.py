@@ -14,8 +14,8 @@ REFUSED_HEADER = "x-llmrl-refused"
 _MAX_HEAD_BYTES = 64 << 10
 _CONNECT_SECONDS = 20.0
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# Networks of addresses that routers translate or that are local to a site: 6to4, Teredo, local NAT64, IPv4-compatible
-# and site-local addresses.
+# Networks of addresses that routers translate or that are local to a site: 6to4, Teredo, local
+# NAT64, IPv4-compatible and site-local addresses.
 _TUNNELS = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "64:ff9b:1::/48", "::/96", "fec0::/10")))
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
@@ -101,8 +101,8 @@ def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> boo
 class Gateway:
     """A forward proxy on loopback that refuses all but the allowed hosts.
 
-    It receives all requests of the browser, also those of web sockets, resolves names itself, and connects to the
-    address that it has checked (`is_reachable`).
+    It receives all requests of the browser, also those of web sockets, resolves names itself, and
+    connects to the address that it has checked (`is_reachable`).
     """
 
     def __init__(self, allowed_domains: Sequence[str]) -> None:

@@ -40,13 +40,13 @@ class PythonInterpreter(ToolTransform):
         services: `"ray"` for a service shared through TorchRL's service registry; a local one by default.
         service_name, namespace: name and namespace of the shared service.
         calls: `fenced` for Python blocks in the message, `tool_call` for calls of the tool `python`.
-        executor: a local service to share, or a `SandboxExecutor`, with which `persistent` code shares only files; by
-            default a new service.
+        executor: a local service to share, or a `SandboxExecutor`, with which `persistent` code
+            shares only files; by default a new service.
         isolation: isolation that the new service requires (`PythonExecutorService`).
         **output: `tool_parser`, `max_output_chars` and `truncate_side`, as for `ToolTransform`.
 
-    Raises ValueError if `calls` or `services` is unknown, if both an executor and a service are given, or if the shared
-    service is not registered.
+    Raises ValueError if `calls` or `services` is unknown, if both an executor and a service are
+    given, or if the shared service is not registered.
 
     Example:
         >>> from tensordict import TensorDict

@@ -48,9 +48,9 @@ class ToolTransform(KnownArguments, Transform):
     """Answers the tool calls of assistant messages with tool messages, and adds the tools to the prompt.
 
     Tools are functions, classes with one instance per conversation (`InstanceTools`), or `Tool`s. Calls of a message
-    run in parallel, except those of one instance; answers are in the order of the calls. Errors (an unknown tool,
-    invalid arguments, an exception, a timeout) are reported to the model and counted, and do not end the rollout. Calls
-    in an answer cut by the length limit are ignored.
+    run in parallel, except those of one instance; answers are in the order of the calls. Errors (an
+    unknown tool, invalid arguments, an exception, a timeout) are reported to the model and counted,
+    and do not end the rollout. Calls in an answer cut by the length limit are ignored.
 
     The policy's renderer reads the calls in the format of the chat template; `tool_parser` reads them in histories from
     elsewhere. The schemas are written to `"tools"` at the root, where policies read them.

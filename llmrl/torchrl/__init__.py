@@ -1,7 +1,7 @@
 """TorchRL's namespaces with llmrl's classes, and classes that exist only for TorchRL's calls.
 
-After `import llmrl.torchrl as torchrl`, `torchrl.envs.llm.ChatEnv` and the other names of TorchRL's LLM layer are
-llmrl's. Names outside of that layer are TorchRL's own.
+After `import llmrl.torchrl as torchrl`, `torchrl.envs.llm.ChatEnv` and the other names of TorchRL's
+LLM layer are llmrl's. Names outside of that layer are TorchRL's own.
 """
 
 from typing import TYPE_CHECKING

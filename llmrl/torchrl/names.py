@@ -85,8 +85,8 @@ _SUBMODULES = {
 def namespace(name: str) -> Callable[[str], object]:
     """Register the submodules of a namespace, and return its `__getattr__`.
 
-    For a name that llmrl does not have, it raises an `ImportError` with the replacement, because `from … import` would
-    drop the text of an `AttributeError`.
+    For a name that llmrl does not have, it raises an `ImportError` with the replacement, because
+    `from … import` would drop the text of an `AttributeError`.
     """
     module = sys.modules[name]
     submodules = _SUBMODULES[name.removeprefix("llmrl.torchrl.")].split()

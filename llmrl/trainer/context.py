@@ -1,13 +1,13 @@
 """Splitting of long rows over ranks, as in Ulysses (arXiv:2309.14509).
 
-Each rank computes a part of the tokens, and in attention all tokens for a part of the heads. With two ranks, a row of
-four tokens and two heads:
+Each rank computes a part of the tokens, and in attention all tokens for a part of the heads. With
+two ranks, a row of four tokens and two heads:
 
     layers          rank 0: tokens 0 1          rank 1: tokens 2 3
     attention       rank 0: head 0, 0 1 2 3     rank 1: head 1, 0 1 2 3
 
-After the decoder, each rank of a group computes all tokens of the row, so `train_step` divides each loss by the size of
-the group.
+After the decoder, each rank of a group computes all tokens of the row, so `train_step` divides each
+loss by the size of the group.
 """
 
 from __future__ import annotations

@@ -31,21 +31,21 @@ _NUM_WORDS = 512
 class EngineTeacher:
     """A teacher served by an engine, as an alternative to `load_teacher`.
 
-    `write_log_probs` and `write_top_k` score all rows of a batch concurrently. An engine scores whole distributions
-    at temperature 1, so other temperatures and rows sampled from truncated distributions are refused. If the student
-    is sharded, each rank requests its share of the rows.
+    `write_log_probs` and `write_top_k` score all rows of a batch concurrently. An engine scores
+    whole distributions at temperature 1, so other temperatures and rows sampled from truncated
+    distributions are refused. If the student is sharded, each rank requests its share of the rows.
 
     Args:
         policy: the student, with `generate=False`.
-        engine: `ServerEngine("http://host:8000")` of a `vllm serve`, an `AsyncVLLM`, a `TransformersEngine`, another
-            object with a `score` method, or `EngineReplicas` of these. Its context must hold the longest row plus one
-            token.
+        engine: `ServerEngine("http://host:8000")` of a `vllm serve`, an `AsyncVLLM`, a
+            `TransformersEngine`, another object with a `score` method, or `EngineReplicas` of
+            these. Its context must hold the longest row plus one token.
         tokenizer: tokenizer of the student.
 
     Raises:
         TypeError: if the engine does not score given tokens.
-        ValueError: if the student's temperature is not 1, or the engine's tokenizer differs; the message names the
-            first differing entry.
+        ValueError: if the student's temperature is not 1, or the engine's tokenizer differs; the
+            message names the first differing entry.
 
     Example:
         >>> teacher = EngineTeacher(actor, ServerEngine("http://host:8000"), tokenizer=tokenizer)    # doctest: +SKIP
@@ -77,8 +77,8 @@ class EngineTeacher:
     def scores(self, batch: TensorDictBase, *, top_k: int = 0, assistant_only: bool = True) -> list[TokenScores]:
         """Return the teacher's scores of each row's tokens; tokens that are not scored have log-prob 0 and ids -1.
 
-        Raises ValueError if rows were sampled from truncated distributions or are too long, and EngineError if an
-        engine fails.
+        Raises ValueError if rows were sampled from truncated distributions or are too long, and
+        EngineError if an engine fails.
         """
         rows = flat_batch(batch)
         token_ids = [ids.cpu() for ids in ragged_column(rows, TOKENS_KEY)]

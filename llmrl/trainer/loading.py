@@ -65,8 +65,8 @@ def load_model(
 
     Args:
         path: folder, or name on the Hugging Face Hub.
-        mesh: ranks over which the model is sharded (`shard_model`); each rank reads its own part of the files. All
-            ranks must have the same random state.
+        mesh: ranks over which the model is sharded (`shard_model`); each rank reads its own part of
+            the files. All ranks must have the same random state.
         compute_dtype: see `shard_model`; without `mesh` it is ignored, since the policy's `autocast_dtype` sets it.
         context_ranks: see `shard_model`; above 1 only with `mesh`.
         gradient_checkpointing: whether to recompute activations in the backward pass, which saves memory.
@@ -75,8 +75,8 @@ def load_model(
 
     Raises:
         MissingExtraError: if `lora` is given and peft, or bitsandbytes for a quantized base, is not installed.
-        ValueError: if `lora.target_modules` names no layer of the model, if a quantized base would be sharded, or if
-            `context_ranks` is not 1 without a mesh.
+        ValueError: if `lora.target_modules` names no layer of the model, if a quantized base would
+            be sharded, or if `context_ranks` is not 1 without a mesh.
 
     Example:
         >>> import tempfile
@@ -173,8 +173,8 @@ def make_reference(policy: TransformersWrapper, path: str | Path) -> Callable[[T
     """Return a function that writes a reference's log-probs into a batch, under `("next", "ref_log_probs", "full")`.
 
     The reference is the policy's model before training: with adapters, the policy with adapters disabled; otherwise
-    the model at `path`, frozen and sharded like the policy. Call the function on a batch before training with
-    `kl_to_ref_coeff`, and not while another thread trains the policy.
+    the model at `path`, frozen and sharded like the policy. Call the function on a batch before
+    training with `kl_to_ref_coeff`, and not while another thread trains the policy.
     """
     if hasattr(policy.model, "disable_adapter"):
         return partial(write_log_probs, policy, key=REF_LOG_PROBS, disable_adapter=True)

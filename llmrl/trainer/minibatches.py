@@ -26,10 +26,10 @@ def minibatches(
 ) -> Iterator[TensorDictBase]:
     """Yield the batches of `num_epochs * num_minibatches` updates on one batch; for one update, the batch itself.
 
-    If there are several updates, the policy's own log-probs are first written into the batch as `old_log_prob`, if the
-    loss or one of its streams reads it, so that clipping bounds the updates together (PPO, arXiv:1707.06347,
-    algorithm 1). The rows of a rollout stay in one mini-batch. Each epoch has its own order, in which groups stay
-    together where possible.
+    If there are several updates, the policy's own log-probs are first written into the batch as
+    `old_log_prob`, if the loss or one of its streams reads it, so that clipping bounds the updates
+    together (PPO, arXiv:1707.06347, algorithm 1). The rows of a rollout stay in one mini-batch.
+    Each epoch has its own order, in which groups stay together where possible.
 
     Args:
         batch: training rows with advantages; changed in place.

@@ -92,8 +92,8 @@ def check_difference(
     changed since. The warning is repeated if the difference doubles, or exceeds its bound again after a batch
     within the bound. For int8 engines the bound is twice the difference of the first batch, at most 0.5 nats.
 
-    Raises ValueError for a difference above the bound if the engine was started with arguments that llmrl's tests do
-    not cover, and its log-probs have not agreed before.
+    Raises ValueError for a difference above the bound if the engine was started with arguments that
+    llmrl's tests do not cover, and its log-probs have not agreed before.
     """
     version = record.engine_version
     if record.num_updates or not has_entry(batch, keys.policy_version):

@@ -41,13 +41,13 @@ def make_optimizer(
         schedule: after the warm-up, `constant`, or `linear` or `cosine` decay to 0 at `num_steps`.
         warmup_steps: number of batches over which the learning rate rises from `learning_rate / (warmup_steps + 1)`.
         num_steps: number of batches of the whole training, including the warm-up; required for a decay.
-        moments: `float32`, or `8bit`, with which bitsandbytes stores 2 bytes per parameter instead of 8
-            (arXiv:2110.02861): a code for each value and a scale for 256. Tensors of fewer than 4,096 values keep
-            float32.
+        moments: `float32`, or `8bit`, with which bitsandbytes stores 2 bytes per parameter instead
+            of 8 (arXiv:2110.02861): a code for each value and a scale for 256. Tensors of fewer
+            than 4,096 values keep float32.
 
     Raises ValueError if a name is unknown, a number is invalid, the model has no trained parameter, or `8bit` is
-    given for sharded weights, and MissingExtraError if bitsandbytes is needed and not installed. The optimizer raises
-    ValueError when it loads a state dict with the other kind of moments.
+    given for sharded weights, and MissingExtraError if bitsandbytes is needed and not installed.
+    The optimizer raises ValueError when it loads a state dict with the other kind of moments.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -126,8 +126,8 @@ class WarmupSchedule(LRScheduler):
     Step `s`, counted from 0, multiplies the learning rate by
 
     - `(s + 1) / (warmup_steps + 1)` while `s < warmup_steps`, so that no step has a learning rate of 0;
-    - then, with `t = (s - warmup_steps) / (num_steps - warmup_steps)`: 1, `1 - t`, or `(1 + cos(pi t)) / 2` (SGDR,
-      arXiv:1608.03983, equation 5, without restarts).
+    - then, with `t = (s - warmup_steps) / (num_steps - warmup_steps)`: 1, `1 - t`, or
+      `(1 + cos(pi t)) / 2` (SGDR, arXiv:1608.03983, equation 5, without restarts).
 
     Loading a state dict, the optimizer's or the schedule's, does not change learning rates or weight decays.
     """

@@ -84,12 +84,12 @@ def write_top_k(
 
     Args:
         top_k: number of ids per token; a vLLM server returns at most 20 by default.
-        key: parent of the entries `token_ids` (int64) and `log_probs` (float32), `[num_tokens, top_k]` per row; outside
-            the mask, they are -1 and 0.
+        key: parent of the entries `token_ids` (int64) and `log_probs` (float32),
+            `[num_tokens, top_k]` per row; outside the mask, they are -1 and 0.
 
     Raises:
-        ValueError: if `top_k` is below 1 or above the teacher's vocabulary, or rows were sampled from truncated
-            distributions.
+        ValueError: if `top_k` is below 1 or above the teacher's vocabulary, or rows were sampled
+            from truncated distributions.
         EngineError: if the teacher's engine fails.
     """
     check_least(1, top_k=top_k)
@@ -144,9 +144,9 @@ def write_hinted_log_probs(
 ) -> TensorDictBase:
     """Write the log-probs of the trained tokens given a first prompt extended by a hint (privileged information).
 
-    A policy that reads a solution or a judge's feedback can teach the same policy without that hint (self-distillation;
-    OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802). The hint is appended to the last message before the first answer;
-    later turns stay as they were sampled.
+    A policy that reads a solution or a judge's feedback can teach the same policy without that hint
+    (self-distillation; OPSD, arXiv:2601.18734; SDPO, arXiv:2601.20802). The hint is appended to the
+    last message before the first answer; later turns stay as they were sampled.
 
     Args:
         batch: training rows with conversations in `("history", "full")`; changed in place.
@@ -155,8 +155,8 @@ def write_hinted_log_probs(
         render: function from messages to prompt ids: `partial(renderer.render, add_generation_prompt=True)`.
 
     Raises:
-        ValueError: if a row does not begin with its rendered prompt, because its history was rewritten or its prompt
-            contains tools.
+        ValueError: if a row does not begin with its rendered prompt, because its history was
+            rewritten or its prompt contains tools.
     """
     rows = flat_batch(batch).unbind(0)
     prompts = []

@@ -36,12 +36,12 @@ def shard_model(
             the model is replicated over the first dimension and sharded over the second.
         compute_dtype: dtype in which parameters are gathered and computed, for example `torch.bfloat16`; replaces the
             wrapper's autocast, which would gather them in float32. Gradients are summed in float32.
-        context_ranks: number of neighbouring ranks that compute the same rows together, each a part of the tokens
-            (`llmrl.trainer.context`), so that rows may be as many times longer. Each such group computes its own
-            micro-batches.
+        context_ranks: number of neighbouring ranks that compute the same rows together, each a part
+            of the tokens (`llmrl.trainer.context`), so that rows may be as many times longer. Each
+            such group computes its own micro-batches.
 
-    Raises TypeError if the model's decoder has no list of layers, and ValueError if `context_ranks` does not divide the
-    number of ranks or of attention heads.
+    Raises TypeError if the model's decoder has no list of layers, and ValueError if `context_ranks`
+    does not divide the number of ranks or of attention heads.
     """
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group()  # as `fully_shard` does

@@ -65,8 +65,8 @@ def train_step(
     unless the loss has other terms; they count in averages over the batch but in no measurement. A warning names likely
     causes if the policy's log-probs differ from the engine's with the same weights by more than rounding explains.
 
-    If the policy's model is sharded (`shard_model`), every rank must pass the same batch; the ranks share the
-    micro-batches, and each returns the report of the whole batch.
+    If the policy's model is sharded (`shard_model`), every rank must pass the same batch; the ranks
+    share the micro-batches, and each returns the report of the whole batch.
 
     Args:
         loss_module: loss; its `actor_network` should be a `TransformersWrapper` for micro-batches.

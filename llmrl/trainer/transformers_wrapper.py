@@ -48,8 +48,8 @@ class TransformersWrapper(ScoresRows):
     - Without a mask, every token is scored.
     - Without tokens, `("history", "full")` is tokenized with the chat template and its assistant turns give the mask,
       or `("text", "full")` is tokenized, depending on `input_mode`; the result is written into the batch.
-    - A `"sampling_mask"` restricts a token's distribution to the ids that truncation kept; `"routed_experts"` sets
-      the experts of each token (see `Routers`).
+    - A `"sampling_mask"` restricts a token's distribution to the ids that truncation kept;
+      `"routed_experts"` sets the experts of each token (see `Routers`).
 
     The model always stays in eval mode: dropout would make the trainer's distribution differ from the sampler's.
 
@@ -60,9 +60,9 @@ class TransformersWrapper(ScoresRows):
         bin_length: see `pack_rows`.
         chunk_size: see `chunked_log_probs`.
         autocast_dtype: for example `torch.bfloat16` over float32 weights; None computes in the weights' dtype, and
-            `auto` in half precision over float32 weights on a GPU, else in the weights' dtype. Use the engine's dtype:
-            otherwise updates below the engine's rounding error are lost, and weight sync warns. For
-            `torch.float16`, `train_step` scales the loss.
+            `auto` in half precision over float32 weights on a GPU, else in the weights' dtype. Use
+            the engine's dtype: otherwise updates below the engine's rounding error are lost, and
+            weight sync warns. For `torch.float16`, `train_step` scales the loss.
         head_kernel: `torch`, or `liger` for liger-kernel on a GPU (extra `gpu`), which rounds logits in bfloat16 (an
             error of 0.01 to 0.02 nats per token). Entropies and truncated distributions always use `torch`.
         compile_layers: whether to compile the decoder's layers (`torch.compile`); attention on CUDA is always compiled.
@@ -241,8 +241,8 @@ class TransformersWrapper(ScoresRows):
     ) -> TensorDictBase:
         """Generate, or write the log-probs of the masked tokens (of all tokens if `assistant_only` is False).
 
-        If the model is sharded over `process_group`, every rank must pass the same rows; the ranks share the
-        micro-batches, and each writes all log-probs, without gradients.
+        If the model is sharded over `process_group`, every rank must pass the same rows; the ranks
+        share the micro-batches, and each writes all log-probs, without gradients.
         """
         if self.generate:
             return super().forward(tensordict)

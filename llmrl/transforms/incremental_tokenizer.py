@@ -22,9 +22,9 @@ from llmrl.rendering import DEFAULT_FORK_THRESHOLD_TOKENS, Conversation, Rendere
 class IncrementalTokenizer(KnownArguments, Transform):
     r"""Writes `("tokens", "prompt")` `[num_tokens]` and `"conversation"` at reset and step.
 
-    Policies render prompts themselves; append this transform last if other code needs the tokens in the environment's
-    output. Policy and transform share one `Conversation`, so only messages that are new since the last turn are
-    tokenized, and only once.
+    Policies render prompts themselves; append this transform last if other code needs the tokens in
+    the environment's output. Policy and transform share one `Conversation`, so only messages that
+    are new since the last turn are tokenized, and only once.
 
     Args:
         tokenizer, renderer: exactly one is needed; a renderer converts messages to tokens. For a tokenizer without a

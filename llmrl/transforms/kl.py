@@ -42,18 +42,18 @@ class RetrieveLogProb(KnownArguments, Transform):
     never tokenized again: the model reads `("tokens", "full")` and the loss mask.
 
     Args:
-        model: `TransformersWrapper`, or any TensorDict module that reads these entries and writes log-probs,
-            `[num_tokens]` per row.
+        model: `TransformersWrapper`, or any TensorDict module that reads these entries and writes
+            log-probs, `[num_tokens]` per row.
         model_factory: function that builds the model at first use; alternative to `model`.
         log_probs_full_key: entry under `next`; by default the model's own key, or else `("ref_log_probs", "full")`.
         detach: whether to score without gradients.
         assistant_only: whether to score only the loss mask's tokens; False needs a `TransformersWrapper`.
-        tokenizer, tokenizer_kwargs: for conversations without tokens, the tokenizer and the options of
-            `History.apply_chat_template`; by default the model's tokenizer and template.
+        tokenizer, tokenizer_kwargs: for conversations without tokens, the tokenizer and the options
+            of `History.apply_chat_template`; by default the model's tokenizer and template.
 
     Raises:
-        ValueError: unless exactly one of model and factory is given, or if `assistant_only` is true for a model of
-            text.
+        ValueError: unless exactly one of model and factory is given, or if `assistant_only` is true
+            for a model of text.
         TypeError: if the model is not callable.
 
     Example:
@@ -228,8 +228,8 @@ class RetrieveKL(KnownArguments, Compose):
     """Composes a `RetrieveLogProb` for the reference, optionally one for the policy, and a `KLComputation`.
 
     Args:
-        gen_model, gen_model_factory: model of the policy, or a function that builds it; with `"from_collector"`, the
-            log-probs that the sampler reported are used.
+        gen_model, gen_model_factory: model of the policy, or a function that builds it; with
+            `"from_collector"`, the log-probs that the sampler reported are used.
         ref_model, ref_model_factory: reference model, or a function that builds it.
         gen_log_probs_full_key, ref_log_probs_full_key, kl_key, add_to_reward, coeff: see `KLComputation`.
         options: see `RetrieveLogProb`.

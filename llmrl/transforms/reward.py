@@ -27,21 +27,21 @@ class RubricReward(KnownArguments, Transform):
     """Scores a conversation with a `Rubric` when it ends.
 
     A conversation ends when the environment is done, when it reaches a limit (`("rollout", "reason")`, which a
-    collector writes before the step), or, with `terminate_when_answered`, when its last message is an assistant
-    message. Append this transform after those that answer the policy.
+    collector writes before the step), or, with `terminate_when_answered`, when its last message is
+    an assistant message. Append this transform after those that answer the policy.
 
     The score is added to `("next", "reward")` `[1, 1]`. Also written are `("next", "reward_breakdown", NAME)` `[1]`
-    (NaN if not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. The scores of several
-    `RubricReward`s are summed; if one fails, the rollout is not scored. With a collector, the collector runs async and
-    group rubrics (`Rubric.is_left_to_collectors`).
+    (NaN if not scored), `("next", "is_scored")` `[1]` and `("next", "score_error")`. The scores of
+    several `RubricReward`s are summed; if one fails, the rollout is not scored. With a collector,
+    the collector runs async and group rubrics (`Rubric.is_left_to_collectors`).
 
     Args:
         terminate_when_answered: whether an assistant message without a reply terminates the conversation.
 
     Raises:
         UnknownRewardInput: when appended to a dataset's environment, if a reward function has an unknown parameter.
-        ValueError: when appended after a `RubricReward` with a reward function of the same name, or after a TorchRL
-            transform that reads the reward before any transform writes it.
+        ValueError: when appended after a `RubricReward` with a reward function of the same name, or
+            after a TorchRL transform that reads the reward before any transform writes it.
 
     Example:
         >>> from tensordict import TensorDict
@@ -145,8 +145,8 @@ class RubricReward(KnownArguments, Transform):
         reason_of_collector = element.get(("rollout", "reason"), None)
         reason = plain(reason_of_collector) or StopReason.NONE
         is_terminated = bool(next_element.get("terminated").any())
-        # A cut answer truncates the conversation and does not terminate it. The same holds if the environment truncates
-        # it because requests of an agent were refused.
+        # A cut answer truncates the conversation and does not terminate it. The same holds if the
+        # environment truncates it because requests of an agent were refused.
         is_truncated = bool(next_element.get("truncated").any())
         is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED) or (bool(reason) and is_truncated)
         is_answered = bool(messages) and messages[-1]["role"] == "assistant"

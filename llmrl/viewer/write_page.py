@@ -19,8 +19,8 @@ from llmrl.data import Message, text_of
 from llmrl.viewer.run_data import Record, RunData, facts_of, key_of, read_run
 from llmrl.watch.token_log import TokenRow
 
-# Rollouts per compressed block. A page with thousands of rollouts opens quickly, because a block is decompressed only
-# when it is needed.
+# Rollouts per compressed block. A page with thousands of rollouts opens quickly, because a block is
+# decompressed only when it is needed.
 _BLOCK_SIZE = 32
 _LISTED = (
     "step",

@@ -22,8 +22,8 @@ SURE_OF_SHARE = 2.6
 class MetricHistory:
     """Metrics of the steps so far, in order: latest, smoothed, initial values, and noise.
 
-    The history records which steps were read, because these are the steps that a finding examined. Reads for the noise
-    (`margin`) do not count.
+    The history records which steps were read, because these are the steps that a finding examined.
+    Reads for the noise (`margin`) do not count.
     """
 
     def __init__(self, steps: Sequence[Metrics], numbers: Sequence[int] | None = None) -> None:
@@ -92,8 +92,8 @@ class MetricHistory:
     def margin(self, name: str) -> float:
         """Return the largest difference of two means over a few steps that chance explains; 0 with too few steps.
 
-        The noise is estimated from differences of consecutive steps, without the last few steps and the largest
-        difference. A trend makes the estimate too large.
+        The noise is estimated from differences of consecutive steps, without the last few steps and
+        the largest difference. A trend makes the estimate too large.
         """
         values = [self.steps[place][name] for place in self._places(name)[:-NUM_SMOOTHED]]
         squares = sorted((later - earlier) ** 2 for earlier, later in itertools.pairwise(values))[:-1]

@@ -56,8 +56,8 @@ def rollout_records(rollouts: Sequence[Rollout]) -> list[dict[str, JSON]]:
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return metrics of rollouts, named as in `docs/metrics.md`, without those that are undefined.
 
-    Spreads are population standard deviations. Groups are the scored answers to the same prompt, in a game those of the
-    same role.
+    Spreads are population standard deviations. Groups are the scored answers to the same prompt, in
+    a game those of the same role.
 
     Example:
         >>> def answer(group_id, reward, num_tokens):

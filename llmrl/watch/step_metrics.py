@@ -30,8 +30,8 @@ _OLD_LOG_PROBS = ("old_log_probs", "full")
 def metrics_of(learned: Learned) -> dict[str, float]:
     """Return the metrics of a step's updates: counts are added, and other metrics are averaged.
 
-    `is_skipped` is 1 only if all updates were skipped. Metrics that compare trainer and engine come from the first
-    update, because later updates are off-policy.
+    `is_skipped` is 1 only if all updates were skipped. Metrics that compare trainer and engine come
+    from the first update, because later updates are off-policy.
 
     Example:
         >>> metrics = metrics_of([TrainStepReport(loss=1.0, num_rows=2), TrainStepReport(loss=2.0, num_rows=3)])

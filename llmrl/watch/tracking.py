@@ -1,7 +1,7 @@
 """Trackers of a run's metrics and conversations: `metrics.csv` in its folder, and optional others.
 
-TensorBoard, Weights & Biases and trackio use torchrl's loggers. torchrl's MLflow logger cannot continue a run, so
-`MLflowTracker` replaces it.
+TensorBoard, Weights & Biases and trackio use torchrl's loggers. torchrl's MLflow logger cannot
+continue a run, so `MLflowTracker` replaces it.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
 
     Args:
         names: `"tensorboard"` writes into the folder. `"wandb"` follows its own settings, such as `WANDB_MODE=offline`,
-            and `"trackio"` writes to its local database; the project is `WANDB_PROJECT`, or `llmrl`. `"mlflow"` writes
-            to `MLFLOW_TRACKING_URI`, or to a database in the folder.
+            and `"trackio"` writes to its local database; the project is `WANDB_PROJECT`, or
+            `llmrl`. `"mlflow"` writes to `MLFLOW_TRACKING_URI`, or to a database in the folder.
 
     Raises:
         TypeError: if `names` is a string.

@@ -98,8 +98,8 @@ class Channel(ABC):
 class MemoryChannel(Channel):
     """Channel that packs weights into one flat buffer, which workers on this host map.
 
-    The buffer is the trainer's only copy of the whole model. An engine on another host receives a broadcast in its own
-    gloo group, so that the death of one replica does not affect the others.
+    The buffer is the trainer's only copy of the whole model. An engine on another host receives a
+    broadcast in its own gloo group, so that the death of one replica does not affect the others.
 
     Args:
         rendezvous: function that returns the address and port at which such a group meets.

@@ -57,8 +57,8 @@ class Delta:
     def apply(self, image: torch.Tensor) -> None:
         """Apply the delta in place ([num_bytes] uint8). Raises ValueError, with undefined bytes, if it is damaged."""
         words = _words_of(image.numpy())
-        # Each gap byte skips or changes at least one word, and each change has at least one gap byte and two bytes of
-        # difference, so valid data are not longer.
+        # Each gap byte skips or changes at least one word, and each change has at least one gap
+        # byte and two bytes of difference, so valid data are not longer.
         positions, differences = decode(
             _decompress(self.data, 3 * min(self.num_gap_bytes, len(words))), self.num_gap_bytes
         )

@@ -50,10 +50,10 @@ class BufferPointer:
 class DoubleBuffer:
     """Weights on a file system, written next to the current ones, which stay whole until the pointer moves.
 
-    Readers get whole weights or an error, even if the writer was killed. Each of the two buffers is a folder with one
-    safetensors file. With `anchor_every` above 1, most writes are *deltas* from the previous write, starting from the
-    file in the buffer, the *anchor*. The checksum is that of the resulting file, which is identical to the file that a
-    whole write would make.
+    Readers get whole weights or an error, even if the writer was killed. Each of the two buffers is
+    a folder with one safetensors file. With `anchor_every` above 1, most writes are *deltas* from
+    the previous write, starting from the file in the buffer, the *anchor*. The checksum is that of
+    the resulting file, which is identical to the file that a whole write would make.
 
     Args:
         folder: folder of the files.
@@ -188,8 +188,8 @@ class DoubleBuffer:
 
         Args:
             since: weights read before, to which deltas are applied in place if possible; not to be used afterwards.
-            pages_of: returns the pages to keep of a file with this layout; the whole file is still read and checked.
-                Not supported with deltas.
+            pages_of: returns the pages to keep of a file with this layout; the whole file is still
+                read and checked. Not supported with deltas.
 
         Raises ValueError if there are no weights, or the files differ from those that were written.
         """

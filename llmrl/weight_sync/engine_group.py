@@ -33,9 +33,9 @@ _END_SECONDS = 60.0
 class EngineGroup:
     """Engines that hold the same weights and are updated together; not thread-safe.
 
-    Dead engines are left out. A sequence of engines is read again at each update, so that replacements are included. An
-    engine that neither answers a call nor produces tokens within `hang_timeout_seconds` (of `EngineReplicas`, otherwise
-    300) is killed and left out.
+    Dead engines are left out. A sequence of engines is read again at each update, so that
+    replacements are included. An engine that neither answers a call nor produces tokens within
+    `hang_timeout_seconds` (of `EngineReplicas`, otherwise 300) is killed and left out.
 
     Raises EngineError if no engine is alive, and ValueError if there are no engines, or one cannot take the weights.
     """

@@ -68,8 +68,8 @@ class Receiver:
     def receive_delta(self, num_delta_bytes: int) -> torch.Tensor:
         """Receive a delta, and return the previous buffer ([num_bytes] uint8) with the delta applied.
 
-        Raises RuntimeError if a peer is gone, and ValueError if the delta does not apply; all weights must then be
-        sent.
+        Raises RuntimeError if a peer is gone, and ValueError if the delta does not apply; all
+        weights must then be sent.
         """
         data = torch.empty(num_delta_bytes, dtype=torch.uint8)
         broadcast(self._group, data)

@@ -15,8 +15,8 @@ class Int8Weights(ModelWeights):
     """A model's weights, with linear layers except the head in int8 and one scale per output.
 
     The format is that of compressed-tensors' "W8A8" checkpoints: `round(weight / scale)` is in -127 to 127, and `scale`
-    is the row's largest magnitude / 127. Raises ValueError for a sharded model, weights given by name, and matrices
-    outside linear layers and embeddings (experts, convolutions).
+    is the row's largest magnitude / 127. Raises ValueError for a sharded model, weights given by
+    name, and matrices outside linear layers and embeddings (experts, convolutions).
 
     Example:
         >>> source = Int8Weights(torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False)))

@@ -105,8 +105,8 @@ class ParameterPlan:
 class LoadPlan:
     """Copies from the buffer into the model's parameters, recorded once and repeated at each update.
 
-    vLLM's own loaders run on weights without data while their copies are recorded. This avoids the additional
-    allocation and copies of vLLM's layerwise reload.
+    vLLM's own loaders run on weights without data while their copies are recorded. This avoids the
+    additional allocation and copies of vLLM's layerwise reload.
     """
 
     def __init__(self, parameters: list[ParameterPlan], heads: list[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
@@ -142,9 +142,9 @@ def make_load_plan(
 ) -> tuple[LoadPlan | None, NeededPages | None]:
     """Return the plan for a model on CPU, and the pages of the buffer that loading reads.
 
-    The plan is None if loaders do more than copy, or layers more than pack; the pages are None if all are needed, or
-    unknown. `heads` are pairs of an output head and the embedding that shares its weight. Raises ValueError if the
-    weights do not fit the model, or some are missing.
+    The plan is None if loaders do more than copy, or layers more than pack; the pages are None if
+    all are needed, or unknown. `heads` are pairs of an output head and the embedding that shares
+    its weight. Raises ValueError if the weights do not fit the model, or some are missing.
     """
     source = torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
     with _checkpoint_format(model) as parameters:

@@ -32,14 +32,14 @@ class VLLMWeightSyncScheme(KnownArguments):
     Args:
         master_address, master_port: address and port at which trainer and workers meet (NCCL, gloo); by default a free
             port of this host. With gloo, a fixed port serves only one engine.
-        pause_mode: treatment of requests in flight: they continue with the new weights (`keep`), are finished first
-            (`wait`), or end with the tokens so far (`abort`).
-        reset_running_requests: whether to also drop the key-value blocks of kept requests; False is faster, but these
-            requests continue from blocks of the old weights.
+        pause_mode: treatment of requests in flight: they continue with the new weights (`keep`),
+            are finished first (`wait`), or end with the tokens so far (`abort`).
+        reset_running_requests: whether to also drop the key-value blocks of kept requests; False is
+            faster, but these requests continue from blocks of the old weights.
         rank: rank of this trainer process; rank 0 sends, the others only help to gather sharded weights.
         anchor_every: with gloo or files, number of updates of which the first sends all weights, and the others only
-            the changes (in bfloat16 about 1 % of the bytes, without loss). Workers keep a copy of the weights; with
-            files, the trainer does too. No effect with shared memory.
+            the changes (in bfloat16 about 1 % of the bytes, without loss). Workers keep a copy of
+            the weights; with files, the trainer does too. No effect with shared memory.
         lora: `merged` sends the weights with adapters added; `adapter` sends only the adapters, to engines started with
             `weight_transfer="adapters"`. Requests in flight then finish with their old adapter, without a pause; an
             update waits only if all of the engine's adapters (`max_loras`) are in use.

@@ -38,8 +38,8 @@ class WeightSync:
     of a trainer has one; only rank 0's has engines, and the others make the same calls to gather sharded weights.
 
     Args:
-        open_channel: function that returns the channel from a source to a weight-transfer backend, None without
-            engines.
+        open_channel: function that returns the channel from a source to a weight-transfer backend,
+            None without engines.
         pause_mode, reset_running_requests, rank: see `VLLMWeightSyncScheme`.
         needs_engine: whether rank 0 requires an engine.
         make_source: class that reads the model's weights or adapters in the engines' dtype.
@@ -91,8 +91,8 @@ class WeightSync:
     ) -> None:
         """Connect to the workers of one engine, or of several engines that hold the same weights.
 
-        Replicas that restart later (`EngineReplicas`) receive the current weights before they serve. A warning is
-        issued if the engines' dtype differs from that of the model's policy.
+        Replicas that restart later (`EngineReplicas`) receive the current weights before they
+        serve. A warning is issued if the engines' dtype differs from that of the model's policy.
 
         Args:
             model_metadata: from `get_model_metadata`; checked against the registered model.

@@ -206,8 +206,8 @@ class WorkerEngine(WeightTransferEngine):
         self._mapped = ("", torch.empty(0))
 
     def _map(self, update_info: WorkerUpdateInfo) -> torch.Tensor:
-        # The mapping is kept between updates: mapping 270 MB costs as much as copying a third of it. The tag shows
-        # whether the path now refers to another buffer.
+        # The mapping is kept between updates: mapping 270 MB costs as much as copying a third of
+        # it. The tag shows whether the path now refers to another buffer.
         path, buffer = self._mapped
         if path != update_info.path or read_tag(buffer) != update_info.tag:
             buffer = open_shared(update_info.path, update_info.num_bytes)
@@ -237,8 +237,8 @@ class WorkerEngine(WeightTransferEngine):
         try:
             self._materialize(self._direct or ())
             self.model.load_weights(layout.views(buffer))
-            # The reload's loaders see no weight of a layer that the model's class fills itself. Such layers get real
-            # parameters, and the weights are loaded again.
+            # The reload's loaders see no weight of a layer that the model's class fills itself.
+            # Such layers get real parameters, and the weights are loaded again.
             if self._direct is None and (untouched := self._untouched()):
                 self._direct = list(untouched.values())
                 self._abandon()

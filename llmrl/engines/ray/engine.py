@@ -50,8 +50,8 @@ class EngineNotice:
 class RayEngine:
     """The driver's side of an engine in a Ray actor, with the methods of `AsyncVLLM` that the engine has.
 
-    A request is one remote call. One pending call reports the death of the actor or its engine, so `is_alive` makes no
-    call. Ray does not restart the actor; `EngineReplicas` replaces it.
+    A request is one remote call. One pending call reports the death of the actor or its engine, so
+    `is_alive` makes no call. Ray does not restart the actor; `EngineReplicas` replaces it.
     """
 
     def __init__(self, actor: ActorHandle, facts: EngineFacts, *, start_s: float) -> None:
@@ -100,8 +100,8 @@ class RayEngine:
             ray_options: options of the actor, such as `num_gpus` or `resources`; by default one CPU core.
             ray_init_config: arguments of `ray.init`, if this process is not connected yet, such as `address`.
 
-        Raises ImportError if Ray is not installed, ConnectionError if there is no cluster at the address, EngineError
-        if the actor does not start, and the errors of `make_engine`.
+        Raises ImportError if Ray is not installed, ConnectionError if there is no cluster at the
+        address, EngineError if the actor does not start, and the errors of `make_engine`.
         """
         ray = connect(ray_init_config)
         start = time.perf_counter()

@@ -56,17 +56,17 @@ class ServerEngine(ServerUpdates):
     `vllm serve` needs `--logprobs-mode processed_logprobs` to return log-probs of the sampled distribution; the first
     request that is not plain sampling at temperature 1 checks this. By default the server's owner manages its weights,
     and each token has the `policy_version` at the time of its request. With `weight_sync` the engine is used like an
-    `AsyncVLLM`: the server must be a `vllm serve --enable-scale-out` with `VLLM_SERVER_DEV_MODE=1`, each token has the
-    version that sampled it, and a restarted server serves after the next update. Use one engine per server, and
-    `EngineReplicas` for several servers.
+    `AsyncVLLM`: the server must be a `vllm serve --enable-scale-out` with `VLLM_SERVER_DEV_MODE=1`,
+    each token has the version that sampled it, and a restarted server serves after the next update.
+    Use one engine per server, and `EngineReplicas` for several servers.
 
     Args:
         base_url: URL such as `http://host:8000`, with or without `/v1`.
         model: model name on the server; by default its first model.
         api_key: key sent as a bearer token.
         max_model_len: maximum number of tokens of prompt and completion together; by default the server's.
-        vocab_size: number of token ids; larger ids are refused. Without it, policies use the number of their
-            tokenizer, so pass it for a model that has more ids than its tokenizer.
+        vocab_size: number of token ids; larger ids are refused. Without it, policies use the number
+            of their tokenizer, so pass it for a model that has more ids than its tokenizer.
         policy_version: version of the server's weights, if the server does not report it.
         weight_sync: whether to update the server's weights. vLLM's backend `llmrl` (which needs `pip install --no-deps
             llmrl` on the server) supports all modes of `VLLMWeightSyncScheme` and `VLLMDoubleBufferSyncScheme`; `nccl`
@@ -164,9 +164,9 @@ class ServerEngine(ServerUpdates):
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one server.
 
-        Raises ValueError if the prompt is empty or leaves no room for a token, `request_id` is in flight, or the
-        server refuses, and EngineError if the server cannot be reached, does not answer in time, or returns an
-        invalid answer or log-probs of another distribution.
+        Raises ValueError if the prompt is empty or leaves no room for a token, `request_id` is in
+        flight, or the server refuses, and EngineError if the server cannot be reached, does not
+        answer in time, or returns an invalid answer or log-probs of another distribution.
         """
         self._num_requests += 1
         request_id = f"{id(self):x}-{self._num_requests}" if request_id is None else request_id
@@ -303,8 +303,8 @@ class ServerEngine(ServerUpdates):
         """Raise EngineError if the server's log-probs are not those of the sampled distribution.
 
         The check uses values that are known for any prompt. With top-k 1 the log-prob is 0. Doubling the temperature
-        halves the gap between the two likeliest tokens; if there is no gap, the first test is sufficient, because
-        the model's own log-prob of the likeliest token is then not near 0.
+        halves the gap between the two likeliest tokens; if there is no gap, the first test is
+        sufficient, because the model's own log-prob of the likeliest token is then not near 0.
         """
         [first] = (await self._ask(prompt_ids, SamplingConfig(top_k=1, replay=False), 1)).log_probs
         cool, warm = [await self._distance(prompt_ids, temperature) for temperature in (1.0, 2.0)]

@@ -155,8 +155,8 @@ def read_generated(
 ) -> Completion:
     """Read the answer of vLLM's `/inference/v1/generate`, which contains the version of each token.
 
-    Arguments are those of `read_response`. Raises LostWeightsError if tokens were sampled from weights without a
-    version, and EngineError if ids, log-probs or versions are missing or invalid.
+    Arguments are those of `read_response`. Raises LostWeightsError if tokens were sampled from
+    weights without a version, and EngineError if ids, log-probs or versions are missing or invalid.
 
     Example:
         >>> choice = {"finish_reason": "length", "token_ids": [7], "logprobs": {"content": [{"logprob": -0.5}]}}

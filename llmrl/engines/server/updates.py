@@ -83,8 +83,8 @@ class ServerUpdates(ABC):
     """The weight updates of one server.
 
     The server stores the version of its weights as a label, because it outlives its trainer and may be restarted. If
-    the label differs from the expected version, the weights are lost, and the server is not used until the next update.
-    An unfinished update of another trainer is ended first.
+    the label differs from the expected version, the weights are lost, and the server is not used
+    until the next update. An unfinished update of another trainer is ended first.
     """
 
     quantization: str | None = None

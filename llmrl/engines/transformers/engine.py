@@ -31,8 +31,8 @@ GATHERING_S = 0.002
 class TransformersEngine:
     """Engine that samples from a transformers model, in a thread of this process.
 
-    Waiting requests are decoded in one batch until each has ended, and later requests wait for the next batch, so under
-    load the engine is far slower than vLLM.
+    Waiting requests are decoded in one batch until each has ended, and later requests wait for the
+    next batch, so under load the engine is far slower than vLLM.
 
     Args:
         model: causal language model, or its name or folder (loaded in float32, with its tokenizer).
@@ -41,8 +41,8 @@ class TransformersEngine:
         max_num_seqs: maximum number of requests decoded together.
         seed: seed of the sampler, for requests without their own.
 
-    Raises ValueError if `max_num_seqs` is below 1, `max_model_len` is below 2 or above the model's limit, or is missing
-    for a model without a limit.
+    Raises ValueError if `max_num_seqs` is below 1, `max_model_len` is below 2 or above the model's
+    limit, or is missing for a model without a limit.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -158,8 +158,8 @@ class TransformersEngine:
     ) -> Completion:
         """Sample one completion of `prompt_ids` ([num_prompt_tokens]); `routing_key` has no effect on one engine.
 
-        Raises as `Engine.generate` does, and ValueError for unknown token ids, a grammar, or stop strings without a
-        tokenizer.
+        Raises as `Engine.generate` does, and ValueError for unknown token ids, a grammar, or stop
+        strings without a tokenizer.
         """
         request_id = f"transformers-{next(self._ids)}" if request_id is None else request_id
         prompt = list(prompt_ids)

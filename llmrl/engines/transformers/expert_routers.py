@@ -48,8 +48,8 @@ _PASS = _Pass()
 class Routers:
     """The expert routers of a transformers model, which report their choices or use given ones.
 
-    A router is a module of a decoder layer that has `top_k`, `num_experts` and a weight, and returns logits, weights
-    and ids, as in Qwen3-MoE, Mixtral, OLMoE, gpt-oss and DeepSeek-V3.
+    A router is a module of a decoder layer that has `top_k`, `num_experts` and a weight, and
+    returns logits, weights and ids, as in Qwen3-MoE, Mixtral, OLMoE, gpt-oss and DeepSeek-V3.
 
     Example:
         >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

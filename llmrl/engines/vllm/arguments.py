@@ -62,8 +62,8 @@ _OWNED = {
 def weight_transfer_backend(weight_transfer: bool | str, *, is_cpu: bool) -> str | None:
     """Return the vLLM weight-transfer backend to start with, or None.
 
-    Raises EngineError if vLLM's processes cannot find llmrl's backend, or the backend needs GPUs and vLLM runs on CPU,
-    and ImportError if vLLM lacks a name that updates use.
+    Raises EngineError if vLLM's processes cannot find llmrl's backend, or the backend needs GPUs
+    and vLLM runs on CPU, and ImportError if vLLM lacks a name that updates use.
     """
     if weight_transfer is False:
         return None
@@ -100,8 +100,8 @@ def require_vllm_version() -> None:
 def default_kv_cache_memory(folder: str, *, max_num_seqs: int, max_model_len: int | None, dtype: str) -> int:
     """Return the bytes of key-value cache on CPU, all of which vLLM touches when it starts.
 
-    The result is the least of 2 GiB, a quarter of the free memory, and what `max_num_seqs` requests of `max_model_len`
-    tokens can use.
+    The result is the least of 2 GiB, a quarter of the free memory, and what `max_num_seqs` requests
+    of `max_model_len` tokens can use.
     """
     import psutil
 

@@ -61,8 +61,8 @@ T = TypeVar("T")
 class AsyncVLLM(KnownArguments, VLLMScores):
     """A vLLM engine that can replace its weights while requests are in flight; made by `AsyncVLLM.from_pretrained`.
 
-    The engine core runs in a child process. `generate` may be awaited from any event loop, concurrently. vLLM's
-    trainer-side weight-transfer engines can use this class as their client.
+    The engine core runs in a child process. `generate` may be awaited from any event loop,
+    concurrently. vLLM's trainer-side weight-transfer engines can use this class as their client.
     """
 
     takes_grammars = True
@@ -130,8 +130,8 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         Raises:
             ImportError: if vLLM, or a part of it that is needed, is not installed.
             TypeError: if an option or a name in `engine_args` is unknown; the message suggests an alternative.
-            ValueError: if an option has a value that no engine takes, or an argument in `engine_args` makes log-probs
-                differ from the trainer's; the message says why.
+            ValueError: if an option has a value that no engine takes, or an argument in
+                `engine_args` makes log-probs differ from the trainer's; the message says why.
             EngineError: if the engine does not start; vLLM's log says why.
         """
         refuse_unknown("AsyncVLLM.from_pretrained", options, keywords_of(cls.from_pretrained) or ())

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Grammars:
     """Compiler of grammars that recomputes the masks of an engine from its sampled tokens; thread-safe.
 
-    vLLM does not report a grammar's masks. A mask is a function of the grammar and the preceding tokens, so vLLM's own
-    backend computes it here a second time.
+    vLLM does not report a grammar's masks. A mask is a function of the grammar and the preceding
+    tokens, so vLLM's own backend computes it here a second time.
     """
 
     def __init__(self, llm: AsyncLLM) -> None:

@@ -111,8 +111,8 @@ def checkpoint_for(model: str, quantization: str | None, *, is_cpu: bool, takes_
 def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
     """Write an int8 checkpoint of the folder `source`, and copies of its other files, into an existing folder.
 
-    One file is in memory at a time. Raises ValueError if `source` is not a checkpoint in safetensors files, is already
-    quantised, lacks a weight, or has matrices in other layers.
+    One file is in memory at a time. Raises ValueError if `source` is not a checkpoint in
+    safetensors files, is already quantised, lacks a weight, or has matrices in other layers.
     """
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def num_reported(sampling: SamplingConfig, config: ModelConfig) -> int:
     """Return the number of likeliest ids to request from vLLM, from which the kept ids are derived.
 
-    The number is 0 if vLLM reports the kept ids (`return_sampling_mask`), or `Grammars` derives them. It exceeds top-k,
-    because vLLM keeps all ids that tie with the last, which are many in bfloat16. Raises ValueError for top-p or min-p
-    without top-k, which keep any number of ids.
+    The number is 0 if vLLM reports the kept ids (`return_sampling_mask`), or `Grammars` derives
+    them. It exceeds top-k, because vLLM keeps all ids that tie with the last, which are many in
+    bfloat16. Raises ValueError for top-p or min-p without top-k, which keep any number of ids.
     """
     if not sampling.needs_sampling_mask or config.return_sampling_mask or is_cut_by_grammar_alone(sampling):
         return 0

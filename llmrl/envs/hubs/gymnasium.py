@@ -25,10 +25,10 @@ _FIRST_TEST_SEED = 1_000_000
 class GymnasiumTextEnv(MessageEnv):
     """A `gymnasium.Env` as a conversation, for `MessageChatEnv`; it runs in a thread.
 
-    Observations become user messages: strings unchanged, other values as JSON, below the rendered picture if the
-    environment was made with `render_mode="ansi"`. The policy's answers are parsed as actions (`action_of`); an invalid
-    answer costs a turn and is answered with a description of the actions. Environments of GEM (`gem.make`), which have
-    no spaces and take strings, also work.
+    Observations become user messages: strings unchanged, other values as JSON, below the rendered
+    picture if the environment was made with `render_mode="ansi"`. The policy's answers are parsed
+    as actions (`action_of`); an invalid answer costs a turn and is answered with a description of
+    the actions. Environments of GEM (`gem.make`), which have no spaces and take strings, also work.
 
     Example:
         >>> class Echo:
@@ -87,9 +87,9 @@ class GymnasiumTextEnv(MessageEnv):
 class GymnasiumEnv(MessageChatEnv):
     """A registered environment of gymnasium, played in text; see `GymnasiumTextEnv`.
 
-    The default system prompt consists of the sections of the environment's documentation about its task, actions,
-    observations and rewards, and a description of an action. The reward is the sum of the environment's rewards. The
-    environment's own time limit truncates the rollout.
+    The default system prompt consists of the sections of the environment's documentation about its
+    task, actions, observations and rewards, and a description of an action. The reward is the sum
+    of the environment's rewards. The environment's own time limit truncates the rollout.
 
     Args:
         env_id: id for `gymnasium.make`, such as `FrozenLake-v1`, or `MODULE:ID` with a module to import first.

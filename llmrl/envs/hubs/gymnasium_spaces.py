@@ -46,8 +46,8 @@ def observation_text(observation: object) -> str:
 def action_of(space: Space, text: str) -> object:
     """Return the action in an answer; raise NoAction if it is not valid.
 
-    The action of a `Discrete` space is the last integer in the answer; that of a `Text` space is the whole answer. For
-    other spaces, the answer is parsed as JSON.
+    The action of a `Discrete` space is the last integer in the answer; that of a `Text` space is
+    the whole answer. For other spaces, the answer is parsed as JSON.
 
     Example:
         >>> from gymnasium import spaces

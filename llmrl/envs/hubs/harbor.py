@@ -62,8 +62,8 @@ class HarborEnv(KnownArguments, TransformedEnv):
         sandbox: function that creates a sandbox from the name of an image or the folder of a Dockerfile, such as
             `ContainerSandbox`, or `"docker"` or `"podman"` for containers without network. By default, tasks that need
             no image are played in a confined sandbox with the programs of this machine.
-        rewards: weights of the entries of `reward.json`, which are normalised. By default the entry `reward`, or the
-            only one.
+        rewards: weights of the entries of `reward.json`, which are normalised. By default the entry
+            `reward`, or the only one.
         **draws: see `DatasetChatEnv`.
 
     Raises:

@@ -39,12 +39,12 @@ class OpenEnvChatEnv(MessageChatEnv):
 
     Args:
         dataset, **draws: see `MessageChatEnv`.
-        action_adapter: function that converts the text of an answer to the action, a dict. By default the text is the
-            only required field of the server's action schema.
-        observation_adapter: function that converts each observation, a dict, before it is used; if the result is a
-            dict, it is stored as `("next", "env_info")`.
-        history_content_adapter: function that converts an observation to a text. By default the text is the only field
-            besides `metadata`, or all such fields as JSON.
+        action_adapter: function that converts the text of an answer to the action, a dict. By
+            default the text is the only required field of the server's action schema.
+        observation_adapter: function that converts each observation, a dict, before it is used; if
+            the result is a dict, it is stored as `("next", "env_info")`.
+        history_content_adapter: function that converts an observation to a text. By default the
+            text is the only field besides `metadata`, or all such fields as JSON.
         timeout: time limit of opening a session and of each answer, in seconds.
 
     Raises:

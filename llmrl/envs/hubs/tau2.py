@@ -32,9 +32,9 @@ class Tau2Env(AgentEnv):
     evaluator are those of an unmodified checkout of https://github.com/sierra-research/tau2-bench. They run in a worker
     process with its own virtual environment, which is created at the first use and kept. tau2 needs Python 3.12.
 
-    The reward is tau2's, and the breakdown contains its factors. A conversation that reaches `max_steps` or the time
-    limit is truncated, with reward 0, as in tau2. A conversation that fails, for example because of the customer's
-    model, is an error.
+    The reward is tau2's, and the breakdown contains its factors. A conversation that reaches
+    `max_steps` or the time limit is truncated, with reward 0, as in tau2. A conversation that
+    fails, for example because of the customer's model, is an error.
 
     Args:
         domain: name of the domain, such as `airline`, `retail`, `telecom` or `mock`.

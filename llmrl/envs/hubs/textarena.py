@@ -41,8 +41,8 @@ _random_numbers = _RandomNumbers()
 class TextArenaGame(Game):
     """A TextArena game, in which each player sees the messages since its own last move.
 
-    TextArena handles illegal moves. A player that leaves a game with others gets -1 and the others get 0; a single
-    player that leaves gets 0. Python's global random state is not changed.
+    TextArena handles illegal moves. A player that leaves a game with others gets -1 and the others
+    get 0; a single player that leaves gets 0. Python's global random state is not changed.
     """
 
     def __init__(self, env_id: str, *, num_players: int, seed: int = 0) -> None:

@@ -29,10 +29,10 @@ class VerifiersEnv(AgentEnv):
     """An unmodified environment of the verifiers library (https://github.com/PrimeIntellect-ai/verifiers).
 
     Its package runs in a worker process with its own virtual environment, which is created at the first use and kept.
-    The tasks are the dataset, and their fields are its columns. An episode sends requests to the policy at the endpoint
-    of a collector (`AgentEnv`). The reward is the sum of the weighted rewards, which are in the breakdown with the
-    metrics. The rollout's `info` contains the episode's `info`, state and stop condition. An error of verifiers makes
-    the rollout an error.
+    The tasks are the dataset, and their fields are its columns. An episode sends requests to the
+    policy at the endpoint of a collector (`AgentEnv`). The reward is the sum of the weighted
+    rewards, which are in the breakdown with the metrics. The rollout's `info` contains the
+    episode's `info`, state and stop condition. An error of verifiers makes the rollout an error.
 
     The policy plays every seat for which the configuration names no `model` or `client`. If it plays several, each is a
     rollout with a role, as in `GameEnv`, and `repeats` counts rollouts. The policy also plays the seats that the
@@ -43,13 +43,13 @@ class VerifiersEnv(AgentEnv):
 
     Args:
         taskset: id of the taskset, as for `vf-eval`.
-        requirements: lines of a `requirements.txt`, such as the package's name, or its folder (`./my_env`). verifiers
-            itself is always installed.
-        config: configuration of the environment, as in the section `[env]` of verifiers' files: `taskset`, seats,
-            judges.
+        requirements: lines of a `requirements.txt`, such as the package's name, or its folder
+            (`./my_env`). verifiers itself is always installed.
+        config: configuration of the environment, as in the section `[env]` of verifiers' files:
+            `taskset`, seats, judges.
         select: selection of tasks in the format of verifiers' `select`, such as `{"include": {"idx": ["0:100"]}}`.
-        split: value of the taskset's own field `split` or `dataset_split`; a taskset without one has only `train`. Also
-            the prefix of group ids, unless `name` is given.
+        split: value of the taskset's own field `split` or `dataset_split`; a taskset without one
+            has only `train`. Also the prefix of group ids, unless `name` is given.
         timeout_seconds: time limit of an episode, which truncates its rollouts.
         open_seconds: time limit for the worker to start and to load the package.
         host, port, public_url: see `AgentEnv`.

@@ -1,7 +1,7 @@
 """Player of `worker_program.py` for episodes of a verifiers environment.
 
-`VerifiersEnv` starts it in a virtual environment without llmrl, so this file imports only the standard library,
-verifiers and verifiers' dependencies.
+`VerifiersEnv` starts it in a virtual environment without llmrl, so this file imports only the
+standard library, verifiers and verifiers' dependencies.
 """
 
 from __future__ import annotations

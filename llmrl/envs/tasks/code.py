@@ -26,8 +26,8 @@ _FENCED = re.compile(r"```(?:([^\n`]*)\n)?(.*?)```", re.DOTALL)
 _LANGUAGES = ("", "python", "py", "python3")
 _MAX_CHARACTERS = 20_000
 
-# The interpreter gets the inputs without the expected results, so the answer cannot read these. The random mark
-# distinguishes results from lines that the answer prints.
+# The interpreter gets the inputs without the expected results, so the answer cannot read these. The
+# random mark distinguishes results from lines that the answer prints.
 _PROGRAM = """
 import json
 namespace = {{}}
@@ -70,8 +70,8 @@ async def run_tests(code: str, inputs: Sequence[object], expected: Sequence[str]
     """Return whether `solve` passes each test; tests after the time limit or the end of the process fail.
 
     The untrusted `code` defines `solve`; `inputs` has the argument of each call, `expected` the JSON of each result,
-    which the code cannot read. Raises ValueError if these are not JSON, or there are none or not one for each input,
-    and IsolationError if this machine cannot confine code.
+    which the code cannot read. Raises ValueError if these are not JSON, or there are none or not
+    one for each input, and IsolationError if this machine cannot confine code.
     """
     if not expected or len(inputs) != len(expected):
         raise ValueError(

@@ -30,8 +30,8 @@ class GSM8KRewardParser(AnswerReward):
 class GSM8KEnv(DeclaredTaskEnv):
     """Grade-school math word problems, rewarded by `GSM8KRewardParser`; see `DeclaredTaskEnv` for the arguments.
 
-    The hub's dataset has 7,473 training and 1,319 test problems. A custom dataset has the columns `question` and
-    `answer`, which ends with `#### NUMBER`.
+    The hub's dataset has 7,473 training and 1,319 test problems. A custom dataset has the columns
+    `question` and `answer`, which ends with `#### NUMBER`.
 
     Example:
         >>> row = {"question": "Tom has 2 boxes of 6 eggs. How many eggs?", "answer": "2 * 6 = 12 #### 12"}

@@ -26,8 +26,8 @@ class IfEvalScorer(RubricReward):
     """A reward for followed instructions: the weighted mean of the four IFEval accuracies, which are the breakdown.
 
     Args:
-        format_weights: weights of `prompt_level_strict_acc`, `inst_level_strict_acc`, `prompt_level_loose_acc` and
-            `inst_level_loose_acc`.
+        format_weights: weights of `prompt_level_strict_acc`, `inst_level_strict_acc`,
+            `prompt_level_loose_acc` and `inst_level_loose_acc`.
         aggregate_reward: True for the weighted mean, or a function that returns the reward (`"aggregate"` in the
             breakdown) from an `IFEvalScoreData` and, if it has such parameters, `think_blocks` and `answer_blocks`
             (contents of these tags) and `complete` (whether the rollout was completed).

@@ -15,8 +15,8 @@ from llmrl.rewards import boxed_answer, extract_answer, is_math_right
 class MATHRewardParser(AnswerReward):
     r"""A reward for an answer that math-verify finds equal to the reference; see `AnswerReward`.
 
-    Without `reasoning`, the answer is the last `\boxed{…}`, or else the last line. MissingExtraError is raised if
-    math-verify is not installed.
+    Without `reasoning`, the answer is the last `\boxed{…}`, or else the last line.
+    MissingExtraError is raised if math-verify is not installed.
 
     Example:
         >>> MATHRewardParser().rubric.names

@@ -164,9 +164,9 @@ def make_task_env(
 
     Args:
         name: a name in `task_environments()`, `PACKAGE/NAME` of an installed package (`announced_environments`),
-            `HUB:NAME` of another library (`HUBS`), or `FILE.py:FUNCTION`. A package's and your own function, which
-            return an environment, are called with the options, and with `split`, `repeats`, `data` and `seed` if they
-            have such parameters.
+            `HUB:NAME` of another library (`HUBS`), or `FILE.py:FUNCTION`. A package's and your own
+            function, which return an environment, are called with the options, and with `split`,
+            `repeats`, `data` and `seed` if they have such parameters.
         split: `train`, `test`, or a split of the hub's dataset, such as `train[:-100]`.
         data: your own problems: a hub name, a file or folder, or rows.
         repeats: group size, the number of conversations per problem.

@@ -119,8 +119,8 @@ class SearchEnv(TaskEnv):
     The reward is the mean of naming the answer in the last message (weight 1) and of a successful search (0.2).
 
     Args:
-        dataset: questions with the columns `query`, `answer` and `documents` (texts); searches cover the documents of
-            all rows. By default `search_corpus`.
+        dataset: questions with the columns `query`, `answer` and `documents` (texts); searches
+            cover the documents of all rows. By default `search_corpus`.
         split: `train` has three quarters of the generated questions, `test` the rest; both search the whole corpus.
         num_people: number of people in the generated corpus, which has three facts about each; 60 by default.
         num_results: number of documents that a search returns.
@@ -128,8 +128,8 @@ class SearchEnv(TaskEnv):
         **options: see `TaskOptions`; by default `train` is shuffled.
 
     Raises:
-        ValueError: if the split is unknown, the dataset empty or a column missing, or if `num_people` is given with
-            a dataset.
+        ValueError: if the split is unknown, the dataset empty or a column missing, or if
+            `num_people` is given with a dataset.
         MissingExtraError: if the `tools` extra is not installed.
 
     Example:

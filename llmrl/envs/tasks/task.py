@@ -35,9 +35,9 @@ REASONING_PROMPT = (
 class TaskOptions(DrawOptions, total=False):
     """Options that all task environments share; see `DatasetChatEnv`.
 
-    `num_envs` is 1 by default, as in TorchRL, so a reset returns a batch `[1]`; with None, batches have any shape.
-    `max_steps` limits the turns. Without `compute_reward`, conversations are neither ended nor scored. Rewards need a
-    `tokenizer` if `input_mode` is not `history`.
+    `num_envs` is 1 by default, as in TorchRL, so a reset returns a batch `[1]`; with None, batches
+    have any shape. `max_steps` limits the turns. Without `compute_reward`, conversations are
+    neither ended nor scored. Rewards need a `tokenizer` if `input_mode` is not `history`.
     """
 
     batch_size: Sequence[int] | int | None

@@ -32,8 +32,8 @@ class MCAdvantageSelector(KnownArguments):
 
     Args:
         strategy: one of the strategies above.
-        max_combinations: maximum number of subsets that `balanced` compares; beyond it, only unions of the lowest and
-            the highest returns are compared.
+        max_combinations: maximum number of subsets that `balanced` compares; beyond it, only unions
+            of the lowest and the highest returns are compared.
         in_keys: entries that `select` reads: `return` and, for subclasses, `trajectories`, the candidates' rows.
 
     Example:
@@ -65,9 +65,9 @@ class MCAdvantageSelector(KnownArguments):
     ) -> list[int] | None:
         """Return the indices of the selected candidates in ascending order; all if there are at most `group_size`.
 
-        `candidates` are returns, or a TensorDict with the returns in the first of `in_keys`. Returns None without
-        candidates, or if the selected mean is not strictly within `keep_return_bounds` (DAPO, arXiv:2503.14476,
-        equation 11).
+        `candidates` are returns, or a TensorDict with the returns in the first of `in_keys`.
+        Returns None without candidates, or if the selected mean is not strictly within
+        `keep_return_bounds` (DAPO, arXiv:2503.14476, equation 11).
         """
         returns = candidates
         if isinstance(candidates, TensorDictBase):

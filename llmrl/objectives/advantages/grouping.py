@@ -108,8 +108,8 @@ class GroupKeys:
     ) -> dict[Hashable, float]:
         """Return the number under `key`, summed over its entries, for each rollout of one group's rows.
 
-        `turns` reduces the numbers of a trajectory's turns. Raises KeyError if a row has no such entry, and ValueError
-        if a value is not finite or rows of one rollout disagree.
+        `turns` reduces the numbers of a trajectory's turns. Raises KeyError if a row has no such
+        entry, and ValueError if a value is not finite or rows of one rollout disagree.
         """
         values: dict[Hashable, float] = {}
         numbers: dict[Hashable, list[torch.Tensor]] = {}

@@ -43,44 +43,44 @@ class MCAdvantage(KnownArguments, GroupCounters):
     `group_rules=GroupRules(group_filter=advantages.has_signal)` (dynamic sampling, DAPO, arXiv:2503.14476).
 
     In a collector (`forward`) a batch has complete groups; a batch that already has advantages is returned as is. In a
-    replay buffer (`inv`, on `extend`) rows are held back until their group is complete. Its size is the number in the
-    rows or `grpo_size`; without `grpo_size` every group counts as complete.
+    replay buffer (`inv`, on `extend`) rows are held back until their group is complete. Its size is
+    the number in the rows or `grpo_size`; without `grpo_size` every group counts as complete.
 
-    Turns without a rollout id, such as those of TorchRL's collectors, have their own rewards. Their trajectories end
-    at `("next", "done")`; RuntimeError is raised if the last trajectory does not end, in a batch `[num_envs, time]`
-    that of each environment.
+    Turns without a rollout id, such as those of TorchRL's collectors, have their own rewards. Their
+    trajectories end at `("next", "done")`; RuntimeError is raised if the last trajectory does not
+    end, in a batch `[num_envs, time]` that of each environment.
 
     REINFORCE++ (arXiv:2501.03262) is `normalization="none", normalize_batch=True, kl_penalty=KLPenalty(coeff)`; its
-    variant with a group baseline is `normalization="mean", normalize_batch=True` with a KL in the loss. The batch's
-    mean and deviation include groups without signal.
+    variant with a group baseline is `normalization="mean", normalize_batch=True` with a KL in the
+    loss. The batch's mean and deviation include groups without signal.
 
     Args:
-        grpo_size: number of rollouts in a group, scored or not; with candidates, number to train on. A collector
-            requires that it matches the environment's `repeats`.
+        grpo_size: number of rollouts in a group, scored or not; with candidates, number to train
+            on. A collector requires that it matches the environment's `repeats`.
         prompt_key: entry that identifies groups instead of the group id.
         rewards_key, advantage_key, done_key: entries read and written.
         verbose: whether to print statistics of groups to stderr.
         normalization: normalization of `group_advantages`.
         normalize_batch: whether to also normalize over the batch (`batch_normalized`); only for whole batches.
-        kl_penalty: penalty for the KL of each token and all later ones (`KLPenalty.to_go`), subtracted before the
-            normalization over the batch's trained tokens. The advantage is then `[num_tokens]` per row, and every group
-            has signal.
+        kl_penalty: penalty for the KL of each token and all later ones (`KLPenalty.to_go`),
+            subtracted before the normalization over the batch's trained tokens. The advantage is
+            then `[num_tokens]` per row, and every group has signal.
         component_weights: weights of the entries `("reward_breakdown", NAME)`, which are normalized separately in the
             group and then summed (GDPO, arXiv:2601.05242). By default the total reward is used.
-        by: `"role"` compares each rollout only with those of its group in the same role (SPIRAL, arXiv:2506.24119,
-            section 3.3, with the group's mean instead of a running mean).
+        by: `"role"` compares each rollout only with those of its group in the same role (SPIRAL,
+            arXiv:2506.24119, section 3.3, with the group's mean instead of a running mean).
         gamma: discount per turn, for rows with turn rewards: each turn's return-to-go is compared with that of the
-            same turn in the group's other rollouts (`turn_advantages`, `on_tokens`), and the advantage is
-            `[num_tokens]` per row. None gives each rollout one advantage.
-        trajectory_return: reduction of turn rewards to the return of a trajectory; None compares each turn's reward
-            with all turns of the group. Only for turns.
+            same turn in the group's other rollouts (`turn_advantages`, `on_tokens`), and the
+            advantage is `[num_tokens]` per row. None gives each rollout one advantage.
+        trajectory_return: reduction of turn rewards to the return of a trajectory; None compares
+            each turn's reward with all turns of the group. Only for turns.
         candidate_group_size: number of rollouts sampled per group, from which `candidate_selector` selects `grpo_size`.
         candidate_selection_min_size: number of rollouts required for a first selection in a replay buffer, by default
             `grpo_size`; if the selection is out of bounds, more rollouts are awaited, up to `candidate_group_size`.
         candidate_selector: selection rule.
         keep_return_bounds: exclusive bounds of the mean return; other groups are dropped.
-        drop_constant_groups: whether to drop groups with equal returns (DAPO, equation 11); without effect for
-            `normalization="none"` and `kl_penalty`.
+        drop_constant_groups: whether to drop groups with equal returns (DAPO, equation 11); without
+            effect for `normalization="none"` and `kl_penalty`.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

@@ -41,8 +41,8 @@ class DistillationLoss(KnownArguments, SequenceLoss):
     has the gradient of the reverse KL, and `k3`, as in TorchRL, that of the forward KL.
 
     With `teacher`, the divergence of both distributions at each trained token is computed exactly (GKD, equation 3),
-    whichever model sampled the token. `TeacherDistribution` uses whole distributions and no entries of the batch;
-    `TeacherTopK` reads the teacher's most likely ids from the batch.
+    whichever model sampled the token. `TeacherDistribution` uses whole distributions and no entries
+    of the batch; `TeacherTopK` reads the teacher's most likely ids from the batch.
 
     Names, keys and defaults are TorchRL's. `kl_to_teacher` is the mean over trained tokens.
 

@@ -43,18 +43,18 @@ class GRPOLoss(LLMLoss):
     require `old_log_prob`, written once before the first; without it each ratio is 1 and no token is clipped.
 
     Args:
-        actor_network: `TransformersWrapper`, or any TensorDict module that writes `sample_log_prob`'s entry with
-            gradients (`[num_tokens]` per row).
+        actor_network: `TransformersWrapper`, or any TensorDict module that writes
+            `sample_log_prob`'s entry with gradients (`[num_tokens]` per row).
         clip_epsilon: one bound for both sides, or `(low, high)`.
         dual_clip: bound above 1 on the ratio where the advantage is negative (`clipped_surrogate`).
         kl_mask_threshold: largest `0.5 * (log pi - log pi_sampler)^2` of tokens that stay in the objective.
         max_staleness: largest number of versions between the policy that sampled a token and the current one; older
             tokens are excluded. The current version is `self.policy_version`, or if None the newest in the batch.
-        aggregation: method of `aggregation_weights`; a sequence is a rollout with all its rows. Excluded tokens still
-            count in the denominator, so that micro-batches add up.
+        aggregation: method of `aggregation_weights`; a sequence is a rollout with all its rows.
+            Excluded tokens still count in the denominator, so that micro-batches add up.
         fixed_length: sequence length for `aggregation="fixed_length"`; refused with another aggregation.
-        entropy_bonus, entropy_coeff: whether to subtract `entropy_coeff * entropy`, and the coefficient (default 0.01);
-            a given coefficient implies the bonus.
+        entropy_bonus, entropy_coeff: whether to subtract `entropy_coeff * entropy`, and the
+            coefficient (default 0.01); a given coefficient implies the bonus.
         kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_probs`.
         kl_to_inference_coeff: coefficient of the KL to the sampler.
         kl_estimator: `k1`, `k2` or `k3` (`kl_estimate`); `KLPenalty` puts the KL into the reward instead.

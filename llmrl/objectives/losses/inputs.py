@@ -187,8 +187,8 @@ def with_tokens(
 ) -> TensorDictBase:
     """Return a batch of conversations with their tokens and the mask of the assistant's tokens.
 
-    The batch is returned as is if it has tokens or no conversations, or if there is no tokenizer. `template` are
-    options of `History.apply_chat_template`.
+    The batch is returned as is if it has tokens or no conversations, or if there is no tokenizer.
+    `template` are options of `History.apply_chat_template`.
     """
     if tokenizer is None or has_entry(tensordict, tokens_key) or not has_entry(tensordict, _HISTORY):
         return tensordict

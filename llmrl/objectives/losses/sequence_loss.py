@@ -20,8 +20,8 @@ class SequenceLoss(LLMLoss):
     """Base class of losses that sum or average over the trained tokens of each sequence, then over sequences.
 
     Args:
-        reduction: `mean` or `sum` over sequences, `token_mean` over the batch's trained tokens, or `none` for one loss
-            per sequence that has trained tokens, in order.
+        reduction: `mean` or `sum` over sequences, `token_mean` over the batch's trained tokens, or
+            `none` for one loss per sequence that has trained tokens, in order.
         normalize_by_seq_length: divide a sequence's loss by its number of trained tokens; ignored for `token_mean`.
         tokenizer, tokenizer_kwargs: tokenizer for batches that have `("history", "full")` but no tokens, by default
             the policy's, and options of `History.apply_chat_template`, by default the policy's template.

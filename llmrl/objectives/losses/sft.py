@@ -32,13 +32,13 @@ class SFTLoss(KnownArguments, SequenceLoss):
         actor_network: `TransformersWrapper`, or any TensorDict module that writes `log_probs`' entry with gradients.
         kl_to_ref_coeff: coefficient of the KL to the reference, with log-probs read from `ref_log_prob`.
         kl_estimator: estimator of `kl_estimate`; it estimates the KL only for tokens that the policy sampled.
-        loss_function: `sft`, or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of a row's log-likelihoods
-            (arXiv:2408.10642, equation 8), which sets a given `kl_to_ref_coeff` to 0 with a warning and does not allow
-            `token_mean`.
+        loss_function: `sft`, or `minor_sft`, `-log sigmoid(beta (log pi - log pi_ref))` of a row's
+            log-likelihoods (arXiv:2408.10642, equation 8), which sets a given `kl_to_ref_coeff` to
+            0 with a warning and does not allow `token_mean`.
         beta: coefficient of `minor_sft`.
         masking_strategy: trained tokens: `rlhf` the loss mask, `sft` those after `("tokens", "prompt")`, `generic` all.
-        reduction, normalize_by_seq_length, tokenizer, tokenizer_kwargs: as in `SequenceLoss`. Most trainers of
-            language models use the reduction `token_mean`.
+        reduction, normalize_by_seq_length, tokenizer, tokenizer_kwargs: as in `SequenceLoss`. Most
+            trainers of language models use the reduction `token_mean`.
     """
 
     @dataclass

@@ -107,8 +107,8 @@ class StreamsLoss(LLMLoss):
     """Weighted sum of several losses from one forward pass, each on its own tokens.
 
     A row belongs to a stream if it has `("loss_weights", NAME)`, `[num_tokens]` (`write_loss_weights`). Tokens with a
-    nonzero weight are trained, and their losses are multiplied by it. Each stream is aggregated over its own tokens of
-    the whole batch, so the denominators are independent. Typical uses:
+    nonzero weight are trained, and their losses are multiplied by it. Each stream is aggregated
+    over its own tokens of the whole batch, so the denominators are independent. Typical uses:
 
     - cross-entropy on environment messages (ECHO, arXiv:2605.24517): `SFTLoss` on `observed_tokens`;
     - demonstrations: `SFTLoss` on rows that have only that stream, stacked with the rollouts' rows;

@@ -17,8 +17,8 @@ from llmrl.objectives.ratios import bounded_exp
 class DrGRPOLoss(GRPOLoss):
     """GRPO with token losses divided by a fixed length (Dr. GRPO, arXiv:2503.20783, section 3.2).
 
-    `fixed_length` is the generation budget; other keywords are those of `GRPOLoss`. The paper's advantage, without
-    division by the standard deviation, is `MCAdvantage(normalization="mean")`.
+    `fixed_length` is the generation budget; other keywords are those of `GRPOLoss`. The paper's
+    advantage, without division by the standard deviation, is `MCAdvantage(normalization="mean")`.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class DPPOLoss(GRPOLoss):
     """Policy gradient within a trust region of divergence instead of ratio (DPPO, arXiv:2602.04879).
 
     A token's loss is `-r A`, or 0 if its update would leave the region (`is_within_trust_region`); `clip_fraction` is
-    the fraction of such tokens. Region and ratio are relative to the sampler's policy, as in the paper, even if the
-    batch has `old_log_prob`. With `importance_cap`, the region stays relative to the sampler, but the ratio is to the
-    trainer's log-probs before the update and is multiplied by the bounded weight. Keywords are those of `GRPOLoss`
-    except `clip_epsilon` and `dual_clip`.
+    the fraction of such tokens. Region and ratio are relative to the sampler's policy, as in the
+    paper, even if the batch has `old_log_prob`. With `importance_cap`, the region stays relative to
+    the sampler, but the ratio is to the trainer's log-probs before the update and is multiplied by
+    the bounded weight. Keywords are those of `GRPOLoss` except `clip_epsilon` and `dual_clip`.
     """
 
     _is_around_sampler = True
@@ -88,8 +88,8 @@ class GSPOLoss(GRPOLoss):
 class RLOOLoss(GRPOLoss):
     """Policy gradient without a ratio, `-A log pi` summed over a sequence (RLOO, arXiv:2402.14740, equations 5 and 7).
 
-    The baseline is `MCAdvantage(normalization="leave_one_out")`. `importance_cap` corrects off-policy samples, but not
-    a second update on a batch: use each batch once.
+    The baseline is `MCAdvantage(normalization="leave_one_out")`. `importance_cap` corrects
+    off-policy samples, but not a second update on a batch: use each batch once.
     """
 
     def __init__(

@@ -25,13 +25,13 @@ class KLPenalty(Transform):
 
     With `k1` this is RLHF's reward, `r - coeff * log(pi / pi_ref)` (RLOO, arXiv:2402.14740, equation 3). It is applied
     before `MCAdvantage` to complete rollouts. The rollout's KL is written as `"kl_penalty"`, `[1, 1]` per row; a batch
-    that has it is returned as is. `MCAdvantage(kl_penalty=)` instead uses `to_go` per token and does not change
-    rewards. For single turns use `llmrl.transforms.KLComputation`.
+    that has it is returned as is. `MCAdvantage(kl_penalty=)` instead uses `to_go` per token and
+    does not change rewards. For single turns use `llmrl.transforms.KLComputation`.
 
     Args:
         log_prob_key: log-probs of the policy, by default the sampler's; `("old_log_probs", "full")` are the trainer's.
-        other_log_prob_key: log-probs of the other model, by default the reference; `("log_probs", "full")` are the
-            sampler's.
+        other_log_prob_key: log-probs of the other model, by default the reference;
+            `("log_probs", "full")` are the sampler's.
 
     Example:
         >>> from tensordict import TensorDict, lazy_stack

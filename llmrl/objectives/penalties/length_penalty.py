@@ -24,8 +24,8 @@ def soft_overlong(
 ) -> list[float]:
     """Return DAPO's soft overlong punishment of each answer (arXiv:2503.14476, equation 13).
 
-    It is 0 up to `max_length - cache_length` sampled tokens, falls to -1 at `max_length` and stays there. `rewards` is
-    ignored. Raises ValueError unless `0 < cache_length <= max_length`.
+    It is 0 up to `max_length - cache_length` sampled tokens, falls to -1 at `max_length` and stays
+    there. `rewards` is ignored. Raises ValueError unless `0 < cache_length <= max_length`.
 
     Example:
         >>> soft_overlong([10, 15, 30], max_length=20, cache_length=10)
@@ -39,8 +39,8 @@ def soft_overlong(
 def group_relative_length(lengths: Sequence[int], rewards: Sequence[float], *, right_from: float = 1.0) -> list[float]:
     """Return Kimi k1.5's length reward of each answer of a group (arXiv:2501.12599, section 2.3.3).
 
-    It falls from 0.5 for the shortest answer to -0.5 for the longest, and is 0 if all lengths are equal. Wrong
-    answers, with a reward below `right_from`, get at most 0.
+    It falls from 0.5 for the shortest answer to -0.5 for the longest, and is 0 if all lengths are
+    equal. Wrong answers, with a reward below `right_from`, get at most 0.
 
     Example:
         >>> group_relative_length([10, 20, 30, 10], [1.0, 1.0, 1.0, 0.0])

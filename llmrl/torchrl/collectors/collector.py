@@ -12,8 +12,8 @@ from llmrl import collectors
 class LLMCollector(collectors.LLMCollector):
     """`llmrl.collectors.LLMCollector`, which also accepts an `AsyncEnvPool`.
 
-    The collector plays the pool's first environment, with as many concurrent rollouts as the pool has environments.
-    Completed trajectories and last steps of a pool are yielded one by one.
+    The collector plays the pool's first environment, with as many concurrent rollouts as the pool
+    has environments. Completed trajectories and last steps of a pool are yielded one by one.
     """
 
     __signature__ = inspect.signature(collectors.LLMCollector.__init__)

@@ -21,8 +21,8 @@ from llmrl.envs.tasks.task import REASONING_PROMPT
 class LLMEnv(KnownArguments, EnvBase):
     """An environment of any batch shape that appends the policy's output, text or token ids, to the prompt.
 
-    For conversations use `ChatEnv`, which keeps the sampled tokens of earlier turns. Only `eos_token_id` ends an
-    episode; append a transform for other conditions.
+    For conversations use `ChatEnv`, which keeps the sampled tokens of earlier turns. Only
+    `eos_token_id` ends an episode; append a transform for other conditions.
 
     Args:
         str_key, token_key: entry of the text, or of the tokens `[num_tokens]`.

@@ -110,8 +110,8 @@ class JSONCallParser:
 class ExecuteToolsInOrder(ToolTransform):
     """Runs the calls of a message sequentially and answers all of them in one message.
 
-    Unlike `ToolTransform`, it neither validates arguments nor shows tools to the model. Errors are reported to the
-    model and do not end the rollout.
+    Unlike `ToolTransform`, it neither validates arguments nor shows tools to the model. Errors are
+    reported to the model and do not end the rollout.
 
     Args:
         registry: the tools.

@@ -34,10 +34,10 @@ _AS_USER = (
 class AddThinkingPrompt(KnownArguments, Transform):
     """Asks for another attempt after an answer that meets a condition, and lets the conversation continue.
 
-    Append this transform after the transform that writes the reward. The prompt replaces the text from the answer's
-    last `<answer>` to its end, or is appended if there is no `<answer>`; without `edit_last_turn` it is a new message.
-    The rest of the answer keeps its sampled tokens. If more than half of the answer is replaced, the original answer
-    becomes a separate row.
+    Append this transform after the transform that writes the reward. The prompt replaces the text
+    from the answer's last `<answer>` to its end, or is appended if there is no `<answer>`; without
+    `edit_last_turn` it is a new message. The rest of the answer keeps its sampled tokens. If more
+    than half of the answer is replaced, the original answer becomes a separate row.
 
     Args:
         cond: function of the `next` entries of one conversation; it returns whether to ask again.
@@ -49,8 +49,8 @@ class AddThinkingPrompt(KnownArguments, Transform):
         undo_done: whether to clear the done flags.
 
     Raises:
-        ValueError: if the role is unknown, if `edit_last_turn` is combined with the role `user`, or if both prompt
-            options are given.
+        ValueError: if the role is unknown, if `edit_last_turn` is combined with the role `user`, or
+            if both prompt options are given.
         KeyError: at a step, if `cond` reads a reward that no transform before this one writes.
 
     Example:
@@ -151,8 +151,8 @@ class AddThinkingPrompt(KnownArguments, Transform):
 class Tokenizer(KnownArguments, Transform):
     """Tokenizes text entries to `[num_tokens]`, and decodes a policy's tokens for the environment.
 
-    Use it for text that is not a conversation, such as in an `LLMEnv`. In a `ChatEnv`, the policy or an
-    `IncrementalTokenizer` tokenizes conversations and keeps the sampled tokens.
+    Use it for text that is not a conversation, such as in an `LLMEnv`. In a `ChatEnv`, the policy
+    or an `IncrementalTokenizer` tokenizes conversations and keeps the sampled tokens.
 
     Args:
         in_keys, out_keys: text entries of the environment's output, and entries for their token ids.
@@ -160,8 +160,8 @@ class Tokenizer(KnownArguments, Transform):
         tokenizer: a Hugging Face tokenizer, or its name.
         skip_special_tokens, add_special_tokens: options of decoding and encoding.
         return_attention_mask: whether to write `"attention_mask"`, ones of the same length, next to the token ids.
-        call_before_reset: whether to tokenize the input of a reset instead of the output; to include a primer's rows,
-            insert this transform before the primer.
+        call_before_reset: whether to tokenize the input of a reset instead of the output; to
+            include a primer's rows, insert this transform before the primer.
 
     Raises:
         ValueError: if two lists of keys that belong together differ in length.

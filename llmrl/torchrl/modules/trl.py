@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class HFRewardModelWrapper(KnownArguments, TensorDictModuleBase):
     """Module that scores rows with a sequence classifier, such as one that TRL's `RewardTrainer` trained.
 
-    All rows of a batch are scored in one call. Ragged rows are padded on the right with `model.config.pad_token_id`,
-    or 0, and an attention mask is made for them.
+    All rows of a batch are scored in one call. Ragged rows are padded on the right with
+    `model.config.pad_token_id`, or 0, and an attention mask is made for them.
 
     Args:
         model: module that takes `input_ids` and `attention_mask`, `[num_rows, num_tokens]`, and returns the scores, or

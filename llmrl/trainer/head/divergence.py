@@ -5,12 +5,12 @@ student's `p` and the teacher's `q`, the gradient with respect to the student's 
 
 - reverse, KL(p || q): `p (log p - log q - KL)`;
 - forward, KL(q || p): `p - q`;
-- js, `beta KL(q || m) + (1 - beta) KL(p || m)` with `m = beta q + (1 - beta) p` (GKD, arXiv:2306.13649, equation 3):
-  `(1 - beta) p (log p - log m - E_p[log p - log m])`.
+- js, `beta KL(q || m) + (1 - beta) KL(p || m)` with `m = beta q + (1 - beta) p` (GKD,
+  arXiv:2306.13649, equation 3): `(1 - beta) p (log p - log m - E_p[log p - log m])`.
 
-If only the teacher's most likely ids are known, all others are merged into one, the *tail*, with the remaining
-probability (arXiv:2608.14728), so the result is a lower bound of the divergence over the vocabulary. The gradient of
-the tail is distributed over its ids in proportion to `p`.
+If only the teacher's most likely ids are known, all others are merged into one, the *tail*, with
+the remaining probability (arXiv:2608.14728), so the result is a lower bound of the divergence over
+the vocabulary. The gradient of the tail is distributed over its ids in proportion to `p`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def chunked_divergence(
         chunk_size: number of positions with logits in memory at once; `default_chunk_size` by default.
 
     Raises:
-        ValueError: if an option is invalid, the numbers of positions differ, or a `TopK` has no ids, the whole
-            vocabulary, or ids beyond the student's.
+        ValueError: if an option is invalid, the numbers of positions differ, or a `TopK` has no
+            ids, the whole vocabulary, or ids beyond the student's.
 
     Example:
         >>> same = Head(torch.eye(3), torch.eye(3))

@@ -1,9 +1,9 @@
 """Log-probs of chosen tokens from hidden states, computed without storing `[num_tokens, vocab_size]`.
 
 The output head is applied to one chunk of positions at a time, in the forward pass and again in the backward pass. The
-gradient of `log p(t) = z_t - logsumexp(z)` with respect to the logits is `onehot(t) - softmax(z)`; that of the entropy
-`H = -sum_k p_k log p_k` is `-p_k (log p_k + H)`. Products of low-precision operands are summed in float32, and
-logits are never rounded to the operands' dtype.
+gradient of `log p(t) = z_t - logsumexp(z)` with respect to the logits is `onehot(t) - softmax(z)`;
+that of the entropy `H = -sum_k p_k log p_k` is `-p_k (log p_k + H)`. Products of low-precision
+operands are summed in float32, and logits are never rounded to the operands' dtype.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MIN_LOG_PROB = -1e4
 def default_chunk_size(vocab_size: int, *, is_gpu: bool) -> int:
     """Return the default number of positions with logits in memory at once."""
     if is_gpu:
-        # Each chunk reads the head and adds to its gradient, so chunks are large: 2 GiB of logits, or more for
-        # vocabularies beyond 262,144 ids.
+        # Each chunk reads the head and adds to its gradient, so chunks are large: 2 GiB of logits,
+        # or more for vocabularies beyond 262,144 ids.
         return min(4096, max(2048, (1 << 29) // vocab_size))
     # 32 MiB of logits, which fit into the caches.
     return max(64, (1 << 23) // vocab_size)

@@ -116,8 +116,8 @@ class CausalModel:
     def hidden_states(self, packed: PackedRows) -> torch.Tensor:
         """Return the last hidden states `[num_bins, bin_length, hidden_size]`.
 
-        Raises ValueError if a row is so long that rotary frequencies depend on its length, or if compiled layers would
-        have to replay experts.
+        Raises ValueError if a row is so long that rotary frequencies depend on its length, or if
+        compiled layers would have to replay experts.
         """
         if packed.routed_experts is not None and self._is_compiled:
             raise ValueError(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class CheckpointWeights:
     """Weights of a checkpoint, and the parameters that they are computed from.
 
-    When transformers loads a checkpoint, it renames parameters, and joins or splits some of them: for example, the
-    experts of a layer are one parameter, but several weights of the checkpoint.
+    When transformers loads a checkpoint, it renames parameters, and joins or splits some of them:
+    for example, the experts of a layer are one parameter, but several weights of the checkpoint.
     """
 
     name: str

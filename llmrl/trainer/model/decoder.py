@@ -59,8 +59,8 @@ def decoder_hidden_states(
 ) -> torch.Tensor:
     """Return the last hidden states `[num_bins, bin_length, hidden_size]` of a transformers model's decoder.
 
-    If `is_packed` is False, `packed` must have one row per bin, and the model computes its own mask and positions;
-    bins are padded on the right, where no token attends to the padding.
+    If `is_packed` is False, `packed` must have one row per bin, and the model computes its own mask
+    and positions; bins are padded on the right, where no token attends to the padding.
     """
     experts = own_experts(model, packed) if is_packed else packed.routed_experts
     replayed = {} if experts is None else {ROUTED_EXPERTS: experts}

@@ -49,8 +49,8 @@ class ExactnessProbe:
     rows this short prove nothing about it, and the model counts as not packable.
 
     Raises:
-        TypeError: if the logits computed from decoder, head and transform differ from the model's, or a forward pass
-            changes the model's weights.
+        TypeError: if the logits computed from decoder, head and transform differ from the model's,
+            or a forward pass changes the model's weights.
     """
 
     def __init__(self, model: PreTrainedModel, head: OutputHead) -> None:

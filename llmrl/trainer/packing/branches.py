@@ -10,9 +10,9 @@ Two groups of rows, `a b c`, `a b d e` and `f g`, with `shortest=2`:
     step 1    [a b]                 the state after `b` is kept
     step 2    [d e] [c]             both continue this state; `c` is padded on the right, which affects no output
 
-Continued segments have multiples of `shortest` tokens, so that those of several prompts often have equal lengths and
-are computed together. Shared tokens that remain before a branch, fewer than `shortest`, are computed again in each
-branch, in these layers only.
+Continued segments have multiples of `shortest` tokens, so that those of several prompts often have
+equal lengths and are computed together. Shared tokens that remain before a branch, fewer than
+`shortest`, are computed again in each branch, in these layers only.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A causal decoder gives a token the same hidden state in every row that has the same tokens before it. Rows with a
 common prefix (samples of one prompt, branches of one conversation) are therefore laid out as token tries. Nodes are
-numbered in preorder, so that the attention mask is two comparisons: node `i` attends to node `j` if and only if
-`j <= i < subtree_end[j]`, which means that `j` is on the path from the root to `i`.
+numbered in preorder, so that the attention mask is two comparisons: node `i` attends to node `j` if
+and only if `j <= i < subtree_end[j]`, which means that `j` is on the path from the root to `i`.
 
 Three rows, with scored tokens in brackets, make two tries in one bin:
 
@@ -139,8 +139,8 @@ def pack_rows(
         token_ids: `[num_tokens]` int64 per row.
         scored_masks: `[num_tokens]` bool per row.
         token_budget: number of computed tokens per micro-batch, including padding.
-        bin_length: number of tokens per bin; longer rows get a longer bin. Longer bins share more, but their attention
-            costs more; None chooses the cheapest of several lengths.
+        bin_length: number of tokens per bin; longer rows get a longer bin. Longer bins share more,
+            but their attention costs more; None chooses the cheapest of several lengths.
         attention_length: bin length at which attention costs as much as the rest of the model.
         share_prefixes: whether to share prefixes; False lays out every row separately, for comparison.
         one_row_per_bin: whether each bin has one row, which needs no mask; for models that are not exact otherwise.
