@@ -22,7 +22,7 @@ MOST = {
     "reaches into private state": 100,
 }
 # Places in a thousand lines of it.
-MOST_PER_1000_LINES = {"tuple assignments": 1, "lines over 100 characters": 90, "conditional expressions": 20}
+MOST_PER_1000_LINES = {"tuple assignments": 1, "lines over 100 characters": 86, "conditional expressions": 20}
 
 
 @pytest.fixture(scope="module")
