@@ -129,6 +129,31 @@ def test_a_replay_buffer_receives_complete_groups_and_keeps_their_advantages() -
     assert len(buffer) == 4
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_buffers_state_has_the_rows_of_incomplete_groups(is_shared: bool) -> None:
+    def new_buffer() -> ReplayBuffer:
+        transform = MCAdvantage(grpo_size=2, normalization="mean")
+        if is_shared:
+            transform.share_memory_()
+        buffer = ReplayBuffer(storage=LazyStackStorage(16), batch_size=2)
+        buffer.append_transform(transform)
+        return buffer
+
+    before, after = new_buffer(), new_buffer()
+    before.extend(_batch(_row("a", 0, 0.0), _row("b", 0, 4.0), _row("b", 1, 0.0)))
+    state = before.state_dict()
+    after.extend(_batch(_row("other", 0, 1.0)))
+    after.load_state_dict(pickle.loads(pickle.dumps(state)))
+    [transform] = after.transform
+    assert list(transform.queues) == ["a"]
+    assert (transform.completed_trajectories, transform.written_groups) == (3, 1)
+    after.extend(_batch(_row("a", 1, 1.0)))
+    assert len(after) == 4 and _advantages(after[2:4]) == [-0.5, 0.5]
+    state["_transforms"].clear()  # as older versions saved it
+    after.load_state_dict(state)
+    assert list(transform.queues) == [] and transform.written_groups == 2
+
+
 def test_a_failed_rollout_completes_its_group() -> None:
     transform = MCAdvantage(grpo_size=3, normalization="mean")
     assert transform.inv(_batch(_row("a", 0, 0.0), _row("a", 1, 1.0))) is None

@@ -256,3 +256,10 @@ def test_bad_arguments_are_named(rows: list, masks: list, arguments: dict, named
 def test_nothing_to_score_gives_no_micro_batch() -> None:
     assert pack_rows([], []) == []
     assert pack_rows([torch.tensor([1, 2])], [torch.tensor([True, False])]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bool])
+def test_ids_that_are_no_whole_numbers_are_refused(dtype: torch.dtype) -> None:
+    """A batch that is converted as a whole has rounded ids: 9690 is 9688 in float16."""
+    with pytest.raises(TypeError, match=r"token_ids\[1\] must be whole numbers"):
+        pack_rows([torch.tensor([1, 2]), torch.tensor([1, 9690]).to(dtype)], [torch.tensor([True, True])] * 2)

@@ -11,6 +11,7 @@ from typing import Any, Self
 from tensordict import TensorDictBase
 from torchrl.envs.transforms import Transform
 
+from llmrl._utils.types import StateDict
 from llmrl.objectives.advantages.group_queue import GroupQueue, PickledRows
 
 
@@ -56,6 +57,24 @@ class GroupCounters(Transform):
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_manager": None}
+
+    def get_extra_state(self) -> dict[str, object]:
+        """Return the counters and the rows of incomplete groups, which a replay buffer saves with its own rows."""
+        with self._lock:
+            waiting = [] if self.queue is None else list(self.queue.waiting.values())
+            return {"counters": dict(self._stats), "waiting": waiting}
+
+    def set_extra_state(self, state: StateDict) -> None:
+        """Restore the counters and the rows of incomplete groups."""
+        with self._lock:
+            self._stats.update(state["counters"])
+            if self.queue is not None:
+                self.queue.waiting.clear()
+                self.queue.waiting.update({self.queue.keys.group_id(rows[0]): rows for rows in state["waiting"]})
+
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object) -> None:
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())  # absent from older states
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_stats(self) -> None:
         """Reset all counters to zero."""

@@ -147,7 +147,8 @@ def pack_rows(
             Rows of similar length are padded together, by at most a third of their tokens.
         routed_experts: `[num_tokens, num_layers, top_k]` int16 per row; tokens with different experts are not shared.
 
-    Raises ValueError if the two lists differ in length, a row is empty, or a budget is not positive.
+    Raises ValueError if the two lists differ in length, a row is empty, or a budget is not positive,
+    and TypeError if ids are not whole numbers.
 
     Example:
         >>> a, b = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])
@@ -219,6 +220,11 @@ def _check(
     for index, (ids, mask) in enumerate(zip(token_ids, scored_masks, strict=True)):
         if ids.ndim != 1 or not ids.numel():
             raise ValueError(f"token_ids[{index}] must be [num_tokens] and not empty, got shape {tuple(ids.shape)}.")
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise TypeError(
+                f"token_ids[{index}] must be whole numbers, got {ids.dtype}, which rounds large ids: "
+                "convert the columns of a batch that need another type, not the whole batch."
+            )
         if ids.shape != mask.shape:
             raise ValueError(
                 f"scored_masks[{index}] must have the shape of its row, {tuple(ids.shape)}, got {tuple(mask.shape)}."
