@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import NoReturn, Protocol, Self, TypeVar
 
 import torch
@@ -263,10 +263,16 @@ class BatchCollector:
         pending_batch = self._pending_batch or self._background.submit(self._scheduler.next_batch())
         self._pending_batch = pending_batch
         try:
-            return pending_batch.result()
-        finally:
-            if pending_batch.done():
-                self._pending_batch = None
+            delivery = pending_batch.result()
+        except (KeyboardInterrupt, SystemExit):  # of this thread, also when the batch is ready
+            raise
+        except BaseException as error:
+            self._pending_batch = None
+            if isinstance(error, CancelledError) and self._background.is_closed:
+                raise RuntimeError("the collector was shut down while it collected this batch.") from error
+            raise
+        self._pending_batch = None
+        return delivery
 
     def _report(self) -> None:
         self._reported = self._collected

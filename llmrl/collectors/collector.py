@@ -194,6 +194,12 @@ class LLMCollector(KnownArguments, BatchCollector):
                 f"max_concurrent_rollouts must be at least {source.num_players}, the players of a game, who wait for "
                 f"each other; got {num_given or in_flight}."
             )
+        rules = group_rules or GroupRules()
+        if rules.min_survivors > source.group_size:
+            raise ValueError(
+                f"min_survivors={rules.min_survivors} drops every group, since a group has {source.group_size} "
+                "rollouts: lower it, or raise the environment's repeats."
+            )
         self.yield_only_last_steps = shape.kind == "last_steps"
         self.yield_completed_trajectories = self.yield_only_last_steps or shape.kind == "trajectories"
         self.reset_at_each_iter = reset_at_each_iter
@@ -221,7 +227,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         scheduler = RolloutScheduler(
             source,
             gate,
-            rules=group_rules or GroupRules(),
+            rules=rules,
             max_concurrent_rollouts=limit.value if limit is not None else num_given or in_flight,
             units=shape.units,
             patience=max(1, shape.size if shape.kind == "groups" else 8),

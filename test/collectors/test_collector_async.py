@@ -103,6 +103,9 @@ def test_dropped_groups_are_refilled_exactly_and_counted(make_policy):
 def test_numbers_with_which_nothing_would_ever_end_well_are_refused(make_policy):
     with pytest.raises(ValueError, match="num_extra_groups must be at least 0, got -1"):
         LLMCollector(addition(1), policy=make_policy(), groups_per_batch=2, num_extra_groups=-1)
+    rules = GroupRules(min_survivors=3)
+    with pytest.raises(ValueError, match="min_survivors=3 drops every group, since a group has 2 rollouts"):
+        LLMCollector(addition(2), policy=make_policy(), groups_per_batch=2, group_rules=rules)
     for limit in ("rollout_timeout_seconds", "step_timeout_seconds"):
         with pytest.raises(ValueError, match=f"{limit} must be positive, got 0"):
             RolloutLimits(**{limit: 0})

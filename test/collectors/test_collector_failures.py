@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 from torchrl.envs import Transform
@@ -517,6 +518,28 @@ def test_after_shutdown_it_is_said(make_policy):
 
 
 # Loops
+
+
+def test_a_batch_that_is_waited_for_at_a_shutdown_is_a_runtime_error(make_policy):
+    collector = LLMCollector(DatasetChatEnv(PROMPTS), policy=make_policy(latency_s=600.0), groups_per_batch=1)
+    threading.Timer(0.2, collector.shutdown).start()
+    with pytest.raises(RuntimeError, match="shut down"):
+        ends(collector.next)
+
+
+def test_an_interrupt_that_comes_when_a_batch_is_ready_loses_nothing(make_policy, monkeypatch):
+    def interrupted(future, timeout=None):
+        monkeypatch.undo()
+        future.result(timeout)
+        raise KeyboardInterrupt
+
+    env = DatasetChatEnv([{"query": str(number), "number": number} for number in range(4)])
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=2) as collector:
+        monkeypatch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            collector.next()
+        played = [rollout.columns["number"] for _ in range(2) for rollout in (collector.next(), collector.rollouts)[1]]
+    assert sorted(played) == [0, 1, 2, 3]
 
 
 def test_a_background_loop_outlives_whatever_escapes():
