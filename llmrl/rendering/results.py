@@ -91,7 +91,7 @@ def with_text(content: object, *, before: str = "", after: str = "") -> object:
         'ab'
     """
     parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
-    if all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+    if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return f"{before}{text_of(content)}{after}"
     first, last = ([{"type": "text", "text": text}] if text else [] for text in (before, after))
     return [*first, *parts, *last]

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.envs import TransformedEnv
+from waiting import wait_until
 
 from llmrl.collectors import LLMCollector
 from llmrl.data import Rollout, RolloutStatus
@@ -194,22 +195,24 @@ def test_an_update_in_the_midst_of_an_evaluation_is_reported(make_policy):
 
 
 def test_an_interrupted_evaluation_waits_for_no_answers(make_policy):
-    interrupts = iter([signal.SIGALRM])
-
-    def interrupt(engine, total):
-        if next(interrupts, None) is not None:
-            os.kill(os.getpid(), signal.SIGALRM)
-
     def stop(number, frame):
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGALRM, stop)
+    def interrupt():
+        wait_until(lambda: policy.engine.num_in_flight == 8)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    policy = make_policy(latency_s=math.inf)
+    previous = signal.signal(signal.SIGUSR1, stop)  # Ctrl-C would end the tests, and SIGALRM is their time limit
     envs = {name: sums(range(2), 2, name) for name in ("one", "other")}
+    thread = threading.Thread(target=interrupt)
     try:
-        with Evaluator(envs, make_policy(latency_s=math.inf)) as evaluator, pytest.raises(KeyboardInterrupt):
+        with Evaluator(envs, policy) as evaluator, pytest.raises(KeyboardInterrupt):
+            thread.start()
             evaluator.evaluate()
     finally:
-        signal.signal(signal.SIGALRM, previous)
+        thread.join()
+        signal.signal(signal.SIGUSR1, previous)
 
 
 def test_of_no_environment_there_is_nothing_to_evaluate(make_policy):
