@@ -101,9 +101,12 @@ def check_least(least: float, **values: float | None) -> None:
         >>> check_least(1, num_epochs=None, num_samples=0)
         Traceback (most recent call last):
         ValueError: num_samples must be at least 1, got 0.
+        >>> check_least(0, cost=float("nan"))
+        Traceback (most recent call last):
+        ValueError: cost must be at least 0, got nan.
     """
     for name, value in values.items():
-        if value is not None and value < least:
+        if value is not None and not value >= least:
             raise ValueError(f"{name} must be at least {least}, got {value}.")
 
 

@@ -170,7 +170,9 @@ def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence
                 f"a resumed run keeps its entries, so {override.input_line!r} cannot be applied; set "
                 "the entry to a value instead."
             )
-        files = [path for folder in folders if (path := folder / name / f"{value}.yaml").exists()]
+        # An entry that is no group may be a path, beside which a file of this name lies.
+        groups = [folder / name for folder in folders if (folder / name).is_dir()]
+        files = [path for group in groups if (path := group / f"{value}.yaml").exists()]
         if not files:
             asked.append(_nested(name, value))
             continue

@@ -48,8 +48,12 @@ def sampling_from_kwargs(generate_kwargs: Mapping[str, object] | SamplingConfig 
             if value != default:
                 raise ValueError(f"generate_kwargs has {name}={value!r}: {advice}.")
         elif name == "do_sample":
-            if not value and (generate_kwargs or {}).get("temperature", 0) != 0:
-                raise ValueError("generate_kwargs has do_sample=False and a temperature; remove one of them.")
+            temperature = (generate_kwargs or {}).get("temperature", float(bool(value)))
+            if temperature is None or bool(value) != bool(temperature):
+                raise ValueError(
+                    f"generate_kwargs has do_sample={value!r} and temperature={temperature!r}, which contradict each "
+                    "other; remove one of them."
+                )
             if not value:
                 arguments["temperature"] = 0.0
         else:

@@ -145,6 +145,13 @@ def test_a_saved_text_is_read_as_it_was(tmp_path):
     assert load_config(tmp_path)["env"]["options"] == {"prompts": texts}
 
 
+def test_a_path_beside_a_file_of_its_name_is_an_entry_of_a_resumed_run(run_path, tmp_path_factory):
+    path = tmp_path_factory.mktemp("problems") / "mine"
+    path.with_suffix(".yaml").write_text("train: {num_steps: 3}\n")
+    cfg, changes = resumed(run_path, f"env.eval_split={path}")
+    assert cfg.env.eval_split == str(path) and list(changes) == ["env.eval_split"]
+
+
 def test_a_folder_that_was_moved_is_where_it_is_now(run_path, tmp_path_factory):
     moved = tmp_path_factory.mktemp("moved") / "run"
     run_path.rename(moved)

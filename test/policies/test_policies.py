@@ -329,6 +329,7 @@ def test_an_own_engine_ends_if_its_policy_is_refused(monkeypatch):
         ({"n": 2}, "num_samples="),
         ({"num_beams": 4}, "cannot be trained on"),
         ({"do_sample": False, "temperature": 0.7}, "do_sample"),
+        ({"do_sample": True, "temperature": 0.0}, "do_sample"),
         ({"max_tokens": 3, "max_new_tokens": 4}, "twice"),
         ({"temperature": -0.1}, "temperature must be non-negative"),
         ({"temperature": 0.001}, "temperature must be 0 .greedy., or 0.01 or more, got 0.001"),

@@ -215,3 +215,11 @@ def test_tools_in_order_answer_by_one_message_and_end_no_rollout():
     assert contents(one, JSONCallParser()) == ['count succeeded: {"total": 1}']
     assert "cannot be parsed" in contents('{"tools": [{"name": "count"}]}', JSONCallParser())[0]
     assert "failed" in contents('{"tools": [{"tool": "count", "args": [1]}]}', JSONCallParser())[0]
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "[" * 100_000, '{"message": null, "tools": null}'])
+def test_a_message_of_json_that_is_no_call_is_read_as_one_without_calls(text):
+    expected = "" if "null" in text else text
+    assert JSONCallParser()(text) == {"text": expected, "calls": [], "meta": {"count": 0}}
+    [call] = XMLBlockParser()(f'<tool name="add">{text[:5000]}</tool>')["calls"]
+    assert call.tool == "add" and (call.args == {"raw": text[:5000]} or "null" in text)

@@ -98,13 +98,13 @@ class JSONCallParser:
         if isinstance(response, str):
             try:
                 decoded = json.loads(response)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # such as numbers of too many digits, and deep nesting
                 decoded = None
             if not isinstance(decoded, dict):
                 return _parsed(response, [])
             response = decoded
-        calls = cast("list[dict[str, object]]", response.get("tools", []))
-        return _parsed(str(response.get("message", "")), [ToolCall(**call) for call in calls])  # type: ignore[arg-type]
+        calls = cast("list[dict[str, object]]", response.get("tools") or [])
+        return _parsed(str(response.get("message") or ""), [ToolCall(**call) for call in calls])  # type: ignore[arg-type]
 
 
 class ExecuteToolsInOrder(ToolTransform):
@@ -235,7 +235,7 @@ def _decoded(arguments: str) -> dict[str, object]:
 def _arguments(body: str) -> dict[str, object]:
     try:
         arguments = json.loads(body or "{}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else {"raw": body}
 
