@@ -267,7 +267,7 @@ def memory(folder, name, num_ranks):
     def work(rank):
         # Memory that is given up is given back, so that what a process has is what it holds.
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
-        ctypes.CDLL(None).malloc_trim(0)  # nor is what others gave up before the fork taken again uncounted
+        ctypes.CDLL(None).malloc_trim(0)  # memory freed before the fork would be reused, and not be counted
         before = in_use("VmRSS")
         model = LlamaForCausalLM(LlamaConfig(**MEMORY[name], num_attention_heads=8, tie_word_embeddings=False))
         if name == "checkpointing":
