@@ -179,7 +179,9 @@ class Evaluator:
         with ThreadPoolExecutor(max(1, len(self._collectors)), thread_name_prefix="llmrl-evaluation") as pool:
             try:
                 return dict(zip(self._collectors, pool.map(self._play, self._collectors), strict=True))
-            except KeyboardInterrupt:
+            except Exception:
+                raise
+            except BaseException:  # such as KeyboardInterrupt
                 self.shutdown()  # otherwise the pool waits until all answers are played
                 raise
 

@@ -199,7 +199,7 @@ def test_an_interrupted_evaluation_waits_for_no_answers(make_policy):
         raise KeyboardInterrupt
 
     def interrupt():
-        wait_until(lambda: policy.engine.num_in_flight == 8)
+        wait_until(lambda: policy.engine.num_in_flight == 16)  # all answers of both environments
         os.kill(os.getpid(), signal.SIGUSR1)
 
     policy = make_policy(latency_s=math.inf)
