@@ -118,7 +118,7 @@ class BatchCollector:
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while True:
             with self._batch_lock:
-                batch = self._next()
+                batch = self._next_unless_shut_down()
                 if batch is None:
                     return
                 if self.replay_buffer is None:
@@ -135,7 +135,7 @@ class BatchCollector:
             RuntimeError: after `shutdown`.
         """
         with self._batch_lock:
-            batch = self._next()
+            batch = self._next_unless_shut_down()
             if batch is None:
                 raise StopIteration
             self._delivered()
@@ -168,6 +168,12 @@ class BatchCollector:
     def getattr_rb(self, attr: str) -> object:
         """Return an attribute of the replay buffer, such as `write_count`; AttributeError if there is no buffer."""
         return getattr(self.replay_buffer, attr)
+
+    def _next_unless_shut_down(self) -> TensorDictBase | None:
+        try:
+            return self._next()
+        except CancelledError as error:
+            raise RuntimeError("the collector was shut down while it collected this batch.") from error
 
     def _next(self) -> TensorDictBase | None:
         """Return the next batch that has rows, or None; until its delivery, a saved state lists its groups as unplayed.
@@ -264,12 +270,8 @@ class BatchCollector:
         self._pending_batch = pending_batch
         try:
             delivery = pending_batch.result()
-        except (KeyboardInterrupt, SystemExit):  # of this thread, also when the batch is ready
-            raise
-        except BaseException as error:
+        except Exception:  # and not an interrupt of this thread, which may come when the batch is ready
             self._pending_batch = None
-            if isinstance(error, CancelledError) and self._background.is_closed:
-                raise RuntimeError("the collector was shut down while it collected this batch.") from error
             raise
         self._pending_batch = None
         return delivery
