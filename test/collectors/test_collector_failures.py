@@ -250,6 +250,10 @@ def test_a_tool_that_blocks_its_thread_stops_no_judge(make_policy):
 
 def test_a_step_that_blocks_for_ever_loses_nothing_that_waits_for_its_thread():
     goes_on = threading.Event()
+    before = set(threading.enumerate())
+
+    def own_threads():
+        return [thread for thread in set(threading.enumerate()) - before if thread.name == "llmrl-env"]
 
     class Blocking(Transform):
         def _step(self, tensordict, next_tensordict):
@@ -270,12 +274,12 @@ def test_a_step_that_blocks_for_ever_loses_nothing_that_waits_for_its_thread():
         assert await stepper.call(max, 1, 2) == 2
         with pytest.raises(TimeoutError, match=r"more than 0\.2 s"):
             await stepping
-        assert all(thread.daemon for thread in threading.enumerate() if thread.name == "llmrl-env")
+        assert all(thread.daemon for thread in own_threads())
         stepper.shutdown()
 
     ends(lambda: asyncio.run(main()))
     goes_on.set()
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "llmrl-env"])
+    wait_until(lambda: not own_threads())
 
 
 def test_an_engine_s_own_time_out_is_no_rollout_s(make_policy):

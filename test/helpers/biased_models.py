@@ -28,12 +28,16 @@ def save_model_that_says(path, shares):
 
 
 def save_as_embedded(home):
-    """Save a model that answers with digits, and ends, where the embedded model lies in a home of llmrl; its folder."""
+    """Save a model that answers with short numbers where the embedded model lies in a home of llmrl; its folder.
+
+    One group of four in thirteen has a signal for sums of two digits: 128 in a row without one are one case in 20,000.
+    """
     folder = model_folder(home)
     folder.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(folder))
     digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
-    save_model_that_says(folder, {tokenizer.eos_token_id: 0.1, **dict.fromkeys(digits, 0.08)})
+    space = tokenizer.convert_tokens_to_ids("Ġ")
+    save_model_that_says(folder, {tokenizer.eos_token_id: 0.2, space: 0.3, **dict.fromkeys(digits, 0.04)})
     files = {path.name: {"size": path.stat().st_size} for path in folder.iterdir()}
     (folder / "llmrl-manifest.json").write_text(json.dumps({"format": 1, "files": files}))
     return Path(folder)
