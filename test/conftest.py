@@ -291,16 +291,22 @@ def tiny_model_path(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def ray_nodes():
+def ray_nodes(tmp_path_factory):
     """A Ray cluster of one node, with one `seat`, on this machine for the whole session; nodes come and go."""
     pytest.importorskip("ray")
+    import ray_workers
     from ray.cluster_utils import Cluster
+
+    class ForkingCluster(Cluster):
+        def add_node(self, **options):
+            return super().add_node(setup_worker_path=ray_workers.__file__, **options)
 
     # A node that is gone is known to be in 3 s, not in 15.
     health = {"initial_delay_ms": 1000, "period_ms": 1000, "failure_threshold": 3}
     head = {"num_cpus": 2, "resources": {"seat": 1}, "include_dashboard": False}
     head["_system_config"] = {f"health_check_{name}": value for name, value in health.items()}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    _shared.enter_context(ray_workers.forked_workers(tmp_path_factory.mktemp("ray")))
+    cluster = ForkingCluster(initialize_head=True, head_node_args=head)
     _shared.callback(cluster.shutdown)
     return cluster
 

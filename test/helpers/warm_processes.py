@@ -8,6 +8,7 @@ does.
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -193,11 +194,15 @@ def become(request, files):
     sys.modules["warm_processes"] = sys.modules["__main__"]
     _servers[key_of(environment)] = own = WarmServer.fork()
     util.spawnv_passfds = forking(own)
-    first, *rest = itertools.dropwhile(lambda word: word in ("-u", "-B"), arguments)
+    end_with(lambda: run_program(*itertools.dropwhile(lambda word: word in ("-u", "-B"), arguments), folder=folder))
+
+
+def run_program(first, *rest, folder):
+    """Run what the arguments of an interpreter say."""
     if first == "-m":
-        sys.argv, sys.path[0] = rest, folder
+        sys.argv, sys.path[0] = list(rest), folder
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-        sys.exit()
+        return
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     if first == "-c":
@@ -208,7 +213,32 @@ def become(request, files):
         source, name = Path(first).read_bytes(), first
         main.__file__ = name
     exec(compile(source, name, "exec"), vars(main))
-    sys.exit()
+
+
+def end_with(program):
+    """Run a program and end as an interpreter does, but leave its objects: to free vLLM's takes half a second."""
+    is_interrupted = False
+    status = None
+    try:
+        program()
+    except SystemExit as error:
+        status = error.code
+    except BaseException as error:
+        sys.excepthook(*sys.exc_info())
+        is_interrupted = isinstance(error, KeyboardInterrupt)
+        status = 1
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it is closed
+            stream.flush()
+    if is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((status or 0) & 255)
 
 
 # -- in a process that starts others -------------------------------------------------------------------------------
@@ -299,8 +329,25 @@ def worker_io(*, has_engines):
     return WarmIO
 
 
+class _Later(types.ModuleType):
+    """Stands for a module that is not imported yet: it is imported where one of its names is used.
+
+    Nothing can be imported from it.
+    """
+
+    def __getattr__(self, name):
+        module = importlib.import_module(self.__name__)
+        if module is self:
+            raise AttributeError(name)
+        return getattr(module, name)
+
+
 def main():
     number, *parts = sys.argv[1:]
+    # What is forked may be a process of Ray's, and Ray reads its variables on import.
+    if spec := importlib.util.find_spec("ray"):
+        sys.modules["ray"] = _Later("ray")
+        sys.modules["ray"].__spec__ = spec
     for name in (
         *(ENGINE_MODULES if "engines" in parts else ()),
         *MODULES,
@@ -308,6 +355,7 @@ def main():
     ):
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+    sys.modules.pop("ray", None)
     gc.collect()
     gc.freeze()
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "what was imported started threads"
