@@ -235,3 +235,17 @@ def test_following_answers_are_scored_with_torchrls_entry_of_ifeval(tokenizer):
     first, second = env.step(data)["next", "ifeval_score"].unbind(0)
     assert first.all() and first.inst_level_strict_acc.tolist() == [True, True]
     assert second.inst_level_strict_acc.tolist() == [False, True] and not second.prompt_level_strict_acc.any()
+
+
+def test_an_aggregate_of_torchrls_gets_the_accuracies_of_ifeval_as_tensors():
+    def strict(score, think_blocks=None, answer_blocks=None, complete=None):
+        assert score.prompt_level_strict_acc.dtype == torch.bool and answer_blocks == ["red, blue"]
+        return score.inst_level_strict_acc.float().mean(-1, keepdim=True)
+
+    row = {"query": "Name colours.", "kwargs": [{}, {"relation": "less than", "num_words": 10}]}
+    row["instruction_id_list"] = ["punctuation:no_comma", "length_constraints:number_words"]
+    env = DatasetChatEnv([row]).append_transform(torchrl_envs.IfEvalScorer(aggregate_reward=strict))
+    data = env.reset()
+    answer = {"role": "assistant", "content": "<think>a</think> <answer>red, blue</answer>"}
+    data["history"].full = data["history"].prompt.append(answer, inplace=False)
+    assert env.step(data)["next", "reward"].item() == 0.5

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -98,12 +99,27 @@ class IFEvalScoreData:
 
 
 class IfEvalScorer(envs.IfEvalScorer):
-    """`llmrl.envs.IfEvalScorer` with TorchRL's function for one answer, and its entry `("next", "ifeval_score")`."""
+    """`llmrl.envs.IfEvalScorer` with TorchRL's function for one answer, and its entry `("next", "ifeval_score")`.
+
+    A function as `aggregate_reward` is called with this entry.
+    """
 
     def __init__(
-        self, *, format_weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1), reasoning: bool = True, **options: object
+        self,
+        *,
+        format_weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1),
+        aggregate_reward: bool | Callable[..., float | torch.Tensor] = True,
+        reasoning: bool = True,
+        **options: object,
     ) -> None:
-        super().__init__(format_weights=format_weights, reasoning=reasoning, **options)  # type: ignore[arg-type]
+        if callable(aggregate_reward):
+            aggregate_reward = _of_tensors(aggregate_reward)
+        super().__init__(
+            format_weights=format_weights,
+            aggregate_reward=aggregate_reward,  # type: ignore[arg-type]
+            reasoning=reasoning,
+            **options,  # type: ignore[arg-type]
+        )
         self.format_weights = tuple(format_weights)
         self.reasoning = reasoning
 
@@ -114,8 +130,7 @@ class IfEvalScorer(envs.IfEvalScorer):
             text = text_of(self._messages(element, next_element)[-1].get("content"))
             answer = extract_answer(text, reasoning=self.reasoning) or ""
             score = score_instructions(answer, columns["instruction_id_list"], columns["kwargs"])  # type: ignore[arg-type]
-            accuracies = {name: torch.tensor(getattr(score, name)).reshape(-1) for name in _ACCURACIES}
-            next_element.set("ifeval_score", IFEvalScoreData(**accuracies))
+            next_element.set("ifeval_score", _as_tensors(score))
         return restacked(next_elements, next_tensordict.batch_size)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
@@ -144,6 +159,18 @@ class IfEvalScorer(envs.IfEvalScorer):
 
 
 _ACCURACIES = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
+
+
+def _as_tensors(score: envs.IFEvalScoreData) -> IFEvalScoreData:
+    return IFEvalScoreData(**{name: torch.tensor(getattr(score, name)).reshape(-1) for name in _ACCURACIES})
+
+
+def _of_tensors(aggregate: Callable[..., float | torch.Tensor]) -> Callable[..., float]:
+    @functools.wraps(aggregate)  # the scorer passes what the function has parameters for
+    def aggregated(score: envs.IFEvalScoreData, **extras: object) -> float:
+        return float(aggregate(_as_tensors(score), **extras))
+
+    return aggregated
 
 
 class _TakesFixed:
