@@ -81,6 +81,15 @@ def test_a_condition_sees_the_reward_only_once_it_is_written():
     assert [chat[-1]["content"] for chat in following["history"].prompt.chats] == ["15", "14 Wait."]
 
 
+def test_another_attempt_is_asked_for_where_a_limit_had_truncated_the_conversation():
+    env = ChatEnv().append_transform(StepCounter(1)).append_transform(AddThinkingPrompt(lambda step: True, "Wait."))
+    following = answered(env, "14")
+    assert not any(following[flag].any() for flag in ("done", "terminated", "truncated"))
+    kept = ChatEnv().append_transform(StepCounter(1))
+    following = answered(kept.append_transform(AddThinkingPrompt(lambda step: True, undo_done=False)), "14")
+    assert following["done"].all() and following["truncated"].all()
+
+
 def test_a_chat_environment_is_made_with_its_tokenizer(tokenizer):
     env = ChatEnv(tokenizer=tokenizer, system_prompt="Be brief.", with_tokenizer=True)
     assert isinstance(env, TransformedEnv) and isinstance(env.base_env, ChatEnv)

@@ -46,7 +46,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
         role: `assistant` for a prompt in the first person, or `user`.
         edit_last_turn: whether to write the prompt into the last answer.
         zero_reward: whether to set the reward of the answer to 0; by default the value of `edit_last_turn`.
-        undo_done: whether to clear the done flags.
+        undo_done: whether to clear the done flags, `truncated` included.
 
     Raises:
         ValueError: if the role is unknown, if `edit_last_turn` is combined with the role `user`, or
@@ -141,7 +141,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
         if self.zero_reward:
             element.set("reward", torch.zeros_like(element.get("reward")))
         if self.undo_done:
-            for key in ("done", "terminated"):
+            for key in {"done", "terminated", "truncated"} & set(element.keys()):
                 element.set(key, torch.zeros_like(element.get(key)))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
