@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict.utils import NestedKey
 from torchrl.data import Categorical, Composite, NonTensor, SipHash, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
+from llmrl.data.ragged import check_entry
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
 from llmrl.envs.primer import DataLoadingPrimer
 from llmrl.envs.sources import Source
@@ -29,6 +31,7 @@ class LLMEnv(KnownArguments, EnvBase):
         action_key: entry of the policy's output; by default `text_response` or `tokens_response`.
         from_text: whether the entries are text rather than tokens.
         eos_token_id: token that ends an episode of tokens.
+        device: device of the entries.
 
     Raises:
         ValueError: if `eos_token_id` is given with text, or if reset gets no prompt.
@@ -47,9 +50,9 @@ class LLMEnv(KnownArguments, EnvBase):
     def __init__(
         self,
         *,
-        str_key: str = "text",
-        token_key: str = "tokens",
-        action_key: str | None = None,
+        str_key: NestedKey = "text",
+        token_key: NestedKey = "tokens",
+        action_key: NestedKey | None = None,
         from_text: bool = True,
         eos_token_id: int | None = None,
         device: torch.device | None = None,
@@ -83,7 +86,8 @@ class LLMEnv(KnownArguments, EnvBase):
             )
         flags = {key: torch.zeros(*tensordict.shape, 1, dtype=torch.bool) for key in ("done", "terminated")}
         # `select` does not stack, which would fail for token rows of different lengths.
-        return tensordict.select(self.prompt_key).update(flags)
+        prompts = tensordict.select(self.prompt_key).update(flags)
+        return prompts if self.device is None else prompts.to(self.device)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_size:
@@ -93,8 +97,8 @@ class LLMEnv(KnownArguments, EnvBase):
             raise ValueError(f"step needs the entry {self._response_key!r}, which a policy writes.")
         is_done = self.eos_token_id is not None and bool((response == self.eos_token_id).any())
         grown = non_tensor(plain(prompt) + plain(response)) if self.from_text else torch.cat([prompt, response], -1)
-        flags = {key: torch.full((1,), is_done) for key in ("done", "terminated")}
-        return tensordict_of({self.prompt_key: grown, "reward": torch.zeros(1, 1), **flags})
+        flags = {key: torch.full((1,), is_done, device=self.device) for key in ("done", "terminated")}
+        return tensordict_of({"reward": torch.zeros(1, 1, device=self.device), **flags}).set(self.prompt_key, grown)
 
     def _set_seed(self, seed: int | None) -> None:
         # The environment draws no random numbers.
@@ -202,6 +206,10 @@ class LLMHashingEnv(KnownArguments, EnvBase):
 class GSM8KPrepareQuestion(KnownArguments, Transform):
     """At reset, writes each question of `in_keys` as DeepSeek-R1's prompt to `out_keys`; both default to `["text"]`.
 
+    Insert this transform before the one that draws the questions, `env.insert_transform(0, GSM8KPrepareQuestion())`.
+
+    Raises ValueError if the keys are not equally many, or if a reset gets no questions, and KeyError if one is missing.
+
     Example:
         >>> from tensordict import TensorDict
         >>> GSM8KPrepareQuestion().prepare(TensorDict({"text": "1 + 1 ="}))["text"][-42:]
@@ -210,17 +218,26 @@ class GSM8KPrepareQuestion(KnownArguments, Transform):
 
     def __init__(self, in_keys: Sequence[str] | None = None, out_keys: Sequence[str] | None = None) -> None:
         in_keys = ["text"] if in_keys is None else list(in_keys)
-        super().__init__(in_keys, in_keys if out_keys is None else list(out_keys))
+        out_keys = in_keys if out_keys is None else list(out_keys)
+        if len(in_keys) != len(out_keys):
+            raise ValueError(f"in_keys and out_keys must be equally many, got {in_keys} and {out_keys}.")
+        super().__init__(in_keys, out_keys)
 
     def prepare(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the prompts for a tensordict of any batch shape."""
         for element in batch_elements(tensordict):
             for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+                check_entry(element, in_key, owner="The tensordict of a reset")
                 prompt = f"{REASONING_PROMPT} User: {plain(element.get(in_key))}. Assistant: <think>"
                 element.set(out_key, non_tensor(prompt))
         return tensordict
 
-    def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
+        if tensordict is None:
+            raise ValueError(
+                f"there are no questions to prepare: pass reset a tensordict with {self.in_keys}, or insert "
+                "GSM8KPrepareQuestion before the transform that draws them, env.insert_transform(0, ...)."
+            )
         return self.prepare(tensordict)
 
     def _apply_transform(self, value: object) -> object:
