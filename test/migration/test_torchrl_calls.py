@@ -212,6 +212,12 @@ def test_a_wrapper_of_torchrls_has_its_template_for_a_tokenizer_without_one(toke
         vLLMWrapper(ScriptedEngine([[1]]), tokenizer=base)
 
 
+@pytest.mark.parametrize("model", [torch.nn.Linear(1, 1), None])
+def test_a_model_that_is_neither_an_engine_nor_one_of_vllm_is_refused_by_its_type(model):
+    with pytest.raises(TypeError, match=rf"model must be an engine, a vllm.LLM.*got {type(model).__name__}"):
+        torchrl_modules.vLLMWrapper(model)
+
+
 @pytest.mark.filterwarnings("ignore:Support of VecNormV2")
 @pytest.mark.parametrize("batch_size", [None, (2,)])
 def test_rewards_of_a_batch_are_normalized_as_one_after_another(batch_size):

@@ -116,7 +116,7 @@ class IfEvalScorer(envs.IfEvalScorer):
             aggregate_reward = _of_tensors(aggregate_reward)
         super().__init__(
             format_weights=format_weights,
-            aggregate_reward=aggregate_reward,  # type: ignore[arg-type]
+            aggregate_reward=aggregate_reward,
             reasoning=reasoning,
             **options,  # type: ignore[arg-type]
         )

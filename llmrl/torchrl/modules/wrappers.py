@@ -69,8 +69,14 @@ class _ScoresByEngine(policies.vLLMWrapper, ScoresRows):
     def __init__(
         self, model: Engine | LLM | str | os.PathLike[str], *, generate: bool = True, **options: object
     ) -> None:
-        is_engine = isinstance(model, (Engine, str, os.PathLike))
-        super().__init__(model if is_engine else GivenLLM(model), generate=generate, **options)  # type: ignore[arg-type]
+        if not isinstance(model, (Engine, str, os.PathLike)):
+            if not hasattr(model, "model_config"):  # importing vLLM for its class takes seconds
+                raise TypeError(
+                    "model must be an engine, a vllm.LLM, or the name or folder of a model for one, "
+                    f"got {type(model).__name__}; a transformers model is for a TransformersWrapper."
+                )
+            model = GivenLLM(model)
+        super().__init__(model, generate=generate, **options)  # type: ignore[arg-type]
 
     def _set_up(self, engine: Engine, *, generate: bool, options: WrapperOptions) -> None:
         super()._set_up(engine, generate=generate, options=options)
