@@ -158,6 +158,21 @@ def test_the_scorers_bonus_is_torchrls():
     score = torchrl_envs.IFEvalScoreData(**accuracies, batch_size=(2,))
     reward = torchrl_envs.IfEvalScorer().default_reward_aggregator(score, think_blocks=["a"], answer_blocks=["b"])
     assert reward.shape == (2, 1, 1) and reward.flatten().tolist() == pytest.approx([0.85, 0.15])
+    scorer = torchrl_envs.IfEvalScorer(format_weights=iter([0.0, 0.0, 0.0, 1.0]))
+    assert scorer.default_reward_aggregator(score).flatten().tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("argument", ["batch_size_dl", "collate_fn", "primers", "dataloader_actor_name"])
+def test_an_argument_of_torchrls_data_sets_that_is_not_there_is_refused_with_advice(argument):
+    with pytest.raises(TypeError, match=f"DatasetChatEnv has no argument '{argument}': "):
+        torchrl_envs.DatasetChatEnv(["7 + 8 ="], **{argument: None})
+
+
+@pytest.mark.parametrize("argument", ["score_key", "prompt_key", "verbose", "response_column"])
+def test_an_argument_of_torchrls_scorer_that_is_not_there_is_refused_with_advice(argument):
+    assert torchrl_envs.IfEvalScorer(format_weights=None).format_weights == (0.4, 0.3, 0.2, 0.1)
+    with pytest.raises(TypeError, match=f"IfEvalScorer has no argument '{argument}': "):
+        torchrl_envs.IfEvalScorer(**{argument: None})
 
 
 def test_a_task_of_torchrls_takes_apply_template_and_scores_an_answer(tokenizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Self
 
@@ -30,7 +31,7 @@ from llmrl.rewards import (
 class _ReadsTags:
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """Return the content of the `<think>` and the `<answer>` tags of a completion; `""` for a missing tag."""
+        """Return the content of a completion's last `<think>` and last `<answer>` tags; `""` for a missing tag."""
         return extract_tag(text, "think") or "", extract_tag(text, "answer") or ""
 
 
@@ -107,20 +108,19 @@ class IfEvalScorer(envs.IfEvalScorer):
     def __init__(
         self,
         *,
-        format_weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1),
+        format_weights: Sequence[float] | None = None,
         aggregate_reward: bool | Callable[..., float | torch.Tensor] = True,
+        set_done_if_answer: bool = True,
         reasoning: bool = True,
-        **options: object,
     ) -> None:
         if callable(aggregate_reward):
             aggregate_reward = _of_tensors(aggregate_reward)
         super().__init__(
             format_weights=format_weights,
             aggregate_reward=aggregate_reward,
+            set_done_if_answer=set_done_if_answer,
             reasoning=reasoning,
-            **options,  # type: ignore[arg-type]
         )
-        self.format_weights = tuple(format_weights)
         self.reasoning = reasoning
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -203,6 +203,8 @@ class ChatEnv(envs.ChatEnv):
 
 class DatasetChatEnv(_TakesFixed, envs.DatasetChatEnv):
     """`llmrl.envs.DatasetChatEnv`, which also accepts `group_repeats=True`, `ray_backend=False`, `apply_template=`."""
+
+    __signature__ = inspect.signature(envs.DatasetChatEnv.__init__)  # by which unknown arguments are refused
 
 
 class GSM8KEnv(_TakesFixed, envs.GSM8KEnv):
