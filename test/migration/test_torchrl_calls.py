@@ -150,6 +150,7 @@ def test_the_parsers_have_torchrls_functions_for_one_answer():
     assert torchrl_envs.MATHRewardParser.extract_boxed(" none ") == "none"
     assert torchrl_envs.CountdownRewardParser.validate_expression("(25 + 3) * 4", 112, [25, 3, 4])
     assert not torchrl_envs.CountdownRewardParser.validate_expression("25 + 25", 50, [25, 3])
+    assert torchrl_envs.CountdownRewardParser.validate_expression("25 + 3", torch.tensor(28), torch.tensor([25, 3]))
 
 
 def test_the_scorers_bonus_is_torchrls():

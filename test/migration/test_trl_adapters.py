@@ -120,3 +120,5 @@ def test_wrong_arguments_are_named(buffer):
             TorchRLBufferDataset(buffer, **arguments)
     with pytest.raises(KeyError, match="A row of the replay buffer has no"):
         next(iter(TorchRLBufferDataset(buffer, 1, keys=["prompt"])))
+    with pytest.raises(RuntimeError, match="no_such_device"):
+        TorchRLBufferDataset(buffer, 1, device="no_such_device")

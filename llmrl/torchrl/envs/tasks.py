@@ -86,7 +86,8 @@ class CountdownRewardParser(_ReadsTags, envs.CountdownRewardParser):
             >>> CountdownRewardParser.validate_expression("(25 + 3) * 4", 112, [25, 3, 4])
             True
         """
-        return is_countdown_right(expression, target, numbers)
+        # Numbers of a tensor are tensors, which hash by identity: none would be one of the expression's.
+        return is_countdown_right(expression, int(target), [int(number) for number in numbers])
 
 
 @tensorclass

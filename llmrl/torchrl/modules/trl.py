@@ -143,7 +143,7 @@ class TorchRLBufferDataset(KnownArguments, torch.utils.data.IterableDataset):
         self.replay_buffer = replay_buffer
         self.batch_size = batch_size
         self.keys = None if keys is None else [unravel_key(key) for key in keys]
-        self.device = device
+        self.device = None if device is None else torch.device(device)
         self.num_batches = num_batches
 
     def __iter__(self) -> Iterator[dict[str, object]]:
