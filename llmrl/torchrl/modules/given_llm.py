@@ -87,11 +87,12 @@ class GivenLLM:
         return read_completion(output, self.vocab_size, version=self.policy_version)
 
     async def _answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
-        if not self.is_alive:
-            raise EngineError("This engine was shut down; create another policy with the vllm.LLM.")
         request = _Request(list(prompt_ids), params, Future())
         self._waiting.put(request)
-        self._thread.submit(self._generate_waiting)
+        try:
+            self._thread.submit(self._generate_waiting)
+        except RuntimeError as error:
+            raise EngineError("This engine was shut down; create another policy with the vllm.LLM.") from error
         return await asyncio.wrap_future(request.answer)
 
     def _generate_waiting(self) -> None:
@@ -103,7 +104,7 @@ class GivenLLM:
         try:
             with self._lock:
                 outputs = self.llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
-        except Exception as error:  # vLLM's own errors have no common class
+        except BaseException as error:  # vLLM's errors have no common class, and a panic in Rust is no Exception
             for request in requests:
                 failure = EngineError(f"vLLM could not serve the request: {error}")
                 failure.__cause__ = error
