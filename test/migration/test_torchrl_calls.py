@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torchrl.envs import (
 )
 
 from llmrl.data import ChatHistory, History
+from llmrl.data.sampling_mask import SamplingMask
+from llmrl.engines.scores import TokenScores
 from llmrl.envs import ChatEnv, DatasetChatEnv
 from llmrl.objectives import SFTLoss
 from llmrl.policies import LLMWrapperBase, vLLMWrapper
@@ -232,6 +235,28 @@ def test_a_wrapper_of_torchrls_has_its_template_for_a_tokenizer_without_one(toke
 def test_a_model_that_is_neither_an_engine_nor_one_of_vllm_is_refused_by_its_type(model):
     with pytest.raises(TypeError, match=rf"model must be an engine, a vllm.LLM.*got {type(model).__name__}"):
         torchrl_modules.vLLMWrapper(model)
+
+
+class ScoringEngine(ScriptedEngine):
+    async def score(self, token_ids, *, top_k=0):
+        log_probs = torch.tensor([0.0, *(-float(number) for number in range(1, len(token_ids)))])
+        return TokenScores(log_probs, torch.full((len(token_ids), 0), -1), torch.zeros(len(token_ids), 0))
+
+
+def test_rows_of_truncated_distributions_are_not_scored_as_if_they_were_whole():
+    judge = torchrl_modules.vLLMWrapper(ScoringEngine([[1]]), input_mode="tokens", generate=False)
+    mask = {"all_assistant_mask": torch.tensor([False, True, True])}
+    row = TensorDict(tokens=TensorDict(full=torch.tensor([5, 6, 7])), masks=TensorDict(mask))
+    assert judge(lazy_stack([row.clone()]))[0]["log_probs", "full"].tolist() == [0.0, -1.0, -2.0]
+    kept = SamplingMask.of([None, None, array("i", [7, 9])])
+    row["sampling_mask"] = TensorDict(token_ids=kept.token_ids, counts=kept.counts)
+    with pytest.raises(ValueError, match="sampled from truncated"):
+        judge(lazy_stack([row]))
+
+
+def test_a_temperature_at_which_no_engine_scores_is_refused_before_an_engine_starts(tmp_path):
+    with pytest.raises(ValueError, match=r"scores at temperature 1, got 0\.7"):
+        torchrl_modules.vLLMWrapper(tmp_path, generate=False, generate_kwargs={"temperature": 0.7})
 
 
 @pytest.mark.filterwarnings("ignore:Support of VecNormV2")
