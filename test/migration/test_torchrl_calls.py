@@ -162,6 +162,7 @@ def test_the_scorers_bonus_is_torchrls():
     score = torchrl_envs.IFEvalScoreData(**accuracies, batch_size=(2,))
     reward = torchrl_envs.IfEvalScorer().default_reward_aggregator(score, think_blocks=["a"], answer_blocks=["b"])
     assert reward.shape == (2, 1, 1) and reward.flatten().tolist() == pytest.approx([0.85, 0.15])
+    assert torchrl_envs.IfEvalScorer().default_reward_aggregator(score.to("meta")).is_meta
     scorer = torchrl_envs.IfEvalScorer(format_weights=iter([0.0, 0.0, 0.0, 1.0]))
     assert scorer.default_reward_aggregator(score).flatten().tolist() == [0.0, 0.0]
 
