@@ -31,6 +31,12 @@ def test_tokens_grow_and_an_end_token_ends_the_episode():
     assert step["terminated"].flatten().tolist() == [True, False]
 
 
+def test_none_as_a_key_is_the_usual_entry(tokenizer):
+    assert LLMEnv(str_key=None).reset(TensorDict(text="a"))["text"] == "a"
+    assert LLMEnv(token_key=None, from_text=False).reset(TensorDict(tokens=torch.tensor([7])))["tokens"].item() == 7
+    assert LLMHashingEnv(tokenizer=tokenizer, text_key=None).make_tensordict("a")["text"] == "a"
+
+
 def test_nested_entries_of_text_grow():
     env = LLMEnv(str_key=("story", "text"), action_key=("story", "more"))
     data = env.reset(TensorDict(story=TensorDict(text="a")))

@@ -27,7 +27,7 @@ class LLMEnv(KnownArguments, EnvBase):
     `eos_token_id` ends an episode; append a transform for other conditions.
 
     Args:
-        str_key, token_key: entry of the text, or of the tokens `[num_tokens]`.
+        str_key, token_key: entry of the text, by default `text`, or of the tokens `[num_tokens]`, by default `tokens`.
         action_key: entry of the policy's output; by default `text_response` or `tokens_response`.
         from_text: whether the entries are text rather than tokens.
         eos_token_id: token that ends an episode of tokens.
@@ -50,8 +50,8 @@ class LLMEnv(KnownArguments, EnvBase):
     def __init__(
         self,
         *,
-        str_key: NestedKey = "text",
-        token_key: NestedKey = "tokens",
+        str_key: NestedKey | None = None,
+        token_key: NestedKey | None = None,
         action_key: NestedKey | None = None,
         from_text: bool = True,
         eos_token_id: int | None = None,
@@ -65,7 +65,7 @@ class LLMEnv(KnownArguments, EnvBase):
         self._batch_locked = False
         self.from_text = from_text
         self.eos_token_id = eos_token_id
-        self.prompt_key = str_key if from_text else token_key
+        self.prompt_key = (str_key or "text") if from_text else (token_key or "tokens")
         # Not `action_key`, a property of `EnvBase` that is derived from the specs below.
         self._response_key = action_key or ("text_response" if from_text else "tokens_response")
         spec = NonTensor(shape=(), example_data="") if from_text else Unbounded((-1,), dtype=torch.int64)
@@ -139,7 +139,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         observation_key: str = "observation",
         text_output: bool = True,
         tokenizer: Tokenizer | None = None,
-        text_key: str = "text",
+        text_key: str | None = "text",
     ) -> None:
         super().__init__(batch_size=())
         self._batch_locked = False
@@ -147,7 +147,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
             raise TypeError("tokenizer is missing: pass it, or pass vocab_size and text_output=False.")
         self.vocab_size: int = len(tokenizer) if tokenizer is not None and vocab_size is None else vocab_size  # type: ignore[assignment]
         self.observation_key = observation_key
-        self.text_key = text_key
+        self.text_key = text_key or "text"
         self.text_output = text_output
         self._hash = hashing_module or SipHash()
         self._tokenizer = tokenizer
@@ -156,7 +156,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
             "hashing": Unbounded((1,), dtype=torch.int64),
         }
         if text_output:
-            observations[text_key] = NonTensor(shape=(), example_data="")
+            observations[self.text_key] = NonTensor(shape=(), example_data="")
         self.observation_spec = Composite(observations)
         self.action_spec = Composite(action=Categorical(self.vocab_size, shape=(1,), dtype=torch.int64))
         self.reward_spec = Unbounded((1,))
