@@ -114,3 +114,11 @@ def test_a_panic_of_the_llm_and_a_shutdown_are_errors_of_the_engine(monkeypatch)
     engine.shutdown()
     with pytest.raises(EngineError, match="was shut down"):
         asyncio.run(generated())
+
+
+def test_a_top_k_of_more_log_probs_than_the_llm_reports_is_refused_at_once():
+    options = {"logprobs_mode": "processed_logprobs", "max_logprobs": 20, "return_sampling_mask": False}
+    model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100, **options)
+    engine = given_llm.GivenLLM(type("LLM", (), {"model_config": model_config})())
+    with pytest.raises(ValueError, match=r"top_k=50 needs \d+ log-probs per token.*at most 20"):
+        engine.check_sampling(SamplingConfig(top_k=50))

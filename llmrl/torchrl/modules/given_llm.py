@@ -57,7 +57,7 @@ class GivenLLM:
         return self.llm.get_tokenizer()
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ValueError if the engine's log-probs would not be those of the sampling distribution."""
+        """Raise ValueError if the engine cannot report the log-probs of the sampling distribution."""
         is_raw = self.llm.model_config.logprobs_mode != "processed_logprobs"
         is_changed = sampling.temperature not in (0, 1) or sampling.repetition_penalty != 1
         if is_raw and (is_changed or sampling.is_truncated):
@@ -65,7 +65,12 @@ class GivenLLM:
                 "this vllm.LLM returns log-probs before temperature, penalties and truncation: create it with "
                 "logprobs_mode='processed_logprobs', or use AsyncVLLM.from_pretrained, which does so."
             )
-        num_reported(sampling, self.llm.model_config)
+        needed = num_reported(sampling, self.llm.model_config)
+        if 0 <= self.llm.model_config.max_logprobs < needed:  # -1 is no limit
+            raise ValueError(
+                f"top_k={sampling.top_k} needs {needed} log-probs per token, and this vllm.LLM reports at most "
+                f"{self.llm.model_config.max_logprobs}: create it with max_logprobs={needed}, or use a smaller top_k."
+            )
         sampling_params(sampling, 1)
 
     async def generate(
