@@ -29,7 +29,7 @@ from llmrl.testing import ScriptedEngine
 from llmrl.torchrl.collectors import llm as torchrl_collectors
 from llmrl.torchrl.envs import VecNormV2
 from llmrl.torchrl.envs import llm as torchrl_envs
-from llmrl.torchrl.envs.llm.transforms import AddThinkingPrompt
+from llmrl.torchrl.envs.llm.transforms import AddThinkingPrompt, SimpleToolTransform
 from llmrl.torchrl.modules import llm as torchrl_modules
 from llmrl.transforms import IncrementalTokenizer, PolicyVersion, RubricReward
 
@@ -91,6 +91,16 @@ def test_another_attempt_is_asked_for_where_a_limit_had_truncated_the_conversati
     kept = ChatEnv().append_transform(StepCounter(1))
     following = answered(kept.append_transform(AddThinkingPrompt(lambda step: True, undo_done=False)), "14")
     assert following["done"].all() and following["truncated"].all()
+
+
+def test_a_prompt_to_think_again_is_not_written_into_the_reply_of_a_tool():
+    tools = SimpleToolTransform({"seven": lambda: 7})
+    env = ChatEnv().append_transform(tools).append_transform(AddThinkingPrompt(lambda step: True, "Wait."))
+    [chat] = answered(env, "<tool>seven\n</tool>")["history"].prompt.chats
+    assert [(message["role"], message["content"]) for message in chat[-2:]] == [
+        ("tool", "seven succeeded: 7"),
+        ("assistant", "Wait."),
+    ]
 
 
 def test_a_chat_environment_is_made_with_its_tokenizer(tokenizer):
