@@ -36,8 +36,11 @@ ELSEWHERE: tuple[tuple[str, str | None, str], ...] = (
     ("VLLMWeightReceiver", "llmrl.weight_sync.EngineGroup", ""),
     ("VLLMDoubleBufferWeightReceiver", "llmrl.weight_sync.DoubleBufferReader", ""),
     ("VLLMDoubleBufferTransport", "llmrl.weight_sync.FileChannel", ""),
-    ("SGLangWeightSyncScheme", None, "an SGLang server loads weights itself"),
-    ("SGLangWeightSender SGLangCollectiveTransport get_sglang_model_metadata", None, ""),
+    (
+        "SGLangWeightSyncScheme SGLangWeightSender SGLangCollectiveTransport get_sglang_model_metadata",
+        None,
+        "an SGLang server loads weights itself",
+    ),
 )
 # Names of the toolkit `torchrl.envs.llm.agentic`, in the same form.
 AGENTIC: tuple[tuple[str, str | None, str], ...] = (
@@ -74,11 +77,12 @@ _SUBMODULES = {
     "reward reward.countdown reward.gsm8k reward.ifeval reward.math",
     "envs.llm.transforms": "browser dataloading format kl policy_version reason tokenizer tools",
     "envs.llm.agentic": "compose parsers protocols rate_limit repl sandbox schema tools",
-    "modules.llm": "backends backends.vllm backends.vllm.vllm_async backends.vllm.vllm_sync policies policies.common "
-    "policies.transformers_wrapper policies.vllm_wrapper trl_interop utils",
+    "modules.llm": "backends backends.sglang backends.sglang.base backends.sglang.sglang_server "
+    "backends.sglang.sglang_utils backends.vllm backends.vllm.vllm_async backends.vllm.vllm_sync policies "
+    "policies.common policies.sglang_wrapper policies.transformers_wrapper policies.vllm_wrapper trl_interop utils",
     "objectives.llm": "distillation grpo sft",
     "collectors.llm": "base ray_collector utils weight_update weight_update.vllm weight_update.vllm_v2",
-    "weight_update.llm": "vllm_double_buffer vllm_nccl",
+    "weight_update.llm": "sglang_nccl vllm_double_buffer vllm_nccl",
 }
 
 
@@ -97,13 +101,17 @@ def namespace(name: str) -> Callable[[str], object]:
     def get(attribute: str) -> object:
         if attribute in steps:
             return module
-        for names, ours, remark in (*ELSEWHERE, *AGENTIC):
-            if attribute in names.split():
-                advice = f"use {ours}" + f" ({remark})" * bool(remark) if ours else remark
-                raise ImportError(f"llmrl has no {attribute}: {advice}.", name=attribute)
+        _refuse_elsewhere(attribute)
         raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
 
     return get
+
+
+def _refuse_elsewhere(attribute: str) -> None:
+    for names, ours, remark in (*ELSEWHERE, *AGENTIC):
+        if attribute in names.split():
+            advice = f"use {ours}" + f" ({remark})" * bool(remark) if ours else remark
+            raise ImportError(f"llmrl has no {attribute}: {advice}.", name=attribute)
 
 
 def area(name: str) -> Callable[[str], object]:
@@ -116,6 +124,7 @@ def area(name: str) -> Callable[[str], object]:
             return ours
         if attribute in ours.__all__:
             return getattr(ours, attribute)
+        _refuse_elsewhere(attribute)  # TorchRL has names of its LLM layer here, too
         return getattr(importlib.import_module(theirs), attribute)
 
     return get

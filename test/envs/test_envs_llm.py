@@ -31,6 +31,28 @@ def test_tokens_grow_and_an_end_token_ends_the_episode():
     assert step["terminated"].flatten().tolist() == [True, False]
 
 
+def test_none_as_a_key_is_the_usual_entry(tokenizer):
+    assert LLMEnv(str_key=None).reset(TensorDict(text="a"))["text"] == "a"
+    assert LLMEnv(token_key=None, from_text=False).reset(TensorDict(tokens=torch.tensor([7])))["tokens"].item() == 7
+    assert LLMHashingEnv(tokenizer=tokenizer, text_key=None).make_tensordict("a")["text"] == "a"
+
+
+def test_nested_entries_of_text_grow():
+    env = LLMEnv(str_key=("story", "text"), action_key=("story", "more"))
+    data = env.reset(TensorDict(story=TensorDict(text="a")))
+    data["story", "more"] = "1"
+    assert env.step(data)["next", "story", "text"] == "a1"
+
+
+def test_entries_are_on_the_environments_device():
+    env = LLMEnv(from_text=False, device="meta")
+    data = env.reset(TensorDict(tokens=torch.ones(2, 3, dtype=torch.int64), batch_size=2))
+    data["tokens_response"] = torch.ones(2, 1, dtype=torch.int64, device="meta")
+    step = env.step(data)["next"]
+    assert step["tokens"].shape == (2, 4) and data["tokens"].is_meta
+    assert all(part[key].is_meta for part in (data, step) for key in ("done", "terminated")) and step["reward"].is_meta
+
+
 def test_rows_of_a_loader_are_prepared_and_open_the_episodes():
     loader = DataLoader([{"text": "1 + 1?", "answer": "2"}, {"text": "1 + 2?", "answer": "3"}], batch_size=2)
     env = LLMEnv.from_dataloader(loader, repeats=2)
@@ -45,6 +67,16 @@ def test_specs(from_text):
     env = LLMEnv(from_text=from_text)
     start = TensorDict(text="a") if from_text else TensorDict(tokens=torch.tensor([1]))
     check_env_specs(env, tensordict=env.reset(start))
+
+
+def test_questions_that_are_missing_are_named():
+    loader = [{"text": "1 + 1?"}]
+    with pytest.raises(ValueError, match=r"no questions to prepare.*insert_transform\(0"):
+        LLMEnv.from_dataloader(loader).append_transform(GSM8KPrepareQuestion()).reset()
+    with pytest.raises(KeyError, match="has no 'question'"):
+        GSM8KPrepareQuestion(["question"]).prepare(TensorDict(text="1 + 1?"))
+    with pytest.raises(ValueError, match="equally many"):
+        GSM8KPrepareQuestion(["text"], ["text", "prompt"])
 
 
 def test_what_is_missing_is_named():

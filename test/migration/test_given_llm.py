@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 from warm_processes import run_warm
+
+from llmrl.engines import EngineError, SamplingConfig
+from llmrl.torchrl.modules import given_llm
 
 PROGRAM = """
 import sys
@@ -83,3 +88,37 @@ def test_a_given_llm_generates_what_a_scorer_scores_alike(tiny_model_path, tmp_p
     command = [sys.executable, program, tiny_model_path]
     ended = run_warm(command, env=os.environ | variables)
     assert ended.returncode == 0 and ended.stdout.endswith("all is so\n"), ended.stdout[-2000:] + ended.stderr[-4000:]
+
+
+class Panic(BaseException):
+    """What a panic of an extension in Rust raises, which is no Exception."""
+
+
+def test_a_panic_of_the_llm_and_a_shutdown_are_errors_of_the_engine(monkeypatch):
+    def generate(prompts, params, use_tqdm):
+        raise Panic("index out of range")
+
+    for name in ("sampling_params", "num_reported"):  # which import vLLM
+        monkeypatch.setattr(given_llm, name, lambda *arguments, **options: None)
+    model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100)
+    engine = given_llm.GivenLLM(type("LLM", (), {"model_config": model_config, "generate": staticmethod(generate)})())
+
+    async def generated():
+        async with asyncio.timeout(5):  # an answer that never comes is no error of the engine
+            await engine.generate([1, 2], SamplingConfig())
+
+    with pytest.raises(EngineError, match="index out of range") as error:
+        asyncio.run(generated())
+    assert isinstance(error.value.__cause__, Panic)
+    engine.shutdown()
+    engine.shutdown()
+    with pytest.raises(EngineError, match="was shut down"):
+        asyncio.run(generated())
+
+
+def test_a_top_k_of_more_log_probs_than_the_llm_reports_is_refused_at_once():
+    options = {"logprobs_mode": "processed_logprobs", "max_logprobs": 20, "return_sampling_mask": False}
+    model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 100, **options)
+    engine = given_llm.GivenLLM(type("LLM", (), {"model_config": model_config})())
+    with pytest.raises(ValueError, match=r"top_k=50 needs \d+ log-probs per token.*at most 20"):
+        engine.check_sampling(SamplingConfig(top_k=50))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torchrl.envs import (
 )
 
 from llmrl.data import ChatHistory, History
+from llmrl.data.sampling_mask import SamplingMask
+from llmrl.engines.scores import TokenScores
 from llmrl.envs import ChatEnv, DatasetChatEnv
 from llmrl.objectives import SFTLoss
 from llmrl.policies import LLMWrapperBase, vLLMWrapper
@@ -26,7 +29,7 @@ from llmrl.testing import ScriptedEngine
 from llmrl.torchrl.collectors import llm as torchrl_collectors
 from llmrl.torchrl.envs import VecNormV2
 from llmrl.torchrl.envs import llm as torchrl_envs
-from llmrl.torchrl.envs.llm.transforms import AddThinkingPrompt
+from llmrl.torchrl.envs.llm.transforms import AddThinkingPrompt, SimpleToolTransform
 from llmrl.torchrl.modules import llm as torchrl_modules
 from llmrl.transforms import IncrementalTokenizer, PolicyVersion, RubricReward
 
@@ -79,6 +82,25 @@ def test_a_condition_sees_the_reward_only_once_it_is_written():
     env = ChatEnv().append_transform(RubricReward(is_fifteen))
     following = answered(env.append_transform(AddThinkingPrompt(is_wrong, "Wait.")), "15", "14")
     assert [chat[-1]["content"] for chat in following["history"].prompt.chats] == ["15", "14 Wait."]
+
+
+def test_another_attempt_is_asked_for_where_a_limit_had_truncated_the_conversation():
+    env = ChatEnv().append_transform(StepCounter(1)).append_transform(AddThinkingPrompt(lambda step: True, "Wait."))
+    following = answered(env, "14")
+    assert not any(following[flag].any() for flag in ("done", "terminated", "truncated"))
+    kept = ChatEnv().append_transform(StepCounter(1))
+    following = answered(kept.append_transform(AddThinkingPrompt(lambda step: True, undo_done=False)), "14")
+    assert following["done"].all() and following["truncated"].all()
+
+
+def test_a_prompt_to_think_again_is_not_written_into_the_reply_of_a_tool():
+    tools = SimpleToolTransform({"seven": lambda: 7})
+    env = ChatEnv().append_transform(tools).append_transform(AddThinkingPrompt(lambda step: True, "Wait."))
+    [chat] = answered(env, "<tool>seven\n</tool>")["history"].prompt.chats
+    assert [(message["role"], message["content"]) for message in chat[-2:]] == [
+        ("tool", "seven succeeded: 7"),
+        ("assistant", "Wait."),
+    ]
 
 
 def test_a_chat_environment_is_made_with_its_tokenizer(tokenizer):
@@ -141,6 +163,7 @@ def test_the_parsers_have_torchrls_functions_for_one_answer():
     assert torchrl_envs.MATHRewardParser.extract_boxed(" none ") == "none"
     assert torchrl_envs.CountdownRewardParser.validate_expression("(25 + 3) * 4", 112, [25, 3, 4])
     assert not torchrl_envs.CountdownRewardParser.validate_expression("25 + 25", 50, [25, 3])
+    assert torchrl_envs.CountdownRewardParser.validate_expression("25 + 3", torch.tensor(28), torch.tensor([25, 3]))
 
 
 def test_the_scorers_bonus_is_torchrls():
@@ -149,6 +172,22 @@ def test_the_scorers_bonus_is_torchrls():
     score = torchrl_envs.IFEvalScoreData(**accuracies, batch_size=(2,))
     reward = torchrl_envs.IfEvalScorer().default_reward_aggregator(score, think_blocks=["a"], answer_blocks=["b"])
     assert reward.shape == (2, 1, 1) and reward.flatten().tolist() == pytest.approx([0.85, 0.15])
+    assert torchrl_envs.IfEvalScorer().default_reward_aggregator(score.to("meta")).is_meta
+    scorer = torchrl_envs.IfEvalScorer(format_weights=iter([0.0, 0.0, 0.0, 1.0]))
+    assert scorer.default_reward_aggregator(score).flatten().tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("argument", ["batch_size_dl", "collate_fn", "primers", "dataloader_actor_name"])
+def test_an_argument_of_torchrls_data_sets_that_is_not_there_is_refused_with_advice(argument):
+    with pytest.raises(TypeError, match=f"DatasetChatEnv has no argument '{argument}': "):
+        torchrl_envs.DatasetChatEnv(["7 + 8 ="], **{argument: None})
+
+
+@pytest.mark.parametrize("argument", ["score_key", "prompt_key", "verbose", "response_column"])
+def test_an_argument_of_torchrls_scorer_that_is_not_there_is_refused_with_advice(argument):
+    assert torchrl_envs.IfEvalScorer(format_weights=None).format_weights == (0.4, 0.3, 0.2, 0.1)
+    with pytest.raises(TypeError, match=f"IfEvalScorer has no argument '{argument}': "):
+        torchrl_envs.IfEvalScorer(**{argument: None})
 
 
 def test_a_task_of_torchrls_takes_apply_template_and_scores_an_answer(tokenizer):
@@ -203,6 +242,34 @@ def test_a_wrapper_of_torchrls_has_its_template_for_a_tokenizer_without_one(toke
         vLLMWrapper(ScriptedEngine([[1]]), tokenizer=base)
 
 
+@pytest.mark.parametrize("model", [torch.nn.Linear(1, 1), None])
+def test_a_model_that_is_neither_an_engine_nor_one_of_vllm_is_refused_by_its_type(model):
+    with pytest.raises(TypeError, match=rf"model must be an engine, a vllm.LLM.*got {type(model).__name__}"):
+        torchrl_modules.vLLMWrapper(model)
+
+
+class ScoringEngine(ScriptedEngine):
+    async def score(self, token_ids, *, top_k=0):
+        log_probs = torch.tensor([0.0, *(-float(number) for number in range(1, len(token_ids)))])
+        return TokenScores(log_probs, torch.full((len(token_ids), 0), -1), torch.zeros(len(token_ids), 0))
+
+
+def test_rows_of_truncated_distributions_are_not_scored_as_if_they_were_whole():
+    judge = torchrl_modules.vLLMWrapper(ScoringEngine([[1]]), input_mode="tokens", generate=False)
+    mask = {"all_assistant_mask": torch.tensor([False, True, True])}
+    row = TensorDict(tokens=TensorDict(full=torch.tensor([5, 6, 7])), masks=TensorDict(mask))
+    assert judge(lazy_stack([row.clone()]))[0]["log_probs", "full"].tolist() == [0.0, -1.0, -2.0]
+    kept = SamplingMask.of([None, None, array("i", [7, 9])])
+    row["sampling_mask"] = TensorDict(token_ids=kept.token_ids, counts=kept.counts)
+    with pytest.raises(ValueError, match="sampled from truncated"):
+        judge(lazy_stack([row]))
+
+
+def test_a_temperature_at_which_no_engine_scores_is_refused_before_an_engine_starts(tmp_path):
+    with pytest.raises(ValueError, match=r"scores at temperature 1, got 0\.7"):
+        torchrl_modules.vLLMWrapper(tmp_path, generate=False, generate_kwargs={"temperature": 0.7})
+
+
 @pytest.mark.filterwarnings("ignore:Support of VecNormV2")
 @pytest.mark.parametrize("batch_size", [None, (2,)])
 def test_rewards_of_a_batch_are_normalized_as_one_after_another(batch_size):
@@ -235,3 +302,17 @@ def test_following_answers_are_scored_with_torchrls_entry_of_ifeval(tokenizer):
     first, second = env.step(data)["next", "ifeval_score"].unbind(0)
     assert first.all() and first.inst_level_strict_acc.tolist() == [True, True]
     assert second.inst_level_strict_acc.tolist() == [False, True] and not second.prompt_level_strict_acc.any()
+
+
+def test_an_aggregate_of_torchrls_gets_the_accuracies_of_ifeval_as_tensors():
+    def strict(score, think_blocks=None, answer_blocks=None, complete=None):
+        assert score.prompt_level_strict_acc.dtype == torch.bool and answer_blocks == ["red, blue"]
+        return score.inst_level_strict_acc.float().mean(-1, keepdim=True)
+
+    row = {"query": "Name colours.", "kwargs": [{}, {"relation": "less than", "num_words": 10}]}
+    row["instruction_id_list"] = ["punctuation:no_comma", "length_constraints:number_words"]
+    env = DatasetChatEnv([row]).append_transform(torchrl_envs.IfEvalScorer(aggregate_reward=strict))
+    data = env.reset()
+    answer = {"role": "assistant", "content": "<think>a</think> <answer>red, blue</answer>"}
+    data["history"].full = data["history"].prompt.append(answer, inplace=False)
+    assert env.step(data)["next", "reward"].item() == 0.5

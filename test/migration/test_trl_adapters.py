@@ -61,6 +61,17 @@ def test_padded_rows_are_scored_with_their_mask_and_gradients_flow():
     assert model.score.weight.grad.abs().sum() > 0
 
 
+def test_padded_rows_of_a_buffer_of_lazy_stacks_are_scored_with_their_mask():
+    buffer = ReplayBuffer(storage=LazyStackStorage(2))
+    for ids, mask in (([0, 0, 5, 6], [0, 0, 1, 1]), ([1, 2, 3, 4], [1, 1, 1, 1])):
+        buffer.add(TensorDict(ids=torch.tensor(ids), mask=torch.tensor(mask)))
+    model = make_classifier()
+    scores = HFRewardModelWrapper(model, token_key="ids", attention_mask_key="mask")(buffer[:])["reward"]
+    with torch.no_grad():
+        alone = [model(input_ids=torch.tensor([ids])).logits.item() for ids in ([5, 6], [1, 2, 3, 4])]
+    assert scores.tolist() == pytest.approx(alone, abs=1e-5)
+
+
 def test_what_cannot_be_scored_is_refused():
     with pytest.raises(RuntimeError, match=r"one scalar reward per input, \[3\] or \[3, 1\]"):
         HFRewardModelWrapper(make_classifier(num_labels=2))(rows())
@@ -109,3 +120,5 @@ def test_wrong_arguments_are_named(buffer):
             TorchRLBufferDataset(buffer, **arguments)
     with pytest.raises(KeyError, match="A row of the replay buffer has no"):
         next(iter(TorchRLBufferDataset(buffer, 1, keys=["prompt"])))
+    with pytest.raises(RuntimeError, match="no_such_device"):
+        TorchRLBufferDataset(buffer, 1, device="no_such_device")

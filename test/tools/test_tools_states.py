@@ -16,7 +16,14 @@ from llmrl.envs import ChatEnv, DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import Rubric, UnknownRewardInput
 from llmrl.testing import ScriptedEngine
-from llmrl.tools import ExecuteToolsInOrder, JSONCallParser, ToolRegistry, ToolTransform, XMLBlockParser
+from llmrl.tools import (
+    ExecuteToolsInOrder,
+    JSONCallParser,
+    SimpleToolTransform,
+    ToolRegistry,
+    ToolTransform,
+    XMLBlockParser,
+)
 from llmrl.tools.output import as_text
 from llmrl.transforms import RubricReward
 from llmrl.watch.rollout_metrics import rollout_metrics
@@ -188,6 +195,14 @@ def test_an_object_is_no_answer(value, renderer, played):
     assert "a model cannot read" in said[0] and rollout.tool_calls == {"failed": 1}
 
 
+def answers_in_order(transform, text):
+    env = ChatEnv().append_transform(transform)
+    data = env.reset(TensorDict(query="Count."))
+    full = data["history"].prompt.append({"role": "assistant", "content": text})
+    data["history"] = ChatHistory(full=full, batch_size=())
+    return [m["content"] for m in env.step(data)["next", "history"].prompt.chats if m["role"] == "tool"]
+
+
 def test_tools_in_order_answer_by_one_message_and_end_no_rollout():
     class Count:
         name = "count"
@@ -197,11 +212,7 @@ def test_tools_in_order_answer_by_one_message_and_end_no_rollout():
             return {"total": _state["total"]}
 
     def contents(text, parser, **options):
-        env = ChatEnv().append_transform(ExecuteToolsInOrder(ToolRegistry([Count()]), parser, **options))
-        data = env.reset(TensorDict(query="Count."))
-        full = data["history"].prompt.append({"role": "assistant", "content": text})
-        data["history"] = ChatHistory(full=full, batch_size=())
-        return [m["content"] for m in env.step(data)["next", "history"].prompt.chats if m["role"] == "tool"]
+        return answers_in_order(ExecuteToolsInOrder(ToolRegistry([Count()]), parser, **options), text)
 
     calls = [("count", 2), ("cuont", 1), ("count", 3)]
     blocks = "".join(f'<tool name="{name}">{{"by": {by}}}</tool>' for name, by in calls)
@@ -223,3 +234,46 @@ def test_a_message_of_json_that_is_no_call_is_read_as_one_without_calls(text):
     assert JSONCallParser()(text) == {"text": expected, "calls": [], "meta": {"count": 0}}
     [call] = XMLBlockParser()(f'<tool name="add">{text[:5000]}</tool>')["calls"]
     assert call.tool == "add" and (call.args == {"raw": text[:5000]} or "null" in text)
+
+
+@pytest.mark.parametrize("arguments", ["[]", '["ab"]', '[["a", 1]]', "null", "7", '"[]"'])
+def test_arguments_that_are_no_object_are_not_passed_to_a_tool(arguments):
+    called = []
+
+    class Count:
+        name = "count"
+
+        def __call__(self, **arguments):
+            called.append(arguments)
+
+    calls = f'{{"tools": [{{"tool": "count", "args": {arguments}}}]}}'
+    in_order = ExecuteToolsInOrder(ToolRegistry([Count()]), JSONCallParser(), pass_state_to_tools=False)
+    [of_json] = answers_in_order(in_order, calls)
+    [of_text] = answers_in_order(SimpleToolTransform({"count": Count()}), f"<tool>count\n{arguments}</tool>")
+    assert "the arguments must be an object" in of_json and "the arguments must be an object" in of_text
+    assert not called
+
+
+def test_a_tool_that_gives_up_waiting_is_not_taken_for_one_that_was_stopped():
+    def fetch():
+        raise TimeoutError("the page did not answer")
+
+    assert answers_in_order(SimpleToolTransform({"fetch": fetch}), "<tool>fetch\n</tool>") == [
+        "fetch failed: TimeoutError: the page did not answer"
+    ]
+
+
+def test_answers_have_the_tags_of_their_calls():
+    def count(by):
+        return by
+
+    blocks = '<tool name="count" tag="A">{"by": 1}</tool><tool name="count">{"by": 2}</tool>'
+    answers = answers_in_order(SimpleToolTransform({"count": count}, parser=XMLBlockParser()), blocks)
+    assert answers == ["count [tag: A] succeeded: 1", "count succeeded: 2"]
+
+
+def test_a_pattern_of_calls_without_two_groups_and_a_limit_of_no_time_are_refused():
+    with pytest.raises(ValueError, match=r"must have two groups.*has 1"):
+        SimpleToolTransform({}, tool_call_pattern=r"<call>(.*?)</call>")
+    with pytest.raises(ValueError, match="timeout must be positive, got 0"):
+        SimpleToolTransform({}, timeout=0)

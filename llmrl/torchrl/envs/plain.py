@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict.utils import NestedKey
 from torchrl.data import Categorical, Composite, NonTensor, SipHash, TensorSpec, Unbounded
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Tokenizer
+from llmrl.data.ragged import check_entry
 from llmrl.data.tensordicts import batch_elements, non_tensor, plain, tensordict_of
 from llmrl.envs.primer import DataLoadingPrimer
 from llmrl.envs.sources import Source
@@ -25,10 +27,11 @@ class LLMEnv(KnownArguments, EnvBase):
     `eos_token_id` ends an episode; append a transform for other conditions.
 
     Args:
-        str_key, token_key: entry of the text, or of the tokens `[num_tokens]`.
+        str_key, token_key: entry of the text, by default `text`, or of the tokens `[num_tokens]`, by default `tokens`.
         action_key: entry of the policy's output; by default `text_response` or `tokens_response`.
         from_text: whether the entries are text rather than tokens.
         eos_token_id: token that ends an episode of tokens.
+        device: device of the entries.
 
     Raises:
         ValueError: if `eos_token_id` is given with text, or if reset gets no prompt.
@@ -47,9 +50,9 @@ class LLMEnv(KnownArguments, EnvBase):
     def __init__(
         self,
         *,
-        str_key: str = "text",
-        token_key: str = "tokens",
-        action_key: str | None = None,
+        str_key: NestedKey | None = None,
+        token_key: NestedKey | None = None,
+        action_key: NestedKey | None = None,
         from_text: bool = True,
         eos_token_id: int | None = None,
         device: torch.device | None = None,
@@ -62,7 +65,7 @@ class LLMEnv(KnownArguments, EnvBase):
         self._batch_locked = False
         self.from_text = from_text
         self.eos_token_id = eos_token_id
-        self.prompt_key = str_key if from_text else token_key
+        self.prompt_key = (str_key or "text") if from_text else (token_key or "tokens")
         # Not `action_key`, a property of `EnvBase` that is derived from the specs below.
         self._response_key = action_key or ("text_response" if from_text else "tokens_response")
         spec = NonTensor(shape=(), example_data="") if from_text else Unbounded((-1,), dtype=torch.int64)
@@ -83,7 +86,8 @@ class LLMEnv(KnownArguments, EnvBase):
             )
         flags = {key: torch.zeros(*tensordict.shape, 1, dtype=torch.bool) for key in ("done", "terminated")}
         # `select` does not stack, which would fail for token rows of different lengths.
-        return tensordict.select(self.prompt_key).update(flags)
+        prompts = tensordict.select(self.prompt_key).update(flags)
+        return prompts if self.device is None else prompts.to(self.device)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_size:
@@ -93,8 +97,8 @@ class LLMEnv(KnownArguments, EnvBase):
             raise ValueError(f"step needs the entry {self._response_key!r}, which a policy writes.")
         is_done = self.eos_token_id is not None and bool((response == self.eos_token_id).any())
         grown = non_tensor(plain(prompt) + plain(response)) if self.from_text else torch.cat([prompt, response], -1)
-        flags = {key: torch.full((1,), is_done) for key in ("done", "terminated")}
-        return tensordict_of({self.prompt_key: grown, "reward": torch.zeros(1, 1), **flags})
+        flags = {key: torch.full((1,), is_done, device=self.device) for key in ("done", "terminated")}
+        return tensordict_of({"reward": torch.zeros(1, 1, device=self.device), **flags}).set(self.prompt_key, grown)
 
     def _set_seed(self, seed: int | None) -> None:
         # The environment draws no random numbers.
@@ -135,7 +139,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         observation_key: str = "observation",
         text_output: bool = True,
         tokenizer: Tokenizer | None = None,
-        text_key: str = "text",
+        text_key: str | None = "text",
     ) -> None:
         super().__init__(batch_size=())
         self._batch_locked = False
@@ -143,7 +147,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
             raise TypeError("tokenizer is missing: pass it, or pass vocab_size and text_output=False.")
         self.vocab_size: int = len(tokenizer) if tokenizer is not None and vocab_size is None else vocab_size  # type: ignore[assignment]
         self.observation_key = observation_key
-        self.text_key = text_key
+        self.text_key = text_key or "text"
         self.text_output = text_output
         self._hash = hashing_module or SipHash()
         self._tokenizer = tokenizer
@@ -152,7 +156,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
             "hashing": Unbounded((1,), dtype=torch.int64),
         }
         if text_output:
-            observations[text_key] = NonTensor(shape=(), example_data="")
+            observations[self.text_key] = NonTensor(shape=(), example_data="")
         self.observation_spec = Composite(observations)
         self.action_spec = Composite(action=Categorical(self.vocab_size, shape=(1,), dtype=torch.int64))
         self.reward_spec = Unbounded((1,))
@@ -202,6 +206,10 @@ class LLMHashingEnv(KnownArguments, EnvBase):
 class GSM8KPrepareQuestion(KnownArguments, Transform):
     """At reset, writes each question of `in_keys` as DeepSeek-R1's prompt to `out_keys`; both default to `["text"]`.
 
+    Insert this transform before the one that draws the questions, `env.insert_transform(0, GSM8KPrepareQuestion())`.
+
+    Raises ValueError if the keys are not equally many, or if a reset gets no questions, and KeyError if one is missing.
+
     Example:
         >>> from tensordict import TensorDict
         >>> GSM8KPrepareQuestion().prepare(TensorDict({"text": "1 + 1 ="}))["text"][-42:]
@@ -210,17 +218,26 @@ class GSM8KPrepareQuestion(KnownArguments, Transform):
 
     def __init__(self, in_keys: Sequence[str] | None = None, out_keys: Sequence[str] | None = None) -> None:
         in_keys = ["text"] if in_keys is None else list(in_keys)
-        super().__init__(in_keys, in_keys if out_keys is None else list(out_keys))
+        out_keys = in_keys if out_keys is None else list(out_keys)
+        if len(in_keys) != len(out_keys):
+            raise ValueError(f"in_keys and out_keys must be equally many, got {in_keys} and {out_keys}.")
+        super().__init__(in_keys, out_keys)
 
     def prepare(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the prompts for a tensordict of any batch shape."""
         for element in batch_elements(tensordict):
             for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
+                check_entry(element, in_key, owner="The tensordict of a reset")
                 prompt = f"{REASONING_PROMPT} User: {plain(element.get(in_key))}. Assistant: <think>"
                 element.set(out_key, non_tensor(prompt))
         return tensordict
 
-    def _reset_env_preprocess(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def _reset_env_preprocess(self, tensordict: TensorDictBase | None) -> TensorDictBase:
+        if tensordict is None:
+            raise ValueError(
+                f"there are no questions to prepare: pass reset a tensordict with {self.in_keys}, or insert "
+                "GSM8KPrepareQuestion before the transform that draws them, env.insert_transform(0, ...)."
+            )
         return self.prepare(tensordict)
 
     def _apply_transform(self, value: object) -> object:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -29,7 +31,7 @@ from llmrl.rewards import (
 class _ReadsTags:
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """Return the content of the `<think>` and the `<answer>` tags of a completion; `""` for a missing tag."""
+        """Return the content of a completion's last `<think>` and last `<answer>` tags; `""` for a missing tag."""
         return extract_tag(text, "think") or "", extract_tag(text, "answer") or ""
 
 
@@ -84,7 +86,8 @@ class CountdownRewardParser(_ReadsTags, envs.CountdownRewardParser):
             >>> CountdownRewardParser.validate_expression("(25 + 3) * 4", 112, [25, 3, 4])
             True
         """
-        return is_countdown_right(expression, target, numbers)
+        # Numbers of a tensor are tensors, which hash by identity: none would be one of the expression's.
+        return is_countdown_right(expression, int(target), [int(number) for number in numbers])
 
 
 @tensorclass
@@ -98,13 +101,27 @@ class IFEvalScoreData:
 
 
 class IfEvalScorer(envs.IfEvalScorer):
-    """`llmrl.envs.IfEvalScorer` with TorchRL's function for one answer, and its entry `("next", "ifeval_score")`."""
+    """`llmrl.envs.IfEvalScorer` with TorchRL's function for one answer, and its entry `("next", "ifeval_score")`.
+
+    A function as `aggregate_reward` is called with this entry.
+    """
 
     def __init__(
-        self, *, format_weights: Sequence[float] = (0.4, 0.3, 0.2, 0.1), reasoning: bool = True, **options: object
+        self,
+        *,
+        format_weights: Sequence[float] | None = None,
+        aggregate_reward: bool | Callable[..., float | torch.Tensor] = True,
+        set_done_if_answer: bool = True,
+        reasoning: bool = True,
     ) -> None:
-        super().__init__(format_weights=format_weights, reasoning=reasoning, **options)  # type: ignore[arg-type]
-        self.format_weights = tuple(format_weights)
+        if callable(aggregate_reward):
+            aggregate_reward = _of_tensors(aggregate_reward)
+        super().__init__(
+            format_weights=format_weights,
+            aggregate_reward=aggregate_reward,
+            set_done_if_answer=set_done_if_answer,
+            reasoning=reasoning,
+        )
         self.reasoning = reasoning
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -114,8 +131,7 @@ class IfEvalScorer(envs.IfEvalScorer):
             text = text_of(self._messages(element, next_element)[-1].get("content"))
             answer = extract_answer(text, reasoning=self.reasoning) or ""
             score = score_instructions(answer, columns["instruction_id_list"], columns["kwargs"])  # type: ignore[arg-type]
-            accuracies = {name: torch.tensor(getattr(score, name)).reshape(-1) for name in _ACCURACIES}
-            next_element.set("ifeval_score", IFEvalScoreData(**accuracies))
+            next_element.set("ifeval_score", _as_tensors(score))
         return restacked(next_elements, next_tensordict.batch_size)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
@@ -136,14 +152,26 @@ class IfEvalScorer(envs.IfEvalScorer):
         """Return the weighted sum of the accuracies, plus 0.1 for exactly one answer and 0.05 for one thought."""
         given = [score.prompt_level_strict_acc, score.inst_level_strict_acc]
         given += [score.prompt_level_loose_acc, score.inst_level_loose_acc]
-        zero = torch.zeros(1)
+        zero = torch.zeros(1, device=score.device)
         means = [zero if one is None else one.float().mean(-1, keepdim=True) for one in given]
         bonus = 0.1 * (len(answer_blocks or ()) == 1) + 0.05 * (len(think_blocks or ()) == 1)
         shares = torch.stack(torch.broadcast_tensors(*means), -1)
-        return (shares @ torch.tensor(self.format_weights)).unsqueeze(-1) + bonus
+        return (shares @ shares.new_tensor(self.format_weights)).unsqueeze(-1) + bonus
 
 
 _ACCURACIES = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
+
+
+def _as_tensors(score: envs.IFEvalScoreData) -> IFEvalScoreData:
+    return IFEvalScoreData(**{name: torch.tensor(getattr(score, name)).reshape(-1) for name in _ACCURACIES})
+
+
+def _of_tensors(aggregate: Callable[..., float | torch.Tensor]) -> Callable[..., float]:
+    @functools.wraps(aggregate)  # the scorer passes what the function has parameters for
+    def aggregated(score: envs.IFEvalScoreData, **extras: object) -> float:
+        return float(aggregate(_as_tensors(score), **extras))
+
+    return aggregated
 
 
 class _TakesFixed:
@@ -176,6 +204,8 @@ class ChatEnv(envs.ChatEnv):
 
 class DatasetChatEnv(_TakesFixed, envs.DatasetChatEnv):
     """`llmrl.envs.DatasetChatEnv`, which also accepts `group_repeats=True`, `ray_backend=False`, `apply_template=`."""
+
+    __signature__ = inspect.signature(envs.DatasetChatEnv.__init__)  # by which unknown arguments are refused
 
 
 class GSM8KEnv(_TakesFixed, envs.GSM8KEnv):

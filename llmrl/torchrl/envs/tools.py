@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypedDict, cast
 
+from llmrl._utils.arguments import check_positive
 from llmrl._utils.failure import describe
 from llmrl._utils.threads import run_in_thread
 from llmrl.data import MalformedToolCall, Message, text_of
@@ -156,7 +157,8 @@ class ExecuteToolsInOrder(ToolTransform):
         for call in calls:
             is_done, text = await self._result(call, session)
             self.count("answered" if is_done else "failed", session)
-            lines.append(f"{call.tool} {'succeeded' if is_done else 'failed'}: {text}")
+            tag = f" [tag: {call.tag}]" if call.tag else ""
+            lines.append(f"{call.tool}{tag} {'succeeded' if is_done else 'failed'}: {text}")
             if self.stop_on_error and not is_done:
                 break
         return self._messages(lines) if lines else []
@@ -167,14 +169,14 @@ class ExecuteToolsInOrder(ToolTransform):
     async def _result(self, call: ToolCall, session: ToolSession) -> tuple[bool, str]:
         try:
             service = self.registry.get(call.tool)
-            arguments = call.args if isinstance(call.args, dict) else _decoded(call.args)
+            arguments = _decoded(call.args)
             if self.pass_state_to_tools:
                 arguments = {**arguments, "_state": session.states}
-            async with asyncio.timeout(self.timeout):
+            async with asyncio.timeout(self.timeout) as limit:
                 return True, self._as_text(await self._loops.wait(run_in_thread(service, **arguments)))
-        except TimeoutError:
-            return False, f"it took more than {self.timeout:g} s"
         except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():  # not a time limit of the tool's own
+                return False, f"it took more than {self.timeout:g} s"
             return False, describe(error)
 
 
@@ -188,6 +190,8 @@ class SimpleToolTransform(ExecuteToolsInOrder):
         tool_call_pattern: regular expression with two groups, a tool's name and its arguments as JSON.
         tool_name: role of the answers.
         timeout: time limit of one call, in seconds.
+
+    Raises ValueError if the pattern has not two groups, or the time limit is not positive.
 
     Example:
         >>> transform = SimpleToolTransform({"add": lambda a, b: {"sum": a + b}})
@@ -207,11 +211,17 @@ class SimpleToolTransform(ExecuteToolsInOrder):
         tool_name: str = "tool",
         timeout: float = 10.0,
     ) -> None:
+        check_positive(timeout=timeout)
         registry = ToolRegistry()
         registry._services = dict(tools)
         pattern = re.compile(
             r"<tool>(.*?)\n(.*?)</tool>" if tool_call_pattern is None else tool_call_pattern, re.DOTALL
         )
+        if pattern.groups != 2:
+            raise ValueError(
+                "tool_call_pattern must have two groups, the tool's name and its arguments as JSON; "
+                f"{pattern.pattern!r} has {pattern.groups}."
+            )
         super().__init__(registry, functools.partial(_read, pattern) if parser is None else parser, False, False)
         self.tool_role = tool_name
         self.timeout = timeout
@@ -225,11 +235,15 @@ def _read(pattern: re.Pattern[str], text: str) -> ParseResult:
     return _parsed(text, [ToolCall(name, body) for name, body in pattern.findall(text)])
 
 
-def _decoded(arguments: str) -> dict[str, object]:
-    try:
-        return dict(json.loads(arguments.strip() or "{}"))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"Failed to parse tool arguments: {error}") from error
+def _decoded(arguments: object) -> dict[str, object]:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments.strip() or "{}")
+        except ValueError as error:
+            raise ValueError(f"Failed to parse tool arguments: {error}") from error
+    if not isinstance(arguments, dict):  # JSON from a model may be anything
+        raise ValueError(f"the arguments must be an object, got {arguments!r:.200}")
+    return arguments
 
 
 def _arguments(body: str) -> dict[str, object]:

@@ -36,8 +36,9 @@ class AddThinkingPrompt(KnownArguments, Transform):
 
     Append this transform after the transform that writes the reward. The prompt replaces the text
     from the answer's last `<answer>` to its end, or is appended if there is no `<answer>`; without
-    `edit_last_turn` it is a new message. The rest of the answer keeps its sampled tokens. If more
-    than half of the answer is replaced, the original answer becomes a separate row.
+    `edit_last_turn`, or after a reply of a tool or the environment, it is a new message. The rest
+    of the answer keeps its sampled tokens. If more than half of the answer is replaced, the
+    original answer becomes a separate row.
 
     Args:
         cond: function of the `next` entries of one conversation; it returns whether to ask again.
@@ -46,7 +47,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
         role: `assistant` for a prompt in the first person, or `user`.
         edit_last_turn: whether to write the prompt into the last answer.
         zero_reward: whether to set the reward of the answer to 0; by default the value of `edit_last_turn`.
-        undo_done: whether to clear the done flags.
+        undo_done: whether to clear the done flags, `truncated` included.
 
     Raises:
         ValueError: if the role is unknown, if `edit_last_turn` is combined with the role `user`, or
@@ -130,7 +131,8 @@ class AddThinkingPrompt(KnownArguments, Transform):
     def _ask_again(self, element: TensorDictBase) -> None:
         history = element.get(("history", "prompt"))
         prompt = self._random.choice(self.prompts)
-        if self.edit_last_turn and history.chats:  # the history of a random action may be empty
+        # The history of a random action may be empty, and the last message that of a tool.
+        if self.edit_last_turn and history.chats and history.chats[-1]["role"] == "assistant":
             *earlier, last = history.chats
             before, tag, after = text_of(last.get("content")).rpartition("<answer>")
             edited: Message = {**last, "content": f"{before if tag else after} {prompt}".lstrip()}
@@ -141,7 +143,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
         if self.zero_reward:
             element.set("reward", torch.zeros_like(element.get("reward")))
         if self.undo_done:
-            for key in ("done", "terminated"):
+            for key in {"done", "terminated", "truncated"} & set(element.keys()):
                 element.set(key, torch.zeros_like(element.get(key)))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:

@@ -57,7 +57,7 @@ class GivenLLM:
         return self.llm.get_tokenizer()
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ValueError if the engine's log-probs would not be those of the sampling distribution."""
+        """Raise ValueError if the engine cannot report the log-probs of the sampling distribution."""
         is_raw = self.llm.model_config.logprobs_mode != "processed_logprobs"
         is_changed = sampling.temperature not in (0, 1) or sampling.repetition_penalty != 1
         if is_raw and (is_changed or sampling.is_truncated):
@@ -65,7 +65,12 @@ class GivenLLM:
                 "this vllm.LLM returns log-probs before temperature, penalties and truncation: create it with "
                 "logprobs_mode='processed_logprobs', or use AsyncVLLM.from_pretrained, which does so."
             )
-        num_reported(sampling, self.llm.model_config)
+        needed = num_reported(sampling, self.llm.model_config)
+        if 0 <= self.llm.model_config.max_logprobs < needed:  # -1 is no limit
+            raise ValueError(
+                f"top_k={sampling.top_k} needs {needed} log-probs per token, and this vllm.LLM reports at most "
+                f"{self.llm.model_config.max_logprobs}: create it with max_logprobs={needed}, or use a smaller top_k."
+            )
         sampling_params(sampling, 1)
 
     async def generate(
@@ -87,11 +92,12 @@ class GivenLLM:
         return read_completion(output, self.vocab_size, version=self.policy_version)
 
     async def _answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
-        if not self.is_alive:
-            raise EngineError("This engine was shut down; create another policy with the vllm.LLM.")
         request = _Request(list(prompt_ids), params, Future())
         self._waiting.put(request)
-        self._thread.submit(self._generate_waiting)
+        try:
+            self._thread.submit(self._generate_waiting)
+        except RuntimeError as error:
+            raise EngineError("This engine was shut down; create another policy with the vllm.LLM.") from error
         return await asyncio.wrap_future(request.answer)
 
     def _generate_waiting(self) -> None:
@@ -103,7 +109,7 @@ class GivenLLM:
         try:
             with self._lock:
                 outputs = self.llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
-        except Exception as error:  # vLLM's own errors have no common class
+        except BaseException as error:  # vLLM's errors have no common class, and a panic in Rust is no Exception
             for request in requests:
                 failure = EngineError(f"vLLM could not serve the request: {error}")
                 failure.__cause__ = error

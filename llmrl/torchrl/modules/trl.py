@@ -15,7 +15,7 @@ from torchrl.data import ReplayBuffer
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.imports import require
-from llmrl.data.ragged import check_entry, flat_batch, is_lazy, ragged_column
+from llmrl.data.ragged import check_entry, flat_batch, has_entry, is_lazy, ragged_column
 from llmrl.data.tensordicts import plain
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class HFRewardModelWrapper(KnownArguments, TensorDictModuleBase):
     """Module that scores rows with a sequence classifier, such as one that TRL's `RewardTrainer` trained.
 
-    All rows of a batch are scored in one call. Ragged rows are padded on the right with
-    `model.config.pad_token_id`, or 0, and an attention mask is made for them.
+    All rows of a batch are scored in one call. Ragged rows, without what their attention mask leaves out, are padded
+    on the right with `model.config.pad_token_id`, or 0, and an attention mask is made for them.
 
     Args:
         model: module that takes `input_ids` and `attention_mask`, `[num_rows, num_tokens]`, and returns the scores, or
@@ -92,6 +92,9 @@ class HFRewardModelWrapper(KnownArguments, TensorDictModuleBase):
             check_entry(batch, mask_key, owner=type(self).__name__)
             return batch.get(token_key), batch.get(mask_key)
         rows = ragged_column(batch, token_key)
+        if mask_key is not None and has_entry(batch, mask_key):  # rows that were padded before they were stacked
+            masks = ragged_column(batch, mask_key)
+            rows = [row[mask.bool()] if len(mask) == len(row) else row for row, mask in zip(rows, masks, strict=True)]
         if mask_key is None and len({len(row) for row in rows}) > 1:
             raise ValueError("rows of different lengths need an attention mask: leave attention_mask_key=None out.")
         pad_id = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
@@ -140,7 +143,7 @@ class TorchRLBufferDataset(KnownArguments, torch.utils.data.IterableDataset):
         self.replay_buffer = replay_buffer
         self.batch_size = batch_size
         self.keys = None if keys is None else [unravel_key(key) for key in keys]
-        self.device = device
+        self.device = None if device is None else torch.device(device)
         self.num_batches = num_batches
 
     def __iter__(self) -> Iterator[dict[str, object]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import warnings
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 from tensordict import TensorDictBase
 
@@ -15,9 +16,10 @@ from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.types import Tokenizer
 from llmrl.data import LogProbs
 from llmrl.data.templated_text import template_of_model
-from llmrl.engines import Engine
+from llmrl.engines import Engine, SamplingConfig
 from llmrl.engines.scores import ScoresTokens, TokenScores
 from llmrl.policies import WrapperOptions
+from llmrl.policies.sampling import sampling_from_kwargs
 from llmrl.policies.scored_rows import ScoresRows
 from llmrl.torchrl.modules.given_llm import GivenLLM
 
@@ -69,8 +71,26 @@ class _ScoresByEngine(policies.vLLMWrapper, ScoresRows):
     def __init__(
         self, model: Engine | LLM | str | os.PathLike[str], *, generate: bool = True, **options: object
     ) -> None:
-        is_engine = isinstance(model, (Engine, str, os.PathLike))
-        super().__init__(model if is_engine else GivenLLM(model), generate=generate, **options)  # type: ignore[arg-type]
+        if not isinstance(model, (Engine, str, os.PathLike)):
+            if not hasattr(model, "model_config"):  # importing vLLM for its class takes seconds
+                raise TypeError(
+                    "model must be an engine, a vllm.LLM, or the name or folder of a model for one, "
+                    f"got {type(model).__name__}; a transformers model is for a TransformersWrapper."
+                )
+            model = GivenLLM(model)
+        super().__init__(model, generate=generate, **options)  # type: ignore[arg-type]
+
+    def _check_arguments(
+        self,
+        *,
+        generate: bool = True,
+        generate_kwargs: Mapping[str, object] | SamplingConfig | None = None,
+        **others: Any,
+    ) -> None:
+        super()._check_arguments(generate=generate, generate_kwargs=generate_kwargs, **others)
+        temperature = sampling_from_kwargs(generate_kwargs).temperature
+        if not generate and temperature != 1:
+            raise ValueError(f"an engine scores at temperature 1, got {temperature:g}.")
 
     def _set_up(self, engine: Engine, *, generate: bool, options: WrapperOptions) -> None:
         super()._set_up(engine, generate=generate, options=options)
@@ -78,8 +98,6 @@ class _ScoresByEngine(policies.vLLMWrapper, ScoresRows):
             return
         if not isinstance(engine, ScoresTokens):
             raise TypeError(f"generate=False needs an engine that scores tokens, got {type(engine).__name__}.")
-        if self.sampling.temperature != 1:
-            raise ValueError(f"an engine scores at temperature 1, got {self.sampling.temperature:g}.")
         self.model = engine
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -87,12 +105,18 @@ class _ScoresByEngine(policies.vLLMWrapper, ScoresRows):
         if self.generate:
             return super().forward(tensordict)
         scored = tensordict if self.inplace else tensordict.copy()
-        token_ids, masks, _ = self.scored_tokens(scored)
+        token_ids, masks, replay = self.scored_tokens(scored)
+        if "sampling_mask" in replay:
+            raise ValueError(
+                "an engine scores whole distributions, but these rows were sampled from truncated ones: sample with "
+                "top_p=1, top_k=0 and min_p=0, or score with TransformersWrapper(model, generate=False)."
+            )
 
         async def score_all() -> list[TokenScores]:
             return await asyncio.gather(*(self.model.score(ids.tolist()) for ids in token_ids))
 
-        columns = [row.log_probs * mask for row, mask in zip(run_sync(score_all()), masks, strict=True)]
+        scores = run_sync(score_all())
+        columns = [row.log_probs.to(mask.device) * mask for row, mask in zip(scores, masks, strict=True)]
         self.write_scored(scored, self.log_probs_key, LogProbs, {"full": columns})
         return self._returned(tensordict, scored, ())
 
@@ -101,6 +125,8 @@ class vLLMWrapper(_LikeTorchRL, _ScoresByEngine):
     """`llmrl.policies.vLLMWrapper`, which also accepts a `vllm.LLM` and batching arguments, and can score tokens.
 
     A `vllm.LLM` serves all waiting requests in one call. An `AsyncVLLM` is faster, and accepts new weights.
+
+    With `generate=False`, raises ValueError unless the temperature is 1, and for rows of truncated distributions.
     """
 
     _takes = keywords_of(policies.vLLMWrapper.__init__) or ()
