@@ -1,13 +1,15 @@
-"""Calls in threads."""
+"""Calls in threads, and coroutines that synchronous code waits for."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 
 import pytest
 
+from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.threads import WorkerThread
 from llmrl.envs import AdditionEnv
 from llmrl.envs.stepper import EnvStepper
@@ -50,3 +52,28 @@ def test_a_thread_that_was_left_behind_takes_no_more_calls():
     worker.close()
     left.join(5)
     assert not left.is_alive() and left not in users and len(set(users)) == 1
+
+
+def test_an_interrupt_ends_work_that_a_notebook_waits_for():
+    cancelled = []
+
+    async def work():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        try:
+            await asyncio.sleep(3)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def cell():
+        run_sync(work())
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    loop = asyncio.new_event_loop()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell())
+    finally:
+        signal.signal(signal.SIGINT, before)
+        loop.close()
+    assert cancelled == [True]
