@@ -207,11 +207,14 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     def get_new_version(self, **kwargs: object) -> Self:
         """Return a policy with the same arguments except those given, which may include `model`.
 
-        A given template (`renderer`, `chat_template` or `chat_template_name`) replaces this policy's.
+        A given template (`renderer`, `chat_template` or `chat_template_name`) replaces this policy's, and a given
+        tokenizer a renderer with another one.
         """
         keywords = {"model": self.model, "tokenizer": self.tokenizer, **self._keywords}
         if any(kwargs.get(name) is not None for name in _TEMPLATES):
             keywords.update(dict.fromkeys(_TEMPLATES))
+        if kwargs.get("tokenizer") is not None and hasattr(keywords.get("renderer"), "tokenizer"):
+            keywords["renderer"] = None
         keywords.update(kwargs)
         return type(self)(**keywords)
 

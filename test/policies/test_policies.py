@@ -278,6 +278,29 @@ def test_a_template_of_a_new_version_replaces_that_of_the_old_one(renderer, toke
     assert prompt_of(LLMWrapperBase(engine, renderer=renderer).get_new_version(chat_template=LOUD)) == written
 
 
+def test_a_tokenizer_of_a_new_version_replaces_that_of_the_old_one(renderer, tokenizer):
+    other = copy.deepcopy(tokenizer)
+    policy = LLMWrapperBase(ScriptedEngine([[1]]), renderer=renderer).get_new_version(tokenizer=other)
+    assert policy.tokenizer is policy.renderer.tokenizer is other
+
+
+def test_a_new_version_has_the_tokenizer_of_its_engine(tokenizer):
+    class TokenizingEngine(ScriptedEngine):
+        def __init__(self):
+            super().__init__([[1]])
+            self.tokenizer = copy.deepcopy(tokenizer)
+
+        def get_tokenizer(self):
+            return self.tokenizer
+
+    first, second = TokenizingEngine(), TokenizingEngine()
+    policy = vLLMWrapper(first)
+    assert policy.get_new_version(pad_output=True).renderer.tokenizer is first.tokenizer
+    assert policy.get_new_version(model=second).renderer.tokenizer is second.tokenizer
+    given = vLLMWrapper(first, tokenizer=tokenizer).get_new_version(model=second)
+    assert given.renderer.tokenizer is tokenizer
+
+
 class OwnEngine(ScriptedEngine):
     """An engine that a policy starts by the name of a model."""
 
