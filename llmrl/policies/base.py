@@ -63,7 +63,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         fork_threshold_tokens: number of replaced tokens from which a rewritten history starts a new training row.
 
     Raises ValueError if `input_mode` is unknown or lacks its renderer, or arguments contradict each
-    other, and TypeError if an argument is unknown, with an alternative for those of TorchRL.
+    other, and TypeError if `model` is no engine, or if an argument is unknown, with an alternative for those of
+    TorchRL.
     """
 
     return_text = return_masks = return_tokens = True
@@ -140,6 +141,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         self.renderer = renderer
         if not generate:
             return
+        if model is not None and not hasattr(model, "max_model_len"):  # a subclass may set its own engine later
+            raise TypeError(f"model must be an engine, such as AsyncVLLM or TransformersEngine, got {model!r:.80}.")
         self.engine: Engine = model  # type: ignore[assignment]
         check_supported(model, self.sampling)
         self.model: Any = model

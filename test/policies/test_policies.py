@@ -236,6 +236,10 @@ def test_arguments_that_contradict_each_other_are_refused(renderer):
         LLMWrapperBase(engine, renderer=renderer, inplace="emtpy")
     with pytest.raises(ValueError, match="return_log_probs must be True"):
         TransformersWrapper(tiny_model(), generate=False, return_log_probs=False)
+    with pytest.raises(TypeError, match=r"model must be an engine, .*got 'name'"):
+        LLMWrapperBase("name", renderer=renderer)
+    with pytest.raises(TypeError, match=r"model must be an engine, .*got Linear"):
+        vLLMWrapper(torch.nn.Linear(1, 1), renderer=renderer)
     with pytest.raises(TypeError, match="Expected History object"):
         LLMWrapperBase(engine, renderer=renderer)(TensorDict(history={"prompt": "Hi"}))
     with pytest.raises(ValueError, match=r"'tokens', 'full'.*tokenizer="):
