@@ -222,16 +222,23 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return type(self)(**keywords)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Generate for all conversations concurrently; may be called from any thread."""
+        """Generate for all conversations concurrently; may be called from any thread.
+
+        If the policy has a seed, it is that of the first answer, and each further answer has the next one.
+        """
         elements = batch_elements(tensordict)
         shape = tensordict.batch_size
         if self.num_samples is not None:
             shape = torch.Size((*shape, self.num_samples))
         if not self.inplace:
             elements = [element.copy() for element in elements for _ in range(self.num_samples or 1)]
+        samplings = [self.sampling] * len(elements)
+        if self.sampling.seed is not None:  # with one seed, all answers to a prompt would be the same
+            seeds = range(self.sampling.seed, self.sampling.seed + len(elements))
+            samplings = [self.sampling.with_changes(seed=seed % (1 << 63)) for seed in seeds]
 
         async def take_turns() -> None:
-            await asyncio.gather(*(self.take_turn(element) for element in elements))
+            await asyncio.gather(*map(self.take_turn, elements, samplings))
 
         run_sync(take_turns())
         for element in elements:
@@ -259,22 +266,10 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         if self.renderer is not None and self.input_mode == "history":
             self.renderer.check_tools()
 
-    async def take_turn(
-        self,
-        element: TensorDictBase,
-        *,
-        request_id: str | None = None,
-        routing_key: str | None = None,
-        max_new_tokens: int | None = None,
-    ) -> TensorDictBase:
+    async def take_turn(self, element: TensorDictBase, sampling: SamplingConfig | None = None) -> TensorDictBase:
         """Generate for one conversation (batch shape `[]`) and write the answer into it."""
         conversation = self.prepare(element)
-        sampling = self.sampling
-        if max_new_tokens is not None:
-            sampling = sampling.with_changes(max_new_tokens=max_new_tokens)
-        completion = await self.complete(
-            conversation.prompt_ids, sampling, request_id=request_id, routing_key=routing_key
-        )
+        completion = await self.complete(conversation.prompt_ids, sampling or self.sampling)
         return self.write_turn(element, answered(conversation, completion), completion)
 
     async def complete(

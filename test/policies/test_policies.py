@@ -107,6 +107,20 @@ def test_several_samples_are_a_dimension_and_the_input_stays_as_it_was(model, to
         TransformersWrapper(model, num_samples=2, inplace=True, **options)
 
 
+@pytest.mark.parametrize("num_samples", [None, 4])
+def test_answers_to_one_prompt_differ_if_the_policy_has_a_seed(model, num_samples):
+    rows = [torch.tensor([7, 8, 9])] * (4 if num_samples is None else 1)
+
+    def answers(seed):
+        batch = lazy_stack([TensorDict(tokens={"prompt": row}) for row in rows])
+        options = {"generate_kwargs": {"max_new_tokens": 2, "seed": seed}, "num_samples": num_samples}
+        turns = TransformersWrapper(model, input_mode="tokens", **options)(batch).reshape(-1)
+        return [tuple(turn["tokens", "response"].tolist()) for turn in turns.unbind(0)]
+
+    drawn = answers(5)
+    assert len(set(drawn)) == 4 and drawn[1:] == answers(6)[:3]
+
+
 def test_an_attention_mask_leaves_the_mask_of_what_was_sampled(model):
     policy = TransformersWrapper(model, input_mode="tokens", generate=False)
     sampled = torch.tensor([[False, False, True, True], [False, True, True, False]])
