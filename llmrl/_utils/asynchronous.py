@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from llmrl._utils.background_loop import BackgroundLoop
 
 Result = TypeVar("Result")
 
 
-def run_sync(coroutine: Coroutine[object, None, Result]) -> Result:
-    """Run a coroutine and return its result, even if an event loop is running, as in notebooks."""
+def run_sync(coroutine: Coroutine[None, None, Result]) -> Result:
+    """Run a coroutine and return its result, even if an event loop is running, as in notebooks.
+
+    An interrupt of this thread cancels the coroutine.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()
+    background = BackgroundLoop("llmrl-call")
+    try:
+        return background.run(coroutine)
+    finally:
+        background.close()
 
 
 async def write_input(stream: asyncio.StreamWriter, data: bytes) -> None:

@@ -149,6 +149,7 @@ class BackgroundLoop:
         self.loop = asyncio.new_event_loop()
         self._inbox = Mailbox(self.loop)
         self._is_closing = False
+        self._is_ending = False
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -246,31 +247,36 @@ class BackgroundLoop:
         self.close()
 
     def stop(self) -> None:
-        """Stop the loop without waiting."""
+        """Stop the loop without waiting. May be called twice."""
         self._is_closing = True
         with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if not self._is_ending:  # a second stop would interrupt the end of the tasks
+            self._is_ending = True
+            self.loop.stop()
 
     def _run_forever(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self._run_until(self.loop.run_forever)
+            while not self._is_ending:
+                self._returns(self.loop.run_forever)
             remaining = asyncio.all_tasks(self.loop)
             for task in remaining:
                 task.cancel()
             ended = asyncio.gather(*remaining, return_exceptions=True) if remaining else None
-            self._run_until(lambda: ended is None or self.loop.run_until_complete(ended))
-            self._run_until(lambda: self.loop.run_until_complete(self.loop.shutdown_asyncgens()))
+            while not self._returns(lambda: ended is None or self.loop.run_until_complete(ended)):
+                pass
+            self._returns(lambda: self.loop.run_until_complete(self.loop.shutdown_asyncgens()))
         finally:
             self.loop.close()
 
-    def _run_until(self, run: Callable[[], object]) -> None:
-        """Run the loop until `close`: it continues after a task raises `SystemExit` or `KeyboardInterrupt`."""
-        while True:
-            try:
-                run()
-            except (SystemExit, KeyboardInterrupt) as error:
-                logger.warning("%s was raised on the thread %r, which continues", describe(error), self._thread.name)
-            else:
-                if self._is_closing:
-                    return
+    def _returns(self, run: Callable[[], object]) -> bool:
+        """Run the loop; return False if a task raised `SystemExit` or `KeyboardInterrupt`, which stopped it."""
+        try:
+            run()
+        except (SystemExit, KeyboardInterrupt) as error:
+            logger.warning("%s was raised on the thread %r, which continues", describe(error), self._thread.name)
+            return False
+        return True

@@ -66,10 +66,11 @@ def call_within(function: Callable[[], Result], cpu_seconds: float) -> Result:
 
 def _begin(thread: int, call: _Call) -> None:
     with _lock:
-        _calls[thread] = call
         if not _watches or not _watches[0].is_alive():  # a forked process has no other threads
+            _calls.clear()
             _watches[:] = [threading.Thread(target=_watch, name="llmrl-cpu-limit", daemon=True)]
             _watches[0].start()
+        _calls[thread] = call
     if not _is_called.is_set():
         _is_called.set()
 

@@ -118,6 +118,8 @@ def as_entry_value(value: object) -> str:
         return f"[{','.join(map(as_entry_value, value))}]"
     if isinstance(value, Mapping):  # hydra reads no quoted keys
         return f"{{{','.join(f'{_as_key(key)}:{as_entry_value(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, float):
+        return str(value)  # JSON's Infinity is text for hydra
     return json.dumps(value)
 
 

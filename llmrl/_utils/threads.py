@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -18,12 +19,13 @@ Result = TypeVar("Result")
 
 
 class WorkerThread:
-    """A thread that runs calls in order; it starts with the first call."""
+    """A thread that runs calls in order. It starts with the first call, and ends with `close` or with its owner."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_left: threading.Event | None = None
+        self._end = weakref.finalize(self, self._calls.put, None)
 
     def _begin(self) -> None:
         self._is_left = threading.Event()
@@ -43,7 +45,12 @@ class WorkerThread:
         *arguments: Parameters.args,
         **keywords: Parameters.kwargs,
     ) -> Result:
-        """Call a function in the thread and return its result. Errors are converted by `as_exception`."""
+        """Call a function in the thread and return its result. Errors are converted by `as_exception`.
+
+        Raises RuntimeError after `close`.
+        """
+        if not self._end.alive:
+            raise RuntimeError(f"The thread {self._name!r} is closed: its owner was shut down.")
         if self._is_left is None:
             self._begin()
         call = _Call(lambda: function(*arguments, **keywords))
@@ -52,7 +59,7 @@ class WorkerThread:
 
     def close(self) -> None:
         """End the thread after the calls that are already queued. May be called twice."""
-        self._calls.put(None)
+        self._end()
 
 
 async def run_in_thread(
@@ -107,8 +114,8 @@ class _Call(Generic[Result]):
 def _work(calls: queue.SimpleQueue[Callable[[], None] | None], is_left: threading.Event) -> None:
     while not is_left.is_set():
         call = calls.get()
-        if call is None:
-            calls.put(None)  # also for an abandoned thread
+        if call is None or is_left.is_set():
+            calls.put(call)  # for the thread that has replaced this one, or that this one has replaced
             return
         call()
         del call  # release its arguments while waiting

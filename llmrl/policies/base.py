@@ -63,7 +63,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         fork_threshold_tokens: number of replaced tokens from which a rewritten history starts a new training row.
 
     Raises ValueError if `input_mode` is unknown or lacks its renderer, or arguments contradict each
-    other, and TypeError if an argument is unknown, with an alternative for those of TorchRL.
+    other, and TypeError if `model` is no engine, or if an argument is unknown, with an alternative for those of
+    TorchRL.
     """
 
     return_text = return_masks = return_tokens = True
@@ -140,6 +141,8 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         self.renderer = renderer
         if not generate:
             return
+        if model is not None and not hasattr(model, "max_model_len"):  # a subclass may set its own engine later
+            raise TypeError(f"model must be an engine, such as AsyncVLLM or TransformersEngine, got {model!r:.80}.")
         self.engine: Engine = model  # type: ignore[assignment]
         check_supported(model, self.sampling)
         self.model: Any = model
@@ -207,25 +210,35 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
     def get_new_version(self, **kwargs: object) -> Self:
         """Return a policy with the same arguments except those given, which may include `model`.
 
-        A given template (`renderer`, `chat_template` or `chat_template_name`) replaces this policy's.
+        A given template (`renderer`, `chat_template` or `chat_template_name`) replaces this policy's, and a given
+        tokenizer a renderer with another one.
         """
         keywords = {"model": self.model, "tokenizer": self.tokenizer, **self._keywords}
         if any(kwargs.get(name) is not None for name in _TEMPLATES):
             keywords.update(dict.fromkeys(_TEMPLATES))
+        if kwargs.get("tokenizer") is not None and hasattr(keywords.get("renderer"), "tokenizer"):
+            keywords["renderer"] = None
         keywords.update(kwargs)
         return type(self)(**keywords)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Generate for all conversations concurrently; may be called from any thread."""
+        """Generate for all conversations concurrently; may be called from any thread.
+
+        If the policy has a seed, it is that of the first answer, and each further answer has the next one.
+        """
         elements = batch_elements(tensordict)
         shape = tensordict.batch_size
         if self.num_samples is not None:
             shape = torch.Size((*shape, self.num_samples))
         if not self.inplace:
             elements = [element.copy() for element in elements for _ in range(self.num_samples or 1)]
+        samplings = [self.sampling] * len(elements)
+        if self.sampling.seed is not None:  # with one seed, all answers to a prompt would be the same
+            seeds = range(self.sampling.seed, self.sampling.seed + len(elements))
+            samplings = [self.sampling.with_changes(seed=seed % (1 << 63)) for seed in seeds]
 
         async def take_turns() -> None:
-            await asyncio.gather(*(self.take_turn(element) for element in elements))
+            await asyncio.gather(*map(self.take_turn, elements, samplings))
 
         run_sync(take_turns())
         for element in elements:
@@ -253,22 +266,10 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         if self.renderer is not None and self.input_mode == "history":
             self.renderer.check_tools()
 
-    async def take_turn(
-        self,
-        element: TensorDictBase,
-        *,
-        request_id: str | None = None,
-        routing_key: str | None = None,
-        max_new_tokens: int | None = None,
-    ) -> TensorDictBase:
+    async def take_turn(self, element: TensorDictBase, sampling: SamplingConfig | None = None) -> TensorDictBase:
         """Generate for one conversation (batch shape `[]`) and write the answer into it."""
         conversation = self.prepare(element)
-        sampling = self.sampling
-        if max_new_tokens is not None:
-            sampling = sampling.with_changes(max_new_tokens=max_new_tokens)
-        completion = await self.complete(
-            conversation.prompt_ids, sampling, request_id=request_id, routing_key=routing_key
-        )
+        completion = await self.complete(conversation.prompt_ids, sampling or self.sampling)
         return self.write_turn(element, answered(conversation, completion), completion)
 
     async def complete(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Unpack
+from typing import Self, Unpack
 
 from llmrl.engines import Engine
 from llmrl.engines.base import HasTokenizer
@@ -38,6 +38,12 @@ class vLLMWrapper(LLMWrapperBase):
         except BaseException:
             engine.shutdown()
             raise
+
+    def get_new_version(self, **kwargs: object) -> Self:
+        """Return a policy with the same arguments except those given; the tokenizer of a given `model` is its own."""
+        if "model" in kwargs and "tokenizer" not in self._keywords:
+            kwargs.setdefault("tokenizer", None)
+        return super().get_new_version(**kwargs)
 
     def _set_up(self, engine: Engine, *, generate: bool, options: WrapperOptions) -> None:
         """Initialize the policy with its engine; a subclass may add what needs the engine."""

@@ -15,8 +15,8 @@ async def check_sandbox(make: Callable[[], Sandbox]) -> None:
     """Test the sandboxes that `make` returns, a new one per call. Raises AssertionError if a check fails."""
     first = make()
     second = make()
-    await asyncio.gather(first.start(), second.start())
     try:
+        await asyncio.gather(first.start(), second.start())
         await _check_commands(first)
         await _check_files(first)
         await first.put("mine", b"1")

@@ -101,6 +101,36 @@ def test_closing_cancels_what_waits(background):
         background.run(double(1))
 
 
+def test_tasks_end_undisturbed_if_the_loop_is_stopped_again(background):
+    ended = []
+    started, is_ending = threading.Event(), threading.Event()
+    may_end = asyncio.Event()
+
+    async def work():
+        try:
+            started.set()
+            await asyncio.sleep(60)
+        finally:
+            is_ending.set()
+            await may_end.wait()
+            ended.append(True)
+
+    background.submit(work())
+    assert started.wait(30)
+    background.stop()
+    assert is_ending.wait(30)
+    background.stop()
+    background.loop.call_soon_threadsafe(may_end.set)
+    background.close()
+    assert ended == [True]
+
+
+def test_a_loop_ends_if_a_task_exits_while_it_stops(background):
+    background.post(lambda: (background.stop(), background.loop.call_soon(sys.exit)))
+    background.thread.join(5)
+    assert not background.thread.is_alive()
+
+
 def test_a_loop_does_not_wait_for_itself(background):
     async def outer():
         background.run(double(1))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
@@ -132,3 +134,12 @@ def test_json_is_one_object_and_the_rest_goes_to_stderr(tmp_path, own_programs):
 def test_hydra_reads_a_text_as_it_was_written(text):
     (override,) = OverridesParser.create().parse_overrides([f"++env.options.prompt={as_entry_value(text)}"])
     assert override.value() == text
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, 1e-5, 1e30])
+def test_hydra_reads_a_number_beside_an_environment_as_a_number(tmp_path, number):
+    (tmp_path / "sums.py").touch()
+    (tmp_path / "sums.yaml").write_text(yaml.safe_dump({"env": {"options": {"limits": [number]}}}))
+    *_, entry = command.entries_of([f"{tmp_path}/sums.py:env"])
+    (override,) = OverridesParser.create().parse_overrides([entry])
+    assert override.key_or_group == "env.options.limits" and override.value() == [number]

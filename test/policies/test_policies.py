@@ -107,6 +107,20 @@ def test_several_samples_are_a_dimension_and_the_input_stays_as_it_was(model, to
         TransformersWrapper(model, num_samples=2, inplace=True, **options)
 
 
+@pytest.mark.parametrize("num_samples", [None, 4])
+def test_answers_to_one_prompt_differ_if_the_policy_has_a_seed(model, num_samples):
+    rows = [torch.tensor([7, 8, 9])] * (4 if num_samples is None else 1)
+
+    def answers(seed):
+        batch = lazy_stack([TensorDict(tokens={"prompt": row}) for row in rows])
+        options = {"generate_kwargs": {"max_new_tokens": 2, "seed": seed}, "num_samples": num_samples}
+        turns = TransformersWrapper(model, input_mode="tokens", **options)(batch).reshape(-1)
+        return [tuple(turn["tokens", "response"].tolist()) for turn in turns.unbind(0)]
+
+    drawn = answers(5)
+    assert len(set(drawn)) == 4 and drawn[1:] == answers(6)[:3]
+
+
 def test_an_attention_mask_leaves_the_mask_of_what_was_sampled(model):
     policy = TransformersWrapper(model, input_mode="tokens", generate=False)
     sampled = torch.tensor([[False, False, True, True], [False, True, True, False]])
@@ -236,6 +250,10 @@ def test_arguments_that_contradict_each_other_are_refused(renderer):
         LLMWrapperBase(engine, renderer=renderer, inplace="emtpy")
     with pytest.raises(ValueError, match="return_log_probs must be True"):
         TransformersWrapper(tiny_model(), generate=False, return_log_probs=False)
+    with pytest.raises(TypeError, match=r"model must be an engine, .*got 'name'"):
+        LLMWrapperBase("name", renderer=renderer)
+    with pytest.raises(TypeError, match=r"model must be an engine, .*got Linear"):
+        vLLMWrapper(torch.nn.Linear(1, 1), renderer=renderer)
     with pytest.raises(TypeError, match="Expected History object"):
         LLMWrapperBase(engine, renderer=renderer)(TensorDict(history={"prompt": "Hi"}))
     with pytest.raises(ValueError, match=r"'tokens', 'full'.*tokenizer="):
@@ -276,6 +294,29 @@ def test_a_template_of_a_new_version_replaces_that_of_the_old_one(renderer, toke
     assert prompt_of(named).endswith("<|im_start|>user\nAre you happy?<|im_end|>\n<|im_start|>assistant\n")
     assert prompt_of(named.get_new_version(chat_template=LOUD)) == written
     assert prompt_of(LLMWrapperBase(engine, renderer=renderer).get_new_version(chat_template=LOUD)) == written
+
+
+def test_a_tokenizer_of_a_new_version_replaces_that_of_the_old_one(renderer, tokenizer):
+    other = copy.deepcopy(tokenizer)
+    policy = LLMWrapperBase(ScriptedEngine([[1]]), renderer=renderer).get_new_version(tokenizer=other)
+    assert policy.tokenizer is policy.renderer.tokenizer is other
+
+
+def test_a_new_version_has_the_tokenizer_of_its_engine(tokenizer):
+    class TokenizingEngine(ScriptedEngine):
+        def __init__(self):
+            super().__init__([[1]])
+            self.tokenizer = copy.deepcopy(tokenizer)
+
+        def get_tokenizer(self):
+            return self.tokenizer
+
+    first, second = TokenizingEngine(), TokenizingEngine()
+    policy = vLLMWrapper(first)
+    assert policy.get_new_version(pad_output=True).renderer.tokenizer is first.tokenizer
+    assert policy.get_new_version(model=second).renderer.tokenizer is second.tokenizer
+    given = vLLMWrapper(first, tokenizer=tokenizer).get_new_version(model=second)
+    assert given.renderer.tokenizer is tokenizer
 
 
 class OwnEngine(ScriptedEngine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -81,6 +82,34 @@ def test_calls_of_several_threads_are_ended_each_and_no_other():
     assert call_within(lambda: 3, 5.0) == 3
     with pytest.raises(ZeroDivisionError):
         call_within(lambda: 1 // 0, 5.0)
+
+
+def test_a_limit_holds_in_a_fork_of_a_process_that_has_calls_in_progress():
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def wait():
+        has_begun.set()
+        may_end.wait(30)
+
+    def compute():
+        end = time.thread_time() + 1
+        while time.thread_time() < end:
+            pass
+
+    thread = threading.Thread(target=call_within, args=(wait, 30.0))
+    thread.start()
+    assert has_begun.wait(30)
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            call_within(compute, 0.05)
+        except CpuLimitError:
+            code = 0
+        finally:
+            os._exit(code)
+    may_end.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 class SlowToDelete:

@@ -139,6 +139,13 @@ def test_the_check_names_what_a_sandbox_breaks_of_its_contract():
     assert Remote.events["closed"] == 2
 
 
+def test_the_check_closes_its_sandboxes_if_one_does_not_start():
+    are_starting = iter([True, False])
+    with pytest.raises(ConnectionError, match="has no machine"):
+        asyncio.run(check_sandbox(lambda: Remote(starts=next(are_starting))))
+    assert Remote.events["closed"] == 2
+
+
 def test_a_model_works_in_its_own_cage_and_the_reward_looks_into_it(renderer, service):
     async def has_sorted(conversation_sandbox):
         sandbox = conversation_sandbox.sandbox
