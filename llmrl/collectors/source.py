@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import unravel_key
 from torchrl.envs import EnvBase
 
 from llmrl._utils.failure import as_exception
@@ -17,11 +18,12 @@ from llmrl.collectors.rollout_runner import RolloutLimits, RolloutRunner
 from llmrl.collectors.scheduler import RolloutTask
 from llmrl.data import Rollout
 from llmrl.engines import Engine
-from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, EndOfData, MixedEnv
+from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv, EndOfData, MixedEnv
 from llmrl.envs.primer import dataset_env_of
 from llmrl.envs.sampler import Drawn
 from llmrl.envs.stepper import EnvStepper
 from llmrl.policies import LLMWrapperBase
+from llmrl.transforms import environment_parts
 
 
 class EnvSource:
@@ -31,7 +33,8 @@ class EnvSource:
     wait between turns while `is_open` (by default a new event) is cleared.
 
     Raises:
-        ValueError: if `in_groups` and the environment has no dataset, or if the environment is batch-locked.
+        ValueError: if `in_groups` and the environment has no dataset, if the environment is batch-locked, or if its
+            `input_mode` is not that of the policy.
         RenderingError: if the environment has tools and the policy's chat template cannot write their results.
     """
 
@@ -44,6 +47,7 @@ class EnvSource:
         limits: RolloutLimits | None = None,
         is_open: asyncio.Event | None = None,
     ) -> None:
+        _check_modes(env, policy)
         limits = limits or RolloutLimits()
         self.stepper = EnvStepper(env, timeout_seconds=limits.step_timeout_seconds, keep_steps=not in_groups)
         self.dataset_env = dataset_env_of(env)
@@ -190,6 +194,20 @@ class EnvSource:
         self.stepper.shutdown()
         self.runner.judge_loop.close()
         self._search_as_before()
+
+
+def _check_modes(env: EnvBase, policy: LLMWrapperBase) -> None:
+    """Raise ValueError if the policy cannot read the environment's prompts, or the environment the policy's answers."""
+    chat_env = environment_parts(env)[0]
+    if not isinstance(chat_env, ChatEnv) or chat_env.input_mode == policy.input_mode:
+        return
+    # A transform may write prompts for the policy; then the policy must write what the environment reads.
+    is_read = unravel_key(policy.input_key) in env.observation_spec.keys(include_nested=True)
+    if not is_read or chat_env.input_mode not in policy.out_keys:
+        raise ValueError(
+            f"the policy has input_mode={policy.input_mode!r}, and the environment has "
+            f"input_mode={chat_env.input_mode!r}: build both with the same input_mode."
+        )
 
 
 def drawn_record(dataset_env: DatasetChatEnv | DataLoadingPrimer, drawn: Drawn) -> Rollout:

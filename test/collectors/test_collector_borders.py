@@ -16,7 +16,7 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric, Score
 from llmrl.testing import ScriptedEngine
 from llmrl.tools import ToolTransform
-from llmrl.transforms import RubricReward
+from llmrl.transforms import IncrementalTokenizer, RubricReward
 
 
 def make_policy(renderer, script=("1<|im_end|>",), latency_s=0.0, **options):
@@ -27,6 +27,19 @@ def make_policy(renderer, script=("1<|im_end|>",), latency_s=0.0, **options):
 def play(renderer, env, num_rollouts=2, script=("1<|im_end|>",), **options):
     with LLMCollector(env, policy=make_policy(renderer, script), groups_per_batch=1, **options) as collector:
         return collector.play(num_rollouts)
+
+
+@pytest.mark.parametrize(
+    ("policy_mode", "env_mode"), list(itertools.permutations(("history", "text", "tokens"), 2)), ids="-".join
+)
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_a_policy_with_another_input_mode_than_its_environment_is_refused(renderer, policy_mode, env_mode, has_tokens):
+    env = DatasetChatEnv(["a"], repeats=2, input_mode=env_mode, tokenizer=renderer.tokenizer)
+    if has_tokens and env_mode == "history":
+        env = env.append_transform(IncrementalTokenizer(renderer=renderer))
+    policy = make_policy(renderer, input_mode=policy_mode)
+    with pytest.raises(ValueError, match=f"policy has input_mode='{policy_mode}'.*has input_mode='{env_mode}'"):
+        LLMCollector(env, policy=policy, dialog_turns_per_batch=2)
 
 
 # Several scorers

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.envs import ParallelEnv, StepCounter, TransformedEnv, check_env_specs
 
 from llmrl.collectors import LLMCollector
@@ -72,6 +73,37 @@ def test_tokens_mode_hands_ids_through():
     assert data["tokens", "prompt"].tolist() == [1, 2]
     data["tokens", "full"] = torch.tensor([1, 2, 3])
     assert env.step(data)["next", "tokens", "prompt"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("input_mode", "query", "wanted"),
+    [
+        ("tokens", "1 + 1 =", "token ids"),
+        ("tokens", [{"role": "user", "content": "1 + 1 ="}], "token ids"),
+        ("text", [{"role": "user", "content": "1 + 1 ="}], "text"),
+    ],
+)
+def test_a_query_that_needs_a_tokenizer_is_refused_when_the_environment_is_built(input_mode, query, wanted):
+    expected = f"input_mode='{input_mode}' needs tokenizer=, which renders 'query', or {wanted} there"
+    with pytest.raises(ValueError, match=expected):
+        DatasetChatEnv([{"query": query}], input_mode=input_mode)
+    with pytest.raises(ValueError, match=expected):
+        ChatEnv(input_mode=input_mode).reset(TensorDict(query=NonTensorData(query)))
+
+
+def test_a_conversation_of_tokens_is_reset_beside_others():
+    env = DatasetChatEnv([{"query": [1, 2]}, {"query": [3]}], input_mode="tokens", batch_size=2)
+    data = env.reset()
+    data["_reset"] = torch.tensor([[False], [True]])
+    assert env.reset(data)[1]["tokens", "prompt"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("name", [1, ("a", "b"), None])
+def test_a_column_whose_name_is_no_text_is_refused(name):
+    rows = [{"query": "1 + 1 ="}, {"query": "2 + 2 =", name: "4"}]
+    for make in (DatasetChatEnv, DataLoadingPrimer):
+        with pytest.raises(TypeError, match=re.escape(f"a column named {name!r}; names must be texts")):
+            make(rows)
 
 
 @pytest.mark.parametrize("input_mode", ["text", "tokens"])
