@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -24,6 +25,8 @@ from llmrl.envs.sampler import Drawn
 from llmrl.envs.stepper import EnvStepper
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import environment_parts
+
+logger = logging.getLogger("llmrl")
 
 
 class EnvSource:
@@ -68,6 +71,7 @@ class EnvSource:
         self.needs_whole_groups = self.is_group_scored or self.num_players > 1
         """Whether the rollouts of a group are played together, independent of the kind of batch."""
         self._are_groups_whole = False
+        self._has_warned = False
         self.group_size = self.prompts.num_samples if self.prompts is not None and in_groups else 1
         """Number of rollouts that are drawn together."""
         if self.needs_whole_groups:
@@ -174,6 +178,12 @@ class EnvSource:
             self.prompts.load_state_dict(self.prompts.state_dict(unfinished=positions))
         if count > 1:
             return [job for _ in range(count) for job in self._draw(1)]
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a prompt could not be opened, so its rollouts fail; further such errors are only in their records",
+                exc_info=error,
+            )
         if self.dataset_env is None:
             record = self.runner.open(TensorDict(batch_size=[]))
         else:

@@ -181,6 +181,20 @@ def test_a_collector_that_is_iterated_goes_on_past_whatever_escapes(place, make_
     assert len(batch) == 1 and set(seen.values()) == {1} and len(seen) >= len(ESCAPING)
 
 
+def test_the_first_error_of_a_function_that_prepares_queries_is_logged_with_its_place(make_policy, caplog):
+    def prepare(row):
+        if row["query"] in ("b", "c"):
+            raise KeyError("question")
+        return row["query"]
+
+    env = DatasetChatEnv([{"query": query} for query in "abcd"], repeats=2, prepare=prepare, num_epochs=1)
+    env = env.append_transform(RubricReward(RewardFn(lambda: 1.0, name="one")))
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=2) as collector:
+        assert set(collector.next()["rollout", "group_id"]) == {"train/0/0", "train/0/3"}
+    [record] = [record for record in caplog.records if "a prompt could not be opened" in record.message]
+    assert repr(record.exc_info[1]) == "KeyError('question')" and "in prepare" in caplog.text
+
+
 def test_a_rule_that_escapes_is_raised_and_the_next_batch_comes(make_policy):
     raised = iter(ESCAPING)
 
