@@ -202,6 +202,11 @@ class BatchCollector:
             if batch is not None and self.postproc is not None:
                 try:
                     batch = self.postproc(batch)
+                    if not isinstance(batch, TensorDictBase):
+                        raise TypeError(
+                            f"postproc must return the batch to train on, a TensorDict, which may have no rows; got "
+                            f"{batch!r:.80}."
+                        )
                 except BaseException:
                     self._lose()
                     raise

@@ -79,7 +79,8 @@ class LLMCollector(KnownArguments, BatchCollector):
         env: a `DatasetChatEnv`, usually transformed; several, as a `MixedEnv`; or a function that builds one.
         policy: policy that generates, such as a `vLLMWrapper`; or pass `policy_factory`.
         total_dialog_turns: number of turns after which iteration ends; -1 never ends.
-        postproc: function applied to each batch before it is yielded or written, such as `MCAdvantage`.
+        postproc: function applied to each batch before it is yielded or written, such as `MCAdvantage`. It returns the
+            batch to train on; if that has no rows, another batch is collected.
         replay_buffer: buffer to extend with each batch, in the background after `start()`; iteration yields None.
         queue: queue that receives the elements of each batch one by one; the collector waits while it is full.
         max_concurrent_rollouts: maximum number of conversations in flight; by default all of a batch and of the batches
@@ -99,7 +100,8 @@ class LLMCollector(KnownArguments, BatchCollector):
 
     Raises:
         ValueError: if the arguments define no batch or contradict each other, or the environment is batch-locked.
-        TypeError: if an argument is unknown; the message names the nearest one or an alternative.
+        TypeError: if an argument is unknown; the message names the nearest one or an alternative. On iteration, if
+            `postproc` returns no TensorDict.
         CollectionStalled: on iteration, if too many groups in a row had nothing to train on; `NoSignal` if none failed
     """
 
