@@ -20,6 +20,7 @@ from llmrl.collectors.scheduler import RolloutTask
 from llmrl.data import Rollout
 from llmrl.engines import Engine
 from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv, EndOfData, MixedEnv
+from llmrl.envs.chat import unlock_batch_size
 from llmrl.envs.primer import dataset_env_of
 from llmrl.envs.sampler import Drawn
 from llmrl.envs.stepper import EnvStepper
@@ -53,9 +54,7 @@ class EnvSource:
         _check_modes(env, policy)
         limits = limits or RolloutLimits()
         self.stepper = EnvStepper(env, timeout_seconds=limits.step_timeout_seconds, keep_steps=not in_groups)
-        self.dataset_env = dataset_env_of(env)
-        if in_groups and self.dataset_env is None:
-            raise ValueError("groups need a DatasetChatEnv, since its repeats argument is the size of a group.")
+        self.dataset_env = checked_dataset_env(env, in_groups=in_groups)
         self.is_open = asyncio.Event() if is_open is None else is_open
         """Event that rollouts wait for between turns while it is cleared."""
         self.is_open.set()
@@ -204,6 +203,15 @@ class EnvSource:
         self.stepper.shutdown()
         self.runner.judge_loop.close()
         self._search_as_before()
+
+
+def checked_dataset_env(env: EnvBase, *, in_groups: bool) -> DatasetChatEnv | DataLoadingPrimer | None:
+    """Return the part with the prompts; raise ValueError if groups need one, or if the batch size is fixed."""
+    unlock_batch_size(env)
+    dataset_env = dataset_env_of(env)
+    if in_groups and dataset_env is None:
+        raise ValueError("groups need a DatasetChatEnv, since its repeats argument is the size of a group.")
+    return dataset_env
 
 
 def _check_modes(env: EnvBase, policy: LLMWrapperBase) -> None:
