@@ -132,7 +132,7 @@ class BatchCollector:
 
         Raises:
             StopIteration: at the end of the data, or after `total_dialog_turns`.
-            RuntimeError: after `shutdown`.
+            RuntimeError: after `shutdown`, or while `start` fills the buffer.
         """
         with self._batch_lock:
             batch = self._next_unless_shut_down()
@@ -170,6 +170,11 @@ class BatchCollector:
         return getattr(self.replay_buffer, attr)
 
     def _next_unless_shut_down(self) -> TensorDictBase | None:
+        if self.is_running():
+            raise RuntimeError(
+                "the collector is filling its buffer since start(), and batches would have two readers: sample the "
+                "buffer in place of iterating over the collector, or do not call start()."
+            )
         try:
             return self._next()
         except CancelledError as error:
@@ -302,7 +307,8 @@ class BatchCollector:
     def start(self) -> None:
         """Fill the replay buffer in the background, as far ahead of training as `max_staleness` and a queue allow.
 
-        Without `max_staleness`, versions do not matter. Raises RuntimeError without a buffer, or if it is being filled.
+        Sample the buffer meanwhile: iteration over the collector is refused. Without `max_staleness`, versions do not
+        matter. Raises RuntimeError without a buffer, or if it is being filled.
         """
         if self._filler is None:
             raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=, or queue=.")

@@ -378,6 +378,16 @@ def test_what_ends_the_background_is_raised(make_policy):
             wait_until(lambda: not collector.is_running())
 
 
+@pytest.mark.parametrize("max_staleness", [None, 1])
+def test_a_collector_that_fills_its_buffer_is_not_iterated(make_policy, max_staleness):
+    _, collector = fill(make_policy(), max_staleness=max_staleness)
+    with collector:
+        collector.start()
+        for read in (lambda: next(iter(collector)), collector.next):
+            with pytest.raises(RuntimeError, match=r"filling its buffer since start\(\).* sample the buffer in place"):
+                read()
+
+
 def test_start_needs_a_buffer(make_policy):
     with LLMCollector(addition(), policy=make_policy(), groups_per_batch=2) as collector:
         with pytest.raises(RuntimeError, match="replay_buffer"):
