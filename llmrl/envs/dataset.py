@@ -69,6 +69,10 @@ class DatasetChatEnv(ChatEnv):
         template_kwargs: Mapping[str, object] | None = None,
         device: torch.device | None = None,
     ) -> None:
+        if batch_size is not None and num_envs is not None:
+            raise ValueError(
+                f"batch_size={batch_size!r} and num_envs={num_envs} both set the batch shape: pass one of them."
+            )
         items = load_rows(dataset, split=split)
         if isinstance(items[0], str):
             items = [{data_key: item} for item in items]

@@ -27,6 +27,7 @@ from llmrl.envs import (
     addition_problems,
     make_addition_env,
 )
+from llmrl.envs.tasks.task import TaskEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.testing import ScriptedEngine
@@ -265,6 +266,17 @@ def test_the_query_may_be_in_a_column_of_any_name(data_key):
 def test_a_primer_refuses_columns_whose_names_mean_something_else():
     with pytest.raises(ValueError, match=r"\['conversation', 'tools'\] have names"):
         DataLoadingPrimer([{"query": "a", "tools": 1, "conversation": 2}])
+
+
+def test_two_batch_shapes_are_refused_and_a_task_takes_either():
+    with pytest.raises(ValueError, match=r"batch_size=\(2,\) and num_envs=3 both set the batch shape"):
+        DatasetChatEnv(["a"], batch_size=(2,), num_envs=3)
+    reward = {"reward": RubricReward(exact)}
+    shapes = {(): {"num_envs": None}, (1,): {}, (2,): {"batch_size": 2}, (3,): {"num_envs": 3}}
+    for shape, options in shapes.items():
+        assert TaskEnv(DATASET, **reward, options=options).batch_size == shape
+    with pytest.raises(ValueError, match="batch_size=2 and num_envs=3"):
+        TaskEnv(DATASET, **reward, options={"batch_size": 2, "num_envs": 3})
 
 
 def test_dataset_without_the_query_column_is_refused():
