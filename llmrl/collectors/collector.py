@@ -299,8 +299,9 @@ class LLMCollector(KnownArguments, BatchCollector):
 
         Raises:
             EndOfData: if the dataset has no further prompts.
-            ValueError: if the number is not a multiple of the number of players of a game.
+            ValueError: if the number is below 1, or not a multiple of the number of players of a game.
         """
+        check_least(1, num_rollouts=num_rollouts)
         if num_rollouts % (num_players := self._source.num_players):
             raise ValueError(f"num_rollouts must be a multiple of a game's {num_players} players, got {num_rollouts}.")
         started = time.perf_counter()

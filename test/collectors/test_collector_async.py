@@ -106,6 +106,9 @@ def test_numbers_with_which_nothing_would_ever_end_well_are_refused(make_policy)
     rules = GroupRules(min_survivors=3)
     with pytest.raises(ValueError, match="min_survivors=3 drops every group, since a group has 2 rollouts"):
         LLMCollector(addition(2), policy=make_policy(), groups_per_batch=2, group_rules=rules)
+    with LLMCollector(addition(2), policy=make_policy(), groups_per_batch=2) as collector:
+        with pytest.raises(ValueError, match="num_rollouts must be at least 1, got 0"):
+            collector.play(0)
     for limit in ("rollout_timeout_seconds", "step_timeout_seconds"):
         with pytest.raises(ValueError, match=f"{limit} must be positive, got 0"):
             RolloutLimits(**{limit: 0})
