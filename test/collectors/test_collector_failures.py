@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import random
 import threading
 import time
@@ -543,6 +544,23 @@ def test_a_batch_that_is_waited_for_at_a_shutdown_is_a_runtime_error(make_policy
     threading.Timer(0.2, collector.shutdown).start()
     with pytest.raises(RuntimeError, match="shut down"):
         ends(collector.next)
+
+
+def test_a_shutdown_while_iteration_waits_for_a_full_queue_is_a_runtime_error(make_policy):
+    class Full(queue.Queue):
+        closing = None
+
+        def put(self, item, *, timeout):
+            if self.closing is None:
+                self.closing = threading.Thread(target=collector.shutdown)
+                self.closing.start()
+            time.sleep(0.01)
+            raise queue.Full
+
+    env = DatasetChatEnv(PROMPTS).append_transform(RubricReward(RewardFn(lambda: 1.0, name="one")))
+    collector = LLMCollector(env, policy=make_policy(), groups_per_batch=1, queue=Full())
+    with pytest.raises(RuntimeError, match="shut down"):
+        ends(lambda: next(iter(collector)))
 
 
 def test_an_interrupt_that_comes_when_a_batch_is_ready_loses_nothing(make_policy, monkeypatch):
