@@ -224,7 +224,7 @@ def _check_modes(env: EnvBase, policy: LLMWrapperBase) -> None:
     if not is_read or chat_env.input_mode not in policy.out_keys:
         raise ValueError(
             f"the policy has input_mode={policy.input_mode!r}, and the environment has "
-            f"input_mode={chat_env.input_mode!r}: build both with the same input_mode."
+            f"input_mode={chat_env.input_mode!r}: build the policy with input_mode={chat_env.input_mode!r}."
         )
 
 
