@@ -39,7 +39,7 @@ class ServeSettings:
     """Settings of a server.
 
     Raises:
-        ValueError: if other machines can reach the address and there is no key.
+        ValueError: if the key is empty, or if other machines can reach the address and there is no key.
         FileExistsError: if `out` contains a run.
     """
 
@@ -146,11 +146,13 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
 
 
 def check_key(host: str, api_key: str | None) -> None:
-    """Raise ValueError if other machines can reach the address and there is no key."""
+    """Raise ValueError if the key is empty, or if other machines can reach the address and there is no key."""
     if not api_key and host not in LOOPBACK:
         raise ValueError(
             f"--host {host} can be reached from other machines: set a key that clients must send with --api-key."
         )
+    if api_key == "":
+        raise ValueError("--api-key is empty: give a key that clients must send, or leave --api-key out for none.")
 
 
 def stop_signal() -> asyncio.Event:

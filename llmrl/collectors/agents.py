@@ -222,10 +222,14 @@ class AgentEndpoint:
         except Exception as error:
             play.error = error
         finally:
-            for session in sessions:
-                await session.finish()
-            self._sessions.remove(key)
-            play.is_over.set()
+            try:
+                for session in sessions:
+                    await session.finish()
+            finally:  # also if the rollout is cancelled while it waits for answers that are read
+                for session in sessions:
+                    session.end()
+                self._sessions.remove(key)
+                play.is_over.set()
 
     def skip(self, rollout: Rollout) -> None:
         """Count a rollout that failed before it joined; the other roles play without it."""

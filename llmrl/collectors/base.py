@@ -117,8 +117,8 @@ class BatchCollector:
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while True:
-            with self._batch_lock:
-                batch = self._next_unless_shut_down()
+            with self._batch_lock, self._unless_shut_down():
+                batch = self._next()
                 if batch is None:
                     return
                 if self.replay_buffer is None:
@@ -132,14 +132,14 @@ class BatchCollector:
 
         Raises:
             StopIteration: at the end of the data, or after `total_dialog_turns`.
-            RuntimeError: after `shutdown`.
+            RuntimeError: after `shutdown`, or while `start` fills the buffer.
         """
-        with self._batch_lock:
-            batch = self._next_unless_shut_down()
-            if batch is None:
-                raise StopIteration
-            self._delivered()
-            return batch
+        with self._batch_lock, self._unless_shut_down():
+            batch = self._next()
+            if batch is not None:
+                self._delivered()
+                return batch
+        raise StopIteration
 
     @property
     def dialog_turns_per_batch(self) -> int | None:
@@ -169,9 +169,15 @@ class BatchCollector:
         """Return an attribute of the replay buffer, such as `write_count`; AttributeError if there is no buffer."""
         return getattr(self.replay_buffer, attr)
 
-    def _next_unless_shut_down(self) -> TensorDictBase | None:
+    @contextlib.contextmanager
+    def _unless_shut_down(self) -> Iterator[None]:
+        if self.is_running():
+            raise RuntimeError(
+                "the collector is filling its buffer since start(), and batches would have two readers: sample the "
+                "buffer in place of iterating over the collector, or do not call start()."
+            )
         try:
-            return self._next()
+            yield
         except CancelledError as error:
             raise RuntimeError("the collector was shut down while it collected this batch.") from error
 
@@ -202,6 +208,11 @@ class BatchCollector:
             if batch is not None and self.postproc is not None:
                 try:
                     batch = self.postproc(batch)
+                    if not isinstance(batch, TensorDictBase):
+                        raise TypeError(
+                            f"postproc must return the batch to train on, a TensorDict, which may have no rows; got "
+                            f"{batch!r:.80}."
+                        )
                 except BaseException:
                     self._lose()
                     raise
@@ -297,7 +308,8 @@ class BatchCollector:
     def start(self) -> None:
         """Fill the replay buffer in the background, as far ahead of training as `max_staleness` and a queue allow.
 
-        Without `max_staleness`, versions do not matter. Raises RuntimeError without a buffer, or if it is being filled.
+        Sample the buffer meanwhile: iteration over the collector is refused. Without `max_staleness`, versions do not
+        matter. Raises RuntimeError without a buffer, or if it is being filled.
         """
         if self._filler is None:
             raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=, or queue=.")

@@ -23,7 +23,7 @@ from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
 from llmrl.collectors.shape import BatchShape
-from llmrl.collectors.source import EnvSource, MixedSource
+from llmrl.collectors.source import EnvSource, MixedSource, checked_dataset_env
 from llmrl.collectors.weights import WeightScheme
 from llmrl.data import Rollout
 from llmrl.engines.load import take_load
@@ -79,7 +79,8 @@ class LLMCollector(KnownArguments, BatchCollector):
         env: a `DatasetChatEnv`, usually transformed; several, as a `MixedEnv`; or a function that builds one.
         policy: policy that generates, such as a `vLLMWrapper`; or pass `policy_factory`.
         total_dialog_turns: number of turns after which iteration ends; -1 never ends.
-        postproc: function applied to each batch before it is yielded or written, such as `MCAdvantage`.
+        postproc: function applied to each batch before it is yielded or written, such as `MCAdvantage`. It returns the
+            batch to train on; if that has no rows, another batch is collected.
         replay_buffer: buffer to extend with each batch, in the background after `start()`; iteration yields None.
         queue: queue that receives the elements of each batch one by one; the collector waits while it is full.
         max_concurrent_rollouts: maximum number of conversations in flight; by default all of a batch and of the batches
@@ -99,7 +100,8 @@ class LLMCollector(KnownArguments, BatchCollector):
 
     Raises:
         ValueError: if the arguments define no batch or contradict each other, or the environment is batch-locked.
-        TypeError: if an argument is unknown; the message names the nearest one or an alternative.
+        TypeError: if an argument is unknown; the message names the nearest one or an alternative. On iteration, if
+            `postproc` returns no TensorDict.
         CollectionStalled: on iteration, if too many groups in a row had nothing to train on; `NoSignal` if none failed
     """
 
@@ -173,6 +175,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         source: CollectorSource
         has_default_size = dialog_turns_per_batch is None and not shape.is_grouped
         limits = RolloutLimits() if limits is None else limits
+        self.policy: LLMWrapperBase
         self.policy_version_tracker: PolicyVersion | None = None
         """Transform that writes each step's version, if `track_policy_version` requests one."""
         make_policy: Callable[[], LLMWrapperBase] = policy_factory or (lambda: policy)  # type: ignore[assignment,return-value]
@@ -182,11 +185,21 @@ class LLMCollector(KnownArguments, BatchCollector):
             if has_default_size:
                 shape = replace(shape, size=source.default_size)
         else:
-            self.policy: LLMWrapperBase = make_policy()
             self.env: EnvBase | MixedEnv = env if isinstance(env, EnvBase | MixedEnv) else env()
             if has_default_size and isinstance(self.env, EnvBase):
                 shape = replace(shape, size=max(1, self.env.batch_size.numel()))
-            source = self._local_source(shape, limits, track_policy_version)
+        gate: Gate
+        if max_staleness is not None:
+            gate = shape.staleness_gate(max_staleness=max_staleness, late=late_groups)
+        else:
+            gate = shape.demand_gate(
+                num_extra_groups=num_extra_groups,
+                num_ahead=0 if shape.is_grouped or reset_at_each_iter else num_given or 0,
+                reset_each_batch=reset_at_each_iter,
+            )
+        buffer = QueueBuffer(queue) if queue is not None else replay_buffer
+        if not isinstance(env, RayActors):
+            source = self._local_source(make_policy, shape, limits, track_policy_version)
         per_batch = shape.size if shape.kind != "tokens" else 8
         in_flight = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
         if (num_given or in_flight) < source.num_players:
@@ -215,15 +228,6 @@ class LLMCollector(KnownArguments, BatchCollector):
                     "number."
                 )
             limit = ConcurrencyLimit(FIRST_LIMIT, least=source.num_players, most=in_flight)
-        gate: Gate
-        if max_staleness is not None:
-            gate = shape.staleness_gate(max_staleness=max_staleness, late=late_groups)
-        else:
-            gate = shape.demand_gate(
-                num_extra_groups=num_extra_groups,
-                num_ahead=0 if shape.is_grouped or reset_at_each_iter else num_given or 0,
-                reset_each_batch=reset_at_each_iter,
-            )
         scheduler = RolloutScheduler(
             source,
             gate,
@@ -239,7 +243,7 @@ class LLMCollector(KnownArguments, BatchCollector):
             shape,
             total_dialog_turns=total_dialog_turns,
             postproc=postproc,
-            replay_buffer=QueueBuffer(queue) if queue is not None else replay_buffer,
+            replay_buffer=buffer,
             reset_each_batch=reset_at_each_iter,
             weight_sync_schemes=weight_sync_schemes,
             verbose=verbose,
@@ -255,6 +259,7 @@ class LLMCollector(KnownArguments, BatchCollector):
 
     def _local_source(
         self,
+        make_policy: Callable[[], LLMWrapperBase],
         shape: BatchShape,
         limits: RolloutLimits | Mapping[str, RolloutLimits],
         track_policy_version: bool | PolicyVersion,
@@ -264,6 +269,7 @@ class LLMCollector(KnownArguments, BatchCollector):
                 raise ValueError(
                     "track_policy_version works for one environment only: append a PolicyVersion to each environment."
                 )
+            self.policy = make_policy()
             return MixedSource(self.env, self.policy, in_groups=shape.is_grouped, limits=limits)
         if not isinstance(limits, RolloutLimits):
             raise ValueError(f"limits by name are those of a MixedEnv: pass RolloutLimits, not {sorted(limits)}.")
@@ -273,6 +279,8 @@ class LLMCollector(KnownArguments, BatchCollector):
                 track_policy_version if isinstance(track_policy_version, PolicyVersion) else follow
             )
             self.env = TransformedEnv(self.env, self.policy_version_tracker)
+        checked_dataset_env(self.env, in_groups=shape.is_grouped)
+        self.policy = make_policy()  # after all checks that need none, since it may start an engine
         return EnvSource(self.env, self.policy, in_groups=shape.is_grouped, limits=limits)
 
     def increment_version(self) -> None:
@@ -291,8 +299,9 @@ class LLMCollector(KnownArguments, BatchCollector):
 
         Raises:
             EndOfData: if the dataset has no further prompts.
-            ValueError: if the number is not a multiple of the number of players of a game.
+            ValueError: if the number is below 1, or not a multiple of the number of players of a game.
         """
+        check_least(1, num_rollouts=num_rollouts)
         if num_rollouts % (num_players := self._source.num_players):
             raise ValueError(f"num_rollouts must be a multiple of a game's {num_players} players, got {num_rollouts}.")
         started = time.perf_counter()

@@ -104,6 +104,12 @@ def _ahead(arguments: CollectorOptions) -> CollectorOptions:
         raise ValueError("sync_iter=False needs batches of a known size: pass groups_per_batch, not tokens_per_batch.")
     if arguments.get("groups_per_batch") is not None or arguments.get("yield_only_last_steps"):
         return {**arguments, "max_staleness": 1}
-    given = arguments.get("max_concurrent_rollouts")
-    size = arguments.get("dialog_turns_per_batch") or 1
-    return {**arguments, "max_concurrent_rollouts": size if given is None else given}
+    if arguments.get("max_concurrent_rollouts") is not None:
+        return arguments
+    size = arguments.get("dialog_turns_per_batch")
+    if size is None:
+        raise ValueError(
+            "sync_iter=False keeps as many conversations in flight as a batch has turns: pass dialog_turns_per_batch, "
+            "or max_concurrent_rollouts."
+        )
+    return {**arguments, "max_concurrent_rollouts": size}

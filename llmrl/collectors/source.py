@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import unravel_key
 from torchrl.envs import EnvBase
 
 from llmrl._utils.failure import as_exception
@@ -17,11 +19,15 @@ from llmrl.collectors.rollout_runner import RolloutLimits, RolloutRunner
 from llmrl.collectors.scheduler import RolloutTask
 from llmrl.data import Rollout
 from llmrl.engines import Engine
-from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, EndOfData, MixedEnv
+from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv, EndOfData, MixedEnv
+from llmrl.envs.chat import unlock_batch_size
 from llmrl.envs.primer import dataset_env_of
 from llmrl.envs.sampler import Drawn
 from llmrl.envs.stepper import EnvStepper
 from llmrl.policies import LLMWrapperBase
+from llmrl.transforms import environment_parts
+
+logger = logging.getLogger("llmrl")
 
 
 class EnvSource:
@@ -31,7 +37,8 @@ class EnvSource:
     wait between turns while `is_open` (by default a new event) is cleared.
 
     Raises:
-        ValueError: if `in_groups` and the environment has no dataset, or if the environment is batch-locked.
+        ValueError: if `in_groups` and the environment has no dataset, if the environment is batch-locked, or if its
+            `input_mode` is not that of the policy.
         RenderingError: if the environment has tools and the policy's chat template cannot write their results.
     """
 
@@ -44,11 +51,10 @@ class EnvSource:
         limits: RolloutLimits | None = None,
         is_open: asyncio.Event | None = None,
     ) -> None:
+        _check_modes(env, policy)
         limits = limits or RolloutLimits()
         self.stepper = EnvStepper(env, timeout_seconds=limits.step_timeout_seconds, keep_steps=not in_groups)
-        self.dataset_env = dataset_env_of(env)
-        if in_groups and self.dataset_env is None:
-            raise ValueError("groups need a DatasetChatEnv, since its repeats argument is the size of a group.")
+        self.dataset_env = checked_dataset_env(env, in_groups=in_groups)
         self.is_open = asyncio.Event() if is_open is None else is_open
         """Event that rollouts wait for between turns while it is cleared."""
         self.is_open.set()
@@ -64,6 +70,7 @@ class EnvSource:
         self.needs_whole_groups = self.is_group_scored or self.num_players > 1
         """Whether the rollouts of a group are played together, independent of the kind of batch."""
         self._are_groups_whole = False
+        self._has_warned = False
         self.group_size = self.prompts.num_samples if self.prompts is not None and in_groups else 1
         """Number of rollouts that are drawn together."""
         if self.needs_whole_groups:
@@ -170,6 +177,12 @@ class EnvSource:
             self.prompts.load_state_dict(self.prompts.state_dict(unfinished=positions))
         if count > 1:
             return [job for _ in range(count) for job in self._draw(1)]
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a prompt could not be opened, so its rollouts fail; further such errors are only in their records",
+                exc_info=error,
+            )
         if self.dataset_env is None:
             record = self.runner.open(TensorDict(batch_size=[]))
         else:
@@ -190,6 +203,29 @@ class EnvSource:
         self.stepper.shutdown()
         self.runner.judge_loop.close()
         self._search_as_before()
+
+
+def checked_dataset_env(env: EnvBase, *, in_groups: bool) -> DatasetChatEnv | DataLoadingPrimer | None:
+    """Return the part with the prompts; raise ValueError if groups need one, or if the batch size is fixed."""
+    unlock_batch_size(env)
+    dataset_env = dataset_env_of(env)
+    if in_groups and dataset_env is None:
+        raise ValueError("groups need a DatasetChatEnv, since its repeats argument is the size of a group.")
+    return dataset_env
+
+
+def _check_modes(env: EnvBase, policy: LLMWrapperBase) -> None:
+    """Raise ValueError if the policy cannot read the environment's prompts, or the environment the policy's answers."""
+    chat_env = environment_parts(env)[0]
+    if not isinstance(chat_env, ChatEnv) or chat_env.input_mode == policy.input_mode:
+        return
+    # A transform may write prompts for the policy; then the policy must write what the environment reads.
+    is_read = unravel_key(policy.input_key) in env.observation_spec.keys(include_nested=True)
+    if not is_read or chat_env.input_mode not in policy.out_keys:
+        raise ValueError(
+            f"the policy has input_mode={policy.input_mode!r}, and the environment has "
+            f"input_mode={chat_env.input_mode!r}: build the policy with input_mode={chat_env.input_mode!r}."
+        )
 
 
 def drawn_record(dataset_env: DatasetChatEnv | DataLoadingPrimer, drawn: Drawn) -> Rollout:

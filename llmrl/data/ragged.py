@@ -148,14 +148,27 @@ def _is_padded(tensordict: TensorDictBase, rows: Sequence[torch.Tensor]) -> bool
 
 
 def value_column(tensordict: TensorDictBase, key: NestedKey) -> list[object]:
-    """Return one Python value per row of a non-tensor or a scalar tensor entry; raise KeyError if it is missing."""
+    """Return one Python value per row of a non-tensor or a scalar tensor entry.
+
+    Raises KeyError if the entry is missing, and ValueError if it lost its texts (`check_text`).
+    """
     check_entry(tensordict, key)
     column = tensordict.get(key)
     if isinstance(column, NonTensorData):
         return [column.data] * tensordict.batch_size[0]
     if isinstance(column, (NonTensorStack, torch.Tensor)):
         return list(column.tolist())
+    check_text(column, key)
     return list(column)
+
+
+def check_text(value: object, key: NestedKey) -> None:
+    """Raise ValueError if an entry that should be a text is a TensorDict, as after a buffer's `load_state_dict`."""
+    if isinstance(value, TensorDictBase):
+        raise ValueError(
+            f"{key!r} should be a text and is a TensorDict. The state_dict of TorchRL's replay buffers has no texts: "
+            "to save rows, pickle the buffer."
+        )
 
 
 def as_padded_tensor(list_of_tensordicts: Sequence[TensorDictBase], **unknown: Never) -> TensorDictBase:

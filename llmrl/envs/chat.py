@@ -46,7 +46,7 @@ class ChatEnv(KnownArguments, EnvBase):
 
     Raises:
         ValueError: if `input_mode` is unknown, if `with_tokenizer` has no `tokenizer`, if
-            `system_prompt` has no effect, or if reset gets no query.
+            `system_prompt` has no effect, or if reset gets no query, or one that needs `tokenizer`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -160,13 +160,25 @@ class ChatEnv(KnownArguments, EnvBase):
                 prompt=History.from_chats(self.opening_messages(query)), batch_size=()
             )
         elif self.input_mode == "text":
+            if self.tokenizer is None and not isinstance(query, str):
+                raise self._needs_tokenizer("text", query)
             turn = Text(prompt=query if self.tokenizer is None else self._opening(self.tokenizer, query), batch_size=())
         else:
             if self.tokenizer is not None and not isinstance(query, torch.Tensor):
                 query = self.tokenizer.encode(self._opening(self.tokenizer, query), add_special_tokens=False)
-            turn = Tokens(prompt=torch.as_tensor(query, dtype=torch.int64), batch_size=())
+            try:
+                token_ids = torch.as_tensor(query, dtype=torch.int64)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise self._needs_tokenizer("token ids", query) from error
+            turn = Tokens(prompt=token_ids, batch_size=())
         # An automatic reset keeps entries that are not written, so the token state of the last conversation is cleared.
         return TensorDict({self.input_mode: turn, "conversation": non_tensor(None), **_flags(False)}, batch_size=())
+
+    def _needs_tokenizer(self, wanted: str, query: object) -> ValueError:
+        return ValueError(
+            f"input_mode={self.input_mode!r} needs tokenizer=, which renders {self.data_key!r}, or {wanted} there; got "
+            f"{query!r:.80}."
+        )
 
     def _opening(self, tokenizer: Tokenizer, query: object) -> str:
         messages = [dict(message) for message in self.opening_messages(query)]

@@ -36,7 +36,8 @@ class DatasetChatEnv(ChatEnv):
 
     Raises:
         FileNotFoundError: if the dataset does not exist.
-        ValueError: if the dataset is empty or a column is missing.
+        ValueError: if the dataset is empty, a column is missing or queries need a `tokenizer`.
+        TypeError: if a column's name is no text.
 
     Example:
         >>> env = DatasetChatEnv([{"query": "1 + 1 =", "answer": "2"}], repeats=2)
@@ -68,6 +69,10 @@ class DatasetChatEnv(ChatEnv):
         template_kwargs: Mapping[str, object] | None = None,
         device: torch.device | None = None,
     ) -> None:
+        if batch_size is not None and num_envs is not None:
+            raise ValueError(
+                f"batch_size={batch_size!r} and num_envs={num_envs} both set the batch shape: pass one of them."
+            )
         items = load_rows(dataset, split=split)
         if isinstance(items[0], str):
             items = [{data_key: item} for item in items]
@@ -97,6 +102,9 @@ class DatasetChatEnv(ChatEnv):
             data_key=f"{data_key}_query" if has_raw_column or data_key in RESERVED_ENTRIES else data_key,
             device=device,
         )
+        if prepare is None and tokenizer is None and input_mode != "history":
+            first = tensordict_of({self.data_key: non_tensor(items[0][data_key])})
+            self._open(first, first.batch_size)  # raises now what each reset would
 
     @classmethod
     def from_dataloader(cls, dataloader: Iterable[object], **kwargs: Any) -> DatasetChatEnv:
@@ -145,8 +153,9 @@ class DatasetChatEnv(ChatEnv):
     def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
         """Open a conversation for each draw; for None, return a placeholder."""
         placeholder = (self.prompts.items[0], "", 0)
+        blank: object = torch.zeros(0) if self.input_mode == "tokens" else ""
         return [
-            self._opened(*placeholder, query="") if one is None else self._opened(*one, query=self._query(one[0]))
+            self._opened(*placeholder, query=blank) if one is None else self._opened(*one, query=self._query(one[0]))
             for one in drawn
         ]
 

@@ -91,8 +91,8 @@ class GameEnv(MessageChatEnv):
         repeats: rollouts per row; by default one per role that the policy plays.
         **order: `shuffle`, `seed`, `num_epochs` and `name`, see `DatasetChatEnv`.
 
-    Raises ValueError if opponents play unknown roles or all roles, or if `repeats` is not a
-    multiple of the number of the policy's roles.
+    Raises TypeError if `roles` is a string, and ValueError if roles are equal, if opponents play unknown roles or all
+    roles, or if `repeats` is not a multiple of the number of the policy's roles.
 
     Example:
         >>> from llmrl.envs import Game
@@ -121,6 +121,10 @@ class GameEnv(MessageChatEnv):
         repeats: int | None = None,
         **order: Unpack[OrderOptions],
     ) -> None:
+        if isinstance(roles, str):
+            raise TypeError(f"roles must be a list of names, got {roles!r}; write roles=[{roles!r}] for one role.")
+        if len(set(roles)) < len(roles):
+            raise ValueError(f"roles must be distinct names, got {list(roles)}.")
         self._opponents = dict(opponents or {})
         if unknown := sorted(set(self._opponents) - set(roles)):
             raise ValueError(f"opponents has {unknown}, and the roles are {list(roles)}.")

@@ -233,9 +233,16 @@ def index_of(group_id: str) -> int:
 
 
 def columns_of(items: Sequence[Row]) -> tuple[str, ...]:
-    """Return the column names of a dataset; those of the first row if rows are read on demand."""
+    """Return the column names of a dataset; those of the first row if rows are read on demand.
+
+    Raises TypeError if a name is no text.
+    """
     rows = items if isinstance(items, list | tuple) else [items[0]]
-    return tuple(dict.fromkeys(name for row in rows for name in row))
+    names = tuple(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"the dataset has a column named {name!r}; names must be texts: rename the column.")
+    return names
 
 
 def with_columns(item: Row, columns: Sequence[str]) -> Row:

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 
-from llmrl._utils.arguments import KnownArguments, check_choice
+from llmrl._utils.arguments import KnownArguments, check_choice, check_least
 from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.types import InputMode, Tokenizer
 from llmrl.data import CONTEXT_VERSION, ChatHistory, History, LogProbs, Masks, Text, Tokens
@@ -111,6 +111,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             num_samples=num_samples,
             inplace=inplace,
             conversation_mode=conversation_mode,
+            fork_threshold_tokens=fork_threshold_tokens,
         )
         if chat_template_name is not None:
             chat_template = template_named(chat_template_name)
@@ -171,12 +172,14 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         num_samples: int | None = None,
         inplace: bool | Literal["empty"] | None = None,
         conversation_mode: Literal["auto", "token", "message"] = "auto",
+        fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
         **_: object,
     ) -> None:
         """Raise the errors of arguments that need no engine; a subclass can call this before it starts one."""
         if input_mode not in ("history", "text", "tokens"):
             raise ValueError(f"input_mode must be one of 'history', 'text' or 'tokens', got {input_mode!r}.")
         check_choice(("auto", "token", "message"), conversation_mode=conversation_mode)
+        check_least(0, fork_threshold_tokens=fork_threshold_tokens)
         check_choice((True, False, None, "empty"), inplace=inplace)
         templates = zip(_TEMPLATES, (renderer, chat_template, chat_template_name), strict=True)
         given = [name for name, value in templates if value is not None]

@@ -57,28 +57,34 @@ def _lines_of_name_and_json(name: str, arguments: Arguments) -> str:
 def parse_glm4(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCalls:
     r"""Read one or more calls: a name and a JSON object on the next line, each optionally after `<|assistant|>`.
 
-    Invalid JSON is a malformed call if a tool has that name or another call precedes it, otherwise content.
+    Prose may have this form, too: if `tools` are given, one of the calls must be to one of them, or all is content.
+    Invalid JSON is a malformed call if a tool has that name or another call precedes it.
 
     Example:
         >>> parse_glm4('add\n{"a": 1}').tool_calls[0]["function"]
         {'name': 'add', 'arguments': {'a': 1}}
     """
     calls: list[ToolCall] = []
+    malformed: list[MalformedToolCall] = []
+    offered = {tool.get("function", tool).get("name") for tool in tools}
+    names: list[str] = []
     position = 0
     start = re.compile(r"\s*(?:<\|assistant\|>\s*)?([A-Za-z_][\w.-]*)[^\S\n]*\n\s*(?=\{)")
     while begun := start.match(text, position):
+        names.append(begun[1])
         try:
             arguments, end = json.JSONDecoder().raw_decode(text, begun.end())
             calls.append(make_tool_call(begun[1], arguments))
         except UNREADABLE as error:
-            is_call = bool(calls) or any(tool.get("function", tool).get("name") == begun[1] for tool in tools)
-            rest = text[position:]
-            return finish(rest, calls, [MalformedToolCall(rest, reason_of(error))] if is_call else [])
+            malformed.append(MalformedToolCall(text[position:], reason_of(error)))
+            break
         position = end
     rest = text[position:]
-    if rest.strip() and calls:
-        return finish(rest, calls, [MalformedToolCall(rest, "a name, a line break and a JSON object are expected")])
-    return finish(rest, calls, [])
+    if offered.isdisjoint(names) and (offered or not calls):
+        return ParsedCalls(text)
+    if rest.strip() and not malformed:
+        malformed.append(MalformedToolCall(rest, "a name, a line break and a JSON object are expected"))
+    return finish(rest, calls, malformed)
 
 
 @register_tool_call_parser("mistral", openings=["[TOOL_CALLS]"])

@@ -26,7 +26,7 @@ class Sandbox(Protocol):
     """
 
     async def start(self) -> None:
-        """Create the environment with an empty working folder."""
+        """Create the environment with an empty working folder; raise an error if that takes too long."""
         ...
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:

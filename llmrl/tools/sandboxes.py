@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.sandbox.base import Sandbox
@@ -74,7 +75,7 @@ class Sandboxes:
 
     def __init__(self, make: Callable[[], Sandbox]) -> None:
         instances = InstanceTools(ConversationSandbox, lambda: ConversationSandbox(make()))
-        self.tools = {tool.name: tool for tool in instances.tools}
+        self.tools = {tool.name: replace(tool, keeps_opening_time=True) for tool in instances.tools}
 
 
 def ShellTool(sandboxes: Sandboxes) -> Tool:

@@ -59,6 +59,8 @@ class Tool:
     """Name by which rewards read the state."""
     keeps_time: bool = False
     """Whether the tool limits its own time and never blocks; it is then awaited on the caller's loop."""
+    keeps_opening_time: bool = False
+    """Whether `open` limits its own time, as the start of a sandbox does, which may build an image."""
 
     @property
     def schema(self) -> ToolSchema:

@@ -59,7 +59,7 @@ class ToolTransform(KnownArguments, Transform):
         tools: functions, classes and `Tool`s.
         tool_name: role of the answers.
         tool_parser: name, in `TOOL_CALL_PARSERS`, of the parser for messages without parsed calls.
-        timeout: seconds per call, and for the beginning of a class's instance.
+        timeout: seconds per call, and for the beginning of a class's instance; a sandbox limits its own start.
         max_parallel_calls: concurrent calls per message.
         max_output_chars: length at which an answer is cut, with a mark.
         truncate_side: which part is cut: `start`, `middle` or `end`.
@@ -260,7 +260,7 @@ class ToolTransform(KnownArguments, Transform):
         for tool in self.tools.values():
             if tool.open is not None and tool.state_name not in session.states:
                 try:
-                    async with asyncio.timeout(self.timeout) as limit:
+                    async with asyncio.timeout(None if tool.keeps_opening_time else self.timeout) as limit:
                         opening = tool.open(session.id, copied(row))
                         session.states[tool.state_name] = await self._loops.wait(opening, on=self._home)
                 except TimeoutError as error:

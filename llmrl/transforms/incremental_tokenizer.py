@@ -54,6 +54,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
         tokens_key: NestedKey = ("tokens", "prompt"),
     ) -> None:
         super().__init__()
+        Conversation.start(renderer, mode=mode, fork_threshold_tokens=fork_threshold_tokens)  # checks the options
         if tokenizer is not None and renderer is None:
             renderer = _renderer_of(tokenizer)
         elif renderer is None or tokenizer is not None:

@@ -322,6 +322,9 @@ def test_an_address_that_others_reach_wants_a_key(tmp_path):
     for key in ([], ["--api-key", ""]):  # an empty variable is no key
         result = CliRunner().invoke(app, ["serve", "--host", "0.0.0.0", *key])
         assert result.exit_code == 2 and "--api-key" in result.output
+    for command in (["serve"], ["env", "serve", "guess"]):
+        result = CliRunner().invoke(app, [*command, "--api-key", ""])
+        assert result.exit_code == 2 and "--api-key is empty" in result.output
     result = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing")])
     assert result.exit_code == 2 and "nothing" in result.output
 

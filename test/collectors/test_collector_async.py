@@ -106,6 +106,9 @@ def test_numbers_with_which_nothing_would_ever_end_well_are_refused(make_policy)
     rules = GroupRules(min_survivors=3)
     with pytest.raises(ValueError, match="min_survivors=3 drops every group, since a group has 2 rollouts"):
         LLMCollector(addition(2), policy=make_policy(), groups_per_batch=2, group_rules=rules)
+    with LLMCollector(addition(2), policy=make_policy(), groups_per_batch=2) as collector:
+        with pytest.raises(ValueError, match="num_rollouts must be at least 1, got 0"):
+            collector.play(0)
     for limit in ("rollout_timeout_seconds", "step_timeout_seconds"):
         with pytest.raises(ValueError, match=f"{limit} must be positive, got 0"):
             RolloutLimits(**{limit: 0})
@@ -376,6 +379,16 @@ def test_what_ends_the_background_is_raised(make_policy):
         collector.start()
         with pytest.raises(CollectionStalled, match="filtered"):
             wait_until(lambda: not collector.is_running())
+
+
+@pytest.mark.parametrize("max_staleness", [None, 1])
+def test_a_collector_that_fills_its_buffer_is_not_iterated(make_policy, max_staleness):
+    _, collector = fill(make_policy(), max_staleness=max_staleness)
+    with collector:
+        collector.start()
+        for read in (lambda: next(iter(collector)), collector.next):
+            with pytest.raises(RuntimeError, match=r"filling its buffer since start\(\).* sample the buffer in place"):
+                read()
 
 
 def test_start_needs_a_buffer(make_policy):

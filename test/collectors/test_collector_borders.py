@@ -11,12 +11,22 @@ from torchrl.envs import Transform
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data.tensordicts import batch_elements, plain
-from llmrl.envs import DatasetChatEnv, Game, GameEnv, MessageChatEnv, MessageEnv, MessageStep, MixedEnv, ToolEnv
+from llmrl.envs import (
+    ChatEnv,
+    DatasetChatEnv,
+    Game,
+    GameEnv,
+    MessageChatEnv,
+    MessageEnv,
+    MessageStep,
+    MixedEnv,
+    ToolEnv,
+)
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric, Score
 from llmrl.testing import ScriptedEngine
 from llmrl.tools import ToolTransform
-from llmrl.transforms import RubricReward
+from llmrl.transforms import IncrementalTokenizer, RubricReward
 
 
 def make_policy(renderer, script=("1<|im_end|>",), latency_s=0.0, **options):
@@ -27,6 +37,44 @@ def make_policy(renderer, script=("1<|im_end|>",), latency_s=0.0, **options):
 def play(renderer, env, num_rollouts=2, script=("1<|im_end|>",), **options):
     with LLMCollector(env, policy=make_policy(renderer, script), groups_per_batch=1, **options) as collector:
         return collector.play(num_rollouts)
+
+
+@pytest.mark.parametrize(
+    ("policy_mode", "env_mode"), list(itertools.permutations(("history", "text", "tokens"), 2)), ids="-".join
+)
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_a_policy_with_another_input_mode_than_its_environment_is_refused(renderer, policy_mode, env_mode, has_tokens):
+    env = DatasetChatEnv(["a"], repeats=2, input_mode=env_mode, tokenizer=renderer.tokenizer)
+    if has_tokens and env_mode == "history":
+        env = env.append_transform(IncrementalTokenizer(renderer=renderer))
+    policy = make_policy(renderer, input_mode=policy_mode)
+    with pytest.raises(ValueError, match=f"policy has input_mode='{policy_mode}'.*has input_mode='{env_mode}'"):
+        LLMCollector(env, policy=policy, dialog_turns_per_batch=2)
+
+
+@pytest.mark.parametrize(
+    ("env", "arguments"),
+    [
+        (DatasetChatEnv, {"tokens_per_batch": 64, "max_staleness": 1}),
+        (DatasetChatEnv, {"groups_per_batch": 1, "queue": []}),
+        (DatasetChatEnv, {"groups_per_batch": 1, "limits": {"a": RolloutLimits()}}),
+        (lambda rows: MixedEnv({"a": DatasetChatEnv(rows)}), {"groups_per_batch": 1, "track_policy_version": True}),
+        (lambda rows: ChatEnv(), {"groups_per_batch": 1}),
+    ],
+    ids=["max_staleness", "queue", "limits", "track_policy_version", "env"],
+)
+def test_no_policy_is_made_for_arguments_that_are_refused(renderer, env, arguments):
+    made = []
+
+    def policy_factory():
+        made.append(make_policy(renderer))
+        return made[-1]
+
+    with pytest.raises((ValueError, TypeError)):
+        LLMCollector(env(["a"]), policy_factory=policy_factory, **arguments)
+    assert not made
+    with LLMCollector(DatasetChatEnv(["a"]), policy_factory=policy_factory, groups_per_batch=1) as collector:
+        assert made == [collector.policy]
 
 
 # Several scorers

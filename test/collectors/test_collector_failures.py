@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import random
 import threading
 import time
@@ -179,6 +180,20 @@ def test_a_collector_that_is_iterated_goes_on_past_whatever_escapes(place, make_
         batch = ends(collector.next)
         seen = Counter(rollout.rollout_id for rollout in collector.rollouts)
     assert len(batch) == 1 and set(seen.values()) == {1} and len(seen) >= len(ESCAPING)
+
+
+def test_the_first_error_of_a_function_that_prepares_queries_is_logged_with_its_place(make_policy, caplog):
+    def prepare(row):
+        if row["query"] in ("b", "c"):
+            raise KeyError("question")
+        return row["query"]
+
+    env = DatasetChatEnv([{"query": query} for query in "abcd"], repeats=2, prepare=prepare, num_epochs=1)
+    env = env.append_transform(RubricReward(RewardFn(lambda: 1.0, name="one")))
+    with LLMCollector(env, policy=make_policy(), groups_per_batch=2) as collector:
+        assert set(collector.next()["rollout", "group_id"]) == {"train/0/0", "train/0/3"}
+    [record] = [record for record in caplog.records if "a prompt could not be opened" in record.message]
+    assert repr(record.exc_info[1]) == "KeyError('question')" and "in prepare" in caplog.text
 
 
 def test_a_rule_that_escapes_is_raised_and_the_next_batch_comes(make_policy):
@@ -529,6 +544,23 @@ def test_a_batch_that_is_waited_for_at_a_shutdown_is_a_runtime_error(make_policy
     threading.Timer(0.2, collector.shutdown).start()
     with pytest.raises(RuntimeError, match="shut down"):
         ends(collector.next)
+
+
+def test_a_shutdown_while_iteration_waits_for_a_full_queue_is_a_runtime_error(make_policy):
+    class Full(queue.Queue):
+        closing = None
+
+        def put(self, item, *, timeout):
+            if self.closing is None:
+                self.closing = threading.Thread(target=collector.shutdown)
+                self.closing.start()
+            time.sleep(0.01)
+            raise queue.Full
+
+    env = DatasetChatEnv(PROMPTS).append_transform(RubricReward(RewardFn(lambda: 1.0, name="one")))
+    collector = LLMCollector(env, policy=make_policy(), groups_per_batch=1, queue=Full())
+    with pytest.raises(RuntimeError, match="shut down"):
+        ends(lambda: next(iter(collector)))
 
 
 def test_an_interrupt_that_comes_when_a_batch_is_ready_loses_nothing(make_policy, monkeypatch):

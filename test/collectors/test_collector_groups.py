@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import re
 import time
 from collections import Counter
 
@@ -290,6 +291,22 @@ class TwoTurns(MessageEnv):
     async def step(self, message):
         self.num_turns += 1
         return MessageStep([{"role": "user", "content": "again"}], reward=1.0, is_done=self.num_turns == 2)
+
+
+@pytest.mark.parametrize("returned", [None, [], "batch"])
+def test_a_postproc_that_returns_no_tensordict_is_an_error_at_the_first_batch(make_policy, returned):
+    num_calls = 0
+
+    def postproc(batch):
+        nonlocal num_calls
+        num_calls += 1
+        return returned if num_calls == 1 else batch
+
+    with LLMCollector(addition(2), policy=make_policy(), groups_per_batch=1, postproc=postproc) as collector:
+        with pytest.raises(TypeError, match=f"postproc must return .* a TensorDict.*got {re.escape(repr(returned))}"):
+            collector.next()
+        assert list(collector.next()["rollout", "group_id"]) == ["train/0/1"] * 2
+        assert collector.report.num_dropped_by_reason == {DropReason.POSTPROC: 2}
 
 
 @pytest.mark.parametrize("where", ["postproc", "hook", "extend"])

@@ -77,7 +77,7 @@ def test_a_stop_string_is_seen_wherever_an_update_cuts_it(renderer):
 def test_stop_strings_need_what_sees_them_cut(renderer):
     policy = LLMWrapperBase(ScriptedEngine([[1]]), input_mode="tokens", generate_kwargs={"stop": ["END"]})
     with pytest.raises(ValueError, match="stop strings but no renderer"):
-        LLMCollector(DatasetChatEnv(["a"], input_mode="tokens"), policy=policy, dialog_turns_per_batch=1)
+        LLMCollector(DatasetChatEnv([{"query": [1]}], input_mode="tokens"), policy=policy, dialog_turns_per_batch=1)
 
 
 class Chatter(MessageEnv):

@@ -165,6 +165,9 @@ def test_sync_iter_false_collects_ahead():
         _ahead({"groups_per_batch": 2, "max_staleness": 0})
     with pytest.raises(ValueError, match="groups_per_batch"):
         _ahead({"tokens_per_batch": 2})
+    with pytest.raises(ValueError, match="pass dialog_turns_per_batch, or max_concurrent_rollouts"):
+        _ahead({"yield_completed_trajectories": True})
+    assert _ahead({"yield_completed_trajectories": True, "max_concurrent_rollouts": 4})["max_concurrent_rollouts"] == 4
 
 
 def test_a_pool_of_environments_is_refused(renderer):

@@ -654,8 +654,12 @@ def test_what_agents_need_is_asked_for_at_once(renderer):
     with pytest.raises(TypeError, match="play must be a function"):
         AgentEnv("mini", ROWS)
     engine = LoggingEngine([[1]])
+    tokens = LLMWrapperBase(engine, input_mode="tokens")
+    with pytest.raises(ValueError, match="build the policy with input_mode='history'"):
+        LLMCollector(AgentEnv(ask_once, ROWS), policy=tokens, groups_per_batch=1)
+    messages = LLMWrapperBase(engine, renderer=renderer)
     with pytest.raises(ValueError, match="agents speak messages"):
-        LLMCollector(AgentEnv(ask_once, ROWS), policy=LLMWrapperBase(engine, input_mode="tokens"), groups_per_batch=1)
+        LLMCollector(AgentEnv(ask_once, ROWS, policies={"other": tokens}), policy=messages, groups_per_batch=1)
     env = AgentEnv(ask_once, ROWS)
     data = env.reset()
     data["history"].full = data["history"].prompt

@@ -18,6 +18,7 @@ from llmrl import GRPOLoss, MCAdvantage, train_step
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.collectors.agents import AgentPlay
 from llmrl.data.tensordicts import plain
+from llmrl.endpoint import Session
 from llmrl.endpoint.agent import AgentModel
 from llmrl.engines import TransformersEngine
 from llmrl.envs import AgentEnv
@@ -142,6 +143,26 @@ class OpeningFails(Transform):
         if int(tensordict_reset["rollout", "sample_index"]) in self.failing:
             raise KeyError("no opening")
         return tensordict_reset
+
+
+def test_a_run_that_is_cancelled_while_its_sessions_end_leaves_no_open_key(renderer, monkeypatch):
+    models = []
+
+    async def play(row, model):
+        models.append(model)
+        return {"a": 1.0, "b": 0.0}
+
+    async def waits_for_answers(self):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Session, "finish", waits_for_answers)
+    env = AgentEnv(play, ROWS, roles=("a", "b"))
+    limits = RolloutLimits(rollout_timeout_seconds=0.2)
+    with LLMCollector(env, policy=policy_of(renderer, "1"), groups_per_batch=1, limits=limits) as collector:
+        rollouts = collector.play(2)
+        assert {rollout.reason for rollout in rollouts} <= {"timeout", "environment_error"}
+        with pytest.raises(openai.AuthenticationError):
+            asyncio.run(ask(models[0], "Who am I?"))
 
 
 def test_a_run_of_which_roles_are_not_opened_is_forgotten_with_its_sessions(renderer):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.envs import ParallelEnv, StepCounter, TransformedEnv, check_env_specs
 
 from llmrl.collectors import LLMCollector
@@ -26,6 +27,7 @@ from llmrl.envs import (
     addition_problems,
     make_addition_env,
 )
+from llmrl.envs.tasks.task import TaskEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.testing import ScriptedEngine
@@ -72,6 +74,37 @@ def test_tokens_mode_hands_ids_through():
     assert data["tokens", "prompt"].tolist() == [1, 2]
     data["tokens", "full"] = torch.tensor([1, 2, 3])
     assert env.step(data)["next", "tokens", "prompt"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("input_mode", "query", "wanted"),
+    [
+        ("tokens", "1 + 1 =", "token ids"),
+        ("tokens", [{"role": "user", "content": "1 + 1 ="}], "token ids"),
+        ("text", [{"role": "user", "content": "1 + 1 ="}], "text"),
+    ],
+)
+def test_a_query_that_needs_a_tokenizer_is_refused_when_the_environment_is_built(input_mode, query, wanted):
+    expected = f"input_mode='{input_mode}' needs tokenizer=, which renders 'query', or {wanted} there"
+    with pytest.raises(ValueError, match=expected):
+        DatasetChatEnv([{"query": query}], input_mode=input_mode)
+    with pytest.raises(ValueError, match=expected):
+        ChatEnv(input_mode=input_mode).reset(TensorDict(query=NonTensorData(query)))
+
+
+def test_a_conversation_of_tokens_is_reset_beside_others():
+    env = DatasetChatEnv([{"query": [1, 2]}, {"query": [3]}], input_mode="tokens", batch_size=2)
+    data = env.reset()
+    data["_reset"] = torch.tensor([[False], [True]])
+    assert env.reset(data)[1]["tokens", "prompt"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("name", [1, ("a", "b"), None])
+def test_a_column_whose_name_is_no_text_is_refused(name):
+    rows = [{"query": "1 + 1 ="}, {"query": "2 + 2 =", name: "4"}]
+    for make in (DatasetChatEnv, DataLoadingPrimer):
+        with pytest.raises(TypeError, match=re.escape(f"a column named {name!r}; names must be texts")):
+            make(rows)
 
 
 @pytest.mark.parametrize("input_mode", ["text", "tokens"])
@@ -233,6 +266,17 @@ def test_the_query_may_be_in_a_column_of_any_name(data_key):
 def test_a_primer_refuses_columns_whose_names_mean_something_else():
     with pytest.raises(ValueError, match=r"\['conversation', 'tools'\] have names"):
         DataLoadingPrimer([{"query": "a", "tools": 1, "conversation": 2}])
+
+
+def test_two_batch_shapes_are_refused_and_a_task_takes_either():
+    with pytest.raises(ValueError, match=r"batch_size=\(2,\) and num_envs=3 both set the batch shape"):
+        DatasetChatEnv(["a"], batch_size=(2,), num_envs=3)
+    reward = {"reward": RubricReward(exact)}
+    shapes = {(): {"num_envs": None}, (1,): {}, (2,): {"batch_size": 2}, (3,): {"num_envs": 3}}
+    for shape, options in shapes.items():
+        assert TaskEnv(DATASET, **reward, options=options).batch_size == shape
+    with pytest.raises(ValueError, match="batch_size=2 and num_envs=3"):
+        TaskEnv(DATASET, **reward, options={"batch_size": 2, "num_envs": 3})
 
 
 def test_dataset_without_the_query_column_is_refused():

@@ -196,6 +196,10 @@ def test_what_makes_no_sense_is_refused(renderer):
         GameEnv(lambda row: Count(), roles=ROLES, opponents={"third": lambda messages: ""})
     with pytest.raises(ValueError, match="leave one to the policy"):
         GameEnv(lambda row: Count(), roles=ROLES, opponents=dict.fromkeys(ROLES, lambda messages: ""))
+    with pytest.raises(TypeError, match=r"roles must be a list of names, got 'ab'; write roles=\['ab'\]"):
+        GameEnv(lambda row: Count(), roles="ab")
+    with pytest.raises(ValueError, match=r"roles must be distinct names, got \['first', 'first'\]"):
+        GameEnv(lambda row: Count(), roles=["first", "first"])
     with pytest.raises(ValueError, match="multiple of the 2 roles"):
         GameEnv(lambda row: Count(), roles=ROLES, repeats=3)
     with pytest.raises(RuntimeError, match="played by a collector"):

@@ -14,6 +14,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from llmrl.data import Rollout
+from llmrl.data.ragged import value_column
 from llmrl.objectives import MCAdvantage, MCAdvantageSelector, group_advantages
 from llmrl.objectives.advantages.candidates import CandidateChoice
 from llmrl.objectives.advantages.group_queue import GroupQueue
@@ -152,6 +153,17 @@ def test_a_buffers_state_has_the_rows_of_incomplete_groups(is_shared: bool) -> N
     state["_transforms"].clear()  # as older versions saved it
     after.load_state_dict(state)
     assert list(transform.queues) == [] and transform.written_groups == 2
+
+
+def test_rows_of_a_buffer_state_that_has_lost_their_texts_are_refused() -> None:
+    before, after = (ReplayBuffer(storage=LazyStackStorage(16), batch_size=2) for _ in range(2))
+    before.extend(_batch(_row("a", 0, 0.0), _row("a", 1, 1.0)))
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(ValueError, match=r"should be a text and is a TensorDict.* to save rows, pickle the buffer"):
+        MCAdvantage()(after[:])
+    with pytest.raises(ValueError, match=r"\('rollout', 'rollout_id'\) should be a text and is a TensorDict"):
+        value_column(after[:], ("rollout", "rollout_id"))
+    assert len(_advantages(MCAdvantage()(pickle.loads(pickle.dumps(before))[:]))) == 2
 
 
 def test_a_failed_rollout_completes_its_group() -> None:

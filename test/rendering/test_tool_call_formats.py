@@ -9,7 +9,7 @@ from real_templates import REWRITTEN, real_renderer
 from rendering_families import family_renderer
 
 from llmrl.rendering import TOOL_CALL_PARSERS, Conversation
-from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS, make_tool_call
+from llmrl.rendering.tool_calls import TOOL_CALL_WRITERS, ParsedCalls, make_tool_call
 
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 WRITTEN = {
@@ -155,6 +155,16 @@ def test_a_glm4_call_with_arguments_that_are_no_json_is_malformed():
     assert [call["function"] for call in parsed.tool_calls] == [{"name": "add", "arguments": {"a": 1}}]
     assert [bad.raw.strip() for bad in parsed.malformed] == ['add\n{"a": NaN}']
     assert TOOL_CALL_PARSERS["glm4"]('add\n{"a": NaN}').content == 'add\n{"a": NaN}'
+
+
+def test_a_glm4_answer_that_looks_like_a_call_is_a_call_only_if_a_tool_is_named():
+    parse = TOOL_CALL_PARSERS["glm4"]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    prose = 'Result\n{"sum": 3}\nNote that this is JSON.'
+    assert parse(prose, tools) == ParsedCalls(prose)
+    assert [call["function"]["name"] for call in parse('add\n{"a": 1}', tools).tool_calls] == ["add"]
+    several = parse('find\n{"a": 1}<|assistant|>add\n{"a": 1}', tools)  # the error of the first is the model's to read
+    assert [call["function"]["name"] for call in several.tool_calls] == ["find", "add"]
 
 
 @pytest.mark.parametrize("written", ["{1, 2}", "b'x'", "...", "1j", "{[]: 1}", "1e999"])

@@ -193,6 +193,17 @@ def test_a_users_sandbox_is_closed_in_every_case_and_its_failures_are_reported(r
     assert Remote.events == {"started": 1, "closed": 1} and len(Remote.loops) == 1
 
 
+def test_the_time_limit_of_calls_is_none_of_the_start_of_a_sandbox(renderer):
+    class Slow(Remote):
+        async def start(self):
+            await asyncio.sleep(0.1)
+            self.events["built"] += 1
+
+    tools = ToolTransform([ShellTool(Sandboxes(Slow))], timeout=0.01)
+    rollout, _ = play(renderer, DatasetChatEnv([{"query": "Go."}]).append_transform(tools), "Done.")
+    assert not rollout.error and Remote.events == {"built": 1, "closed": 1}
+
+
 def test_a_sandbox_that_does_not_start_ends_its_rollout_with_the_reason(renderer):
     tools = ToolTransform([ShellTool(Sandboxes(lambda: Remote(starts=False)))])
     rollout, _ = play(renderer, DatasetChatEnv([{"query": "Go."}]).append_transform(tools), "Done.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from tensordict import TensorDict
 from torchrl.envs import check_env_specs
@@ -72,6 +74,15 @@ def test_ragged_batches_keep_their_own_lengths(renderer):
     data = env.reset(TensorDict(batch_size=[2]))
     short, long = data.get(("tokens", "prompt"), as_list=True)
     assert len(short) < len(long)
+
+
+def test_options_that_no_conversation_takes_are_refused_before_the_first_one(renderer):
+    policy = functools.partial(LLMWrapperBase, ScriptedEngine(["1"], encode=renderer.encode))
+    for make in (IncrementalTokenizer, policy):
+        with pytest.raises(ValueError, match="fork_threshold_tokens must be at least 0, got -1"):
+            make(renderer=renderer, fork_threshold_tokens=-1)
+    with pytest.raises(ValueError, match=r"mode must be one of .*got 'tokens'"):
+        IncrementalTokenizer(renderer=renderer, mode="tokens")
 
 
 def test_exactly_one_of_tokenizer_and_renderer(renderer, tokenizer):

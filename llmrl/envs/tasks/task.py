@@ -79,7 +79,9 @@ class TaskEnv(KnownArguments, TransformedEnv):
         chat_env: type[DatasetChatEnv] = DatasetChatEnv,
     ) -> None:
         prompts = [REASONING_PROMPT] * reasoning + [system_prompt] * (system_prompt is not None)
-        options = {"num_envs": 1, **(options or {})}
+        options = {**(options or {})}
+        if options.get("batch_size") is None:
+            options.setdefault("num_envs", 1)
         drawn = {name: value for name, value in options.items() if name not in ("max_steps", "compute_reward")}
         input_mode = options.get("input_mode", "history")
         is_scored = options.get("compute_reward", True)

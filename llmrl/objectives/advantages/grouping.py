@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 
 from llmrl.data.keys import GROUP_ID_KEY
-from llmrl.data.ragged import check_entry, flat_batch, has_entry, write_column
+from llmrl.data.ragged import check_entry, check_text, flat_batch, has_entry, write_column
 from llmrl.data.tensordicts import non_tensor, plain
 
 # Entries written into turns, which have no rollout id: name of the trajectory, and group of its first turn.
@@ -134,6 +134,7 @@ def _identifier(row: TensorDictBase, key: NestedKey) -> Hashable:
     value = plain(row.get(key))
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else tuple(value.flatten().tolist())
+    check_text(value, key)
     return value if isinstance(value, Hashable) else str(value)
 
 
