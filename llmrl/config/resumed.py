@@ -178,9 +178,8 @@ def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence
             continue
         parts = entries_of(files[0])
         if name == "task":  # the run may have overridden other entries of the task
-            env = parts[-1]["env"]
-            assert isinstance(env, dict)
-            parts = [{"env": {"name": env["name"]}}]
+            names = [env["name"] for part in parts if isinstance(env := part.get("env"), dict) and "name" in env]
+            parts = [{"env": {"name": name}} for name in names[-1:]]
         asked += parts
     return asked
 

@@ -113,6 +113,15 @@ def test_the_task_of_the_run_may_be_named_again(run_path):
     assert resumed(run_path, "task=gsm8k")[1] == {}
 
 
+def test_a_task_that_has_its_environment_from_another_task_may_be_named_again(tmp_path):
+    task = "task=reasoned-addition"
+    save_config(typed(composed("grpo-async", task, f"run.path={tmp_path}"), GRPOConfig), tmp_path)
+    cfg, changes = resumed(tmp_path, task, "train.num_steps=70")
+    assert cfg.env.name == "addition" and cfg.env.options.reasoning and list(changes) == ["train.num_steps"]
+    with pytest.raises(ValueError, match=r"env\.name='addition' and cannot continue with 'gsm8k'"):
+        resumed(tmp_path, "task=gsm8k")
+
+
 def test_an_entry_that_came_with_a_newer_version_has_its_default(run_path):
     saved = OmegaConf.load(run_path / "config.yaml")
     del saved.train["weight_decay"]
