@@ -118,7 +118,7 @@ def as_entry_value(value: object) -> str:
         return f"[{','.join(map(as_entry_value, value))}]"
     if isinstance(value, Mapping):  # hydra reads no quoted keys
         return f"{{{','.join(f'{_as_key(key)}:{as_entry_value(entry)}' for key, entry in value.items())}}}"
-    return json.dumps(value)
+    return str(value) if isinstance(value, float) else json.dumps(value)  # JSON's Infinity is a text for hydra
 
 
 def _as_key(key: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 import pytest
@@ -91,6 +92,27 @@ def test_values_beside_an_environment_are_those_that_a_configuration_has(started
     expected = OmegaConf.to_container(OmegaConf.create(text))
     assert given.pop("train.learning_rate") == expected["train"]["learning_rate"] == 0.001
     assert given == {f"env.options.{name}": value for name, value in expected["env"]["options"].items()}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e-7, 0.1, -0.0, 10**30, True, None])
+def test_hydra_reads_a_value_as_it_was_written(value):
+    (override,) = OverridesParser.create().parse_overrides([f"++env.options.a={as_entry_value([value])}"])
+    assert repr(override.value()) == repr([value])
+
+
+@pytest.mark.parametrize("name", ["1", "null", "1e3", "true", "it's", "a;b", "größe", ""])
+@pytest.mark.parametrize("form", ["data: [{%s: a}]", "options: {parts: [{a: [{%s: 1}]}]}"])
+def test_a_name_that_hydra_reads_otherwise_is_refused(started, tmp_path, name, form):
+    (tmp_path / "sums.py").write_text("")
+    (tmp_path / "sums.yaml").write_text(f"env: {{{form % json.dumps(name)}}}")
+    assert "has a name that hydra cannot read on a command line" in started("train", "sums.py:env")
+
+
+@pytest.mark.parametrize("name", ["my key", "größe", "a=b", "a@b", "a/b"])
+def test_an_entry_that_hydra_cannot_read_is_refused_with_its_name(started, tmp_path, name):
+    (tmp_path / "sums.py").write_text("")
+    (tmp_path / "sums.yaml").write_text(f"env: {{options: {{{name}: 1}}}}", encoding="utf-8")
+    assert f"env.options.{name} has a name that hydra cannot read" in started("train", "sums.py:env")
 
 
 SCRIPT = """
