@@ -202,6 +202,16 @@ def test_an_engine_that_is_not_started_or_on_another_gpu_takes_nothing_of_the_tr
     check_fit(config("grpo", *entries, "train.device=cuda:1", "sync.transport=direct"))
 
 
+def test_torchruns_number_of_ranks_is_the_one_that_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda cfg: 80 * 10**9)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    cfg = config("grpo", f"model.path={folder}", "hardware=gpu8", "train.context_ranks=2")
+    assert cfg.train.num_ranks == 4
+    check_fit(cfg)  # 61 GiB last on one rank
+    with pytest.raises(ValueError, match=r"moments=8bit is for one rank, and train\.num_ranks=4"):
+        config("grpo", "train.moments=8bit")
+
+
 def test_what_is_not_known_is_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_fit(config("grpo", "model.path=organisation/model"))
     monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda cfg: None)
