@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from llmrl._utils.imports import own_function
-from llmrl._utils.json_values import as_entry_value, by_dotted_name, from_yaml
+from llmrl._utils.json_values import as_entry_value, from_yaml
 
 MODULE = "llmrl.scripts.grpo"
 
@@ -60,7 +60,13 @@ def _entries_beside(file: Path) -> list[str]:
         raise ValueError(f"{path} must be valid YAML: {error}.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must contain sections with entries, such as collect: {{group_size: 8}}.")
-    return [_entry_of(name, value, path) for name, value in by_dotted_name(found).items() if name]
+    entries: dict[str, object] = {}
+    for name, value in found.items():
+        if isinstance(value, dict):  # below the second level, names may be any text
+            entries |= {f"{name}.{inner}": entry for inner, entry in value.items()}
+        else:
+            entries[str(name)] = value
+    return [_entry_of(name, value, path) for name, value in entries.items()]
 
 
 def _entry_of(name: str, value: object, path: Path) -> str:
