@@ -24,8 +24,8 @@ _READING_SECONDS = 10.0
 Entries: TypeAlias = dict[str, object]
 """Entries of a configuration, with nested groups."""
 
-# A run has one algorithm, one model and one order of prompts. With others, its checkpoint and its
-# position in the data are invalid.
+# A run has one algorithm, one model, one format of moments and one order of prompts. With others, its
+# checkpoint and its position in the data are invalid.
 _FIXED = (
     "algorithm",
     "seed",
@@ -37,6 +37,7 @@ _FIXED = (
     "env.train_split",
     "env.options",
     "collect.group_size",
+    "train.moments",
 )
 
 

@@ -79,6 +79,7 @@ def test_another_hardware_is_taken_as_a_whole_and_leaves_the_rest(run_path):
         ("env.data=other.jsonl", r"env\.data"),
         ("~env.options.num_digits", "set the entry"),
         ("model.lora.rank=8", r"model\.lora\.rank=None"),
+        ("train.moments=8bit", r"train\.moments='float32' and cannot continue with '8bit'"),
     ],
 )
 def test_another_run_is_refused(run_path, override, message):
