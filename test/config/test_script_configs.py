@@ -537,6 +537,13 @@ def test_what_a_teacher_cannot_take_is_refused_before_anything_starts(overrides,
         config("distillation", *overrides)
 
 
+def test_a_hint_that_cannot_be_filled_in_ends_a_run_before_an_engine_starts(run_script, tmp_path):
+    few = ("task=countdown", "env.options.num_problems=8")  # problems without a column `answer`
+    cfg = config("distillation", *few, f"run.path={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match=r"teacher\.hint='The answer is \{answer\}.*columns \['numbers', 'query'"):
+        run_script(cfg, start_engine=lambda cfg: pytest.fail("an engine was started"))
+
+
 SMALL = ("collect.groups_per_batch=2", "run.trackers=[]", "eval.num_problems=1")
 
 
