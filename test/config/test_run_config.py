@@ -69,6 +69,16 @@ def test_another_hardware_is_taken_as_a_whole_and_leaves_the_rest(run_path):
     assert {tuple(name.split(".")[:2]) for name in changes} <= {(room, name) for room in given for name in given[room]}
 
 
+def test_a_hardware_in_another_folder_builds_on_those_of_the_scripts(run_path, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "hardware").mkdir()
+    (folder / "hardware/mine.yaml").write_text("defaults: [cpu-2ranks, _self_]\ntrain: {cpu_threads: 3}\n")
+    overrides = (f"run.path={run_path}", "resume=true")
+    cfg = composed("grpo-async", *overrides)
+    asked, _ = resumed_config(cfg, overrides=(*overrides, "hardware=mine"), config_folders=[FOLDER, folder])
+    assert (asked.train.num_ranks, asked.train.cpu_threads, asked.train.device) == (2, 3, "cpu")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

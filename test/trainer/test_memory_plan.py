@@ -258,5 +258,8 @@ def test_a_plan_is_printed_for_a_folder_and_a_hardware(folder: Path) -> None:
     found = json.loads(CliRunner().invoke(app, ["doctor", "--plan", str(folder), "--json", *entries]).stdout)
     assert found["num_devices"] == 4 and found["parts"]["optimizer"] == pytest.approx(15.3, abs=0.05)
     assert found["devices"]["80 GB"] == {"fits": True, "would_fit": []}
+    (folder / "mine.yaml").write_text("defaults: [gpu8-2ranks, _self_]\ntrain: {token_budget: 4096}\n")
+    own = CliRunner().invoke(app, ["doctor", "--plan", str(folder), "--json", f"hardware={folder}/mine.yaml"])
+    assert json.loads(own.stdout)["num_devices"] == 2
     refused = CliRunner().invoke(app, ["doctor", "--plan", str(folder), "hardware=no-such"])
     assert refused.exit_code == 2 and "no-such" in refused.stderr
