@@ -161,7 +161,7 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
         FileNotFoundError: if there is no run to resume.
     """
     composed = own_config(cfg)
-    if "WORLD_SIZE" in os.environ:  # torchrun has started the ranks, and the checks are for this number
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # the number of ranks that torchrun has started
         composed.train.num_ranks = int(os.environ["WORLD_SIZE"])
     config = typed(composed, config_type)
     if not config.dry_run:

@@ -204,7 +204,10 @@ def test_an_engine_that_is_not_started_or_on_another_gpu_takes_nothing_of_the_tr
 
 def test_torchruns_number_of_ranks_is_the_one_that_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda cfg: 80 * 10**9)
+    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "4")
+    assert config("grpo").train.num_ranks == 1, "the script starts its ranks itself"
+    monkeypatch.setenv("RANK", "0")
     cfg = config("grpo", f"model.path={folder}", "hardware=gpu8", "train.context_ranks=2")
     assert cfg.train.num_ranks == 4
     check_fit(cfg)  # 61 GiB last on one rank
