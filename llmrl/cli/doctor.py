@@ -298,9 +298,9 @@ def _hardware(name: str) -> list[dict[str, object]]:
     """Return the trainer's entries of a hardware configuration, given by its name or its file."""
     from llmrl.config.resumed import entries_of
 
+    folder = Path(__file__).parents[1] / "config/hardware"
     path = Path(name)
     if not name.endswith(".yaml"):
-        folder = Path(__file__).parents[1] / "config/hardware"
         known = sorted(one.stem for one in folder.glob("*.yaml"))
         if name not in known:
             raise ValueError(
@@ -308,8 +308,9 @@ def _hardware(name: str) -> list[dict[str, object]]:
                 "FILE.yaml."
             )
         path = folder / f"{name}.yaml"
+    parts = entries_of(path, [path.parent, folder])
     # The file also describes engines, collectors and the cluster, which do not use the trainer's memory.
-    return [{key: part[key] for key in ("model", "train") if key in part} for part in entries_of(path)]
+    return [{key: part[key] for key in ("model", "train") if key in part} for part in parts]
 
 
 def fix(findings: list[Check], console: Console) -> bool:

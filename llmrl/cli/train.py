@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from llmrl._utils.imports import own_function
-from llmrl._utils.json_values import as_entry_value, by_dotted_name, from_yaml
+from llmrl._utils.json_values import as_entry_value, from_yaml
 
 MODULE = "llmrl.scripts.grpo"
 
@@ -29,7 +29,8 @@ def entries_of(words: Sequence[str]) -> list[str]:
 
     Raises:
         FileNotFoundError: if there is no file FILE.py.
-        ValueError: if FUNCTION is missing, or if FILE.yaml is not a mapping in YAML.
+        ValueError: if FUNCTION is missing, or if FILE.yaml is not a mapping in YAML with
+            names that hydra reads.
 
     Example:
         >>> entries_of(["task=gsm8k", "seed=1"])
@@ -59,4 +60,29 @@ def _entries_beside(file: Path) -> list[str]:
         raise ValueError(f"{path} must be valid YAML: {error}.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must contain sections with entries, such as collect: {{group_size: 8}}.")
-    return [f"++{name}={as_entry_value(value)}" for name, value in by_dotted_name(found).items() if name]
+    entries: dict[str, object] = {}
+    for name, value in found.items():
+        if isinstance(value, dict):  # below the second level, names may be any text
+            entries |= {f"{name}.{inner}": entry for inner, entry in value.items()}
+        else:
+            entries[str(name)] = value
+    return [_entry_of(name, value, path) for name, value in entries.items()]
+
+
+def _entry_of(name: str, value: object, path: Path) -> str:
+    """Return an override for an entry of FILE.yaml. Raises ValueError if hydra does not read it as it was written."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    entry = f"++{name}={as_entry_value(value)}"
+    try:
+        (read,) = OverridesParser.create().parse_overrides([entry])
+        is_read = repr((read.key_or_group, read.value())) == repr((name, value))  # NaN equals nothing
+    except HydraException:
+        is_read = False
+    if is_read:
+        return entry
+    raise ValueError(
+        f"{path}: {name} has a name that hydra cannot read on a command line: use letters, digits and _, and a letter "
+        "first; read problems with other columns from a file, env.data=FILE.json."
+    )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+
 from llmrl.config.entries import Section, at_least
+from llmrl.config.imitation import SFTConfig
 from llmrl.config.model import ModelConfig
 from llmrl.config.sections import ScriptConfig, TrainerConfig
 from llmrl.trainer.memory_plan import MemoryPlan, ModelShape, TrainingShape, plan_memory, what_fits
@@ -80,12 +84,14 @@ def check_fit(cfg: ScriptConfig) -> None:
             f"train.context_ranks={training.context_ranks} does not divide the {model.num_heads} heads of the model's "
             "attention, and each rank computes an equal part of them."
         )
-    num_bytes = _gpu_memory() if training.is_gpu else None  # a CPU may swap, and its batches fill no budget
+    num_bytes = _gpu_memory(cfg) if training.is_gpu else None  # a CPU may swap, and its batches fill no budget
     if model is None or num_bytes is None:
         return
     plan = plan_memory(model, training)
     usable = int(num_bytes * _USABLE)
-    if not cfg.engine.use_ray:  # the engine shares this GPU
+    has_engine = not isinstance(cfg, SFTConfig) or cfg.eval.num_problems != 0
+    place = torch.device(cfg.train.device).index or 0
+    if has_engine and not cfg.engine.use_ray and place < cfg.engine.tensor_parallel_size:  # the engine shares this GPU
         beside = int(num_bytes * (1 - (cfg.engine.gpu_memory_utilization or 0.9)) * _USABLE)
         if not cfg.engine_sleeps:
             usable = beside
@@ -120,11 +126,24 @@ def lines_of(plan: MemoryPlan) -> Iterator[str]:
     return (f"{name} {part:.1f}" for name, part in parts_of(plan).items())
 
 
-def _gpu_memory() -> int | None:
-    """Return the memory of the smallest GPU in bytes, without CUDA, which must not be initialised here."""
+def _gpu_memory(cfg: ScriptConfig) -> int | None:
+    """Return the memory of the trainer's smallest GPU in bytes, without CUDA, which must not be initialised here.
+
+    None if it is not known, such as that of a part of a GPU (MIG).
+    """
     if shutil.which("nvidia-smi") is None:
         return None
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    asked = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     result = subprocess.run(asked, capture_output=True, text=True)
-    sizes = [int(line) for line in result.stdout.split() if line.isdigit()]
-    return min(sizes) * 2**20 if sizes and not result.returncode else None
+    rows = [line.split(", ") for line in result.stdout.splitlines() if line.count(", ") == 2]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(row[0] for row in rows))
+    sizes = [
+        next((size for index, uuid, size in rows if name == index or uuid.startswith(name or " ")), "")
+        for name in visible.replace(" ", "").split(",")
+    ]
+    if not cfg.engine.use_ray:  # Ray assigns any of them
+        first = torch.device(cfg.train.device).index or 0
+        sizes = sizes[first : first + cfg.train.num_ranks]
+    if result.returncode or not sizes or not all(map(str.isdigit, sizes)):
+        return None
+    return min(map(int, sizes)) * 2**20

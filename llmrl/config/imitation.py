@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from llmrl._utils.types import Row
@@ -116,12 +116,29 @@ class DistillationConfig(ScriptConfig):
     def __post_init__(self) -> None:
         # A slotted dataclass is a new class, so `super()` without arguments fails.
         ScriptConfig.__post_init__(self)
-        for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        teacher = self.teacher
+        for name, whole in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             value = getattr(self.collect, name)
-            if self.teacher.top_k is not None and value != whole:
+            if value == whole:
+                continue
+            if teacher.url is not None:
                 raise ValueError(
-                    f"teacher.top_k={self.teacher.top_k} compares whole distributions, and collect.{name}={value:g} "
+                    f"teacher.url={teacher.url!r} scores tokens by whole distributions at temperature 1, and collect."
+                    f"{name}={value:g} samples from others: leave collect.{name}={whole:g}, or load teacher.path."
+                )
+            if teacher.top_k is not None and name != "temperature":
+                raise ValueError(
+                    f"teacher.top_k={teacher.top_k} compares whole distributions, and collect.{name}={value:g} "
                     f"samples from truncated distributions: leave collect.{name}={whole:g}."
+                )
+        for spec in fields(self.train):
+            value = getattr(self.train, spec.name)
+            is_own = spec.name in ("clip_epsilon", "clip_epsilon_high", "importance_cap")
+            if is_own and teacher.top_k is not None and value != spec.default:
+                raise EntryError(
+                    f"train.{spec.name}",
+                    f"is for a teacher that gives an advantage, got {value!r}; teacher.top_k={teacher.top_k} makes "
+                    f"the divergence of distributions the loss: leave train.{spec.name} out.",
                 )
 
 

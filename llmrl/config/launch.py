@@ -160,7 +160,10 @@ def prepared(cfg: DictConfig, config_type: type[Config]) -> Config:
         ValueError: if an entry does not exist or has an invalid value, and as in `resumed_config`.
         FileNotFoundError: if there is no run to resume.
     """
-    config = typed(own_config(cfg), config_type)
+    composed = own_config(cfg)
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # the number of ranks that torchrun has started
+        composed.train.num_ranks = int(os.environ["WORLD_SIZE"])
+    config = typed(composed, config_type)
     if not config.dry_run:
         return config
     if os.environ.get("RANK", "0") == "0":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from llmrl.config.entries import NAMED, Section, at_least, one_of
+from llmrl.config.entries import NAMED, EntryError, Section, at_least, one_of
 from llmrl.engines import Engine
 from llmrl.engines.base import HasTokenizer
 from llmrl.testing import ensure_embedded_model
@@ -39,8 +39,13 @@ class LoRAEntries(Section):
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
-        if self.quantize_base and self.rank is None:
-            raise ValueError("model.lora.quantize_base=true is for adapters: give them a rank, model.lora.rank=16.")
+        if self.rank is not None:
+            return
+        for name, unused in (("alpha", 32), ("target_modules", ["all-linear"]), ("quantize_base", False)):
+            if (value := getattr(self, name)) != unused:
+                raise EntryError(
+                    f"model.lora.{name}", f"is for adapters, got {value!r}: give them a rank, model.lora.rank=16."
+                )
 
     def build(self) -> LoRAConfig | None:
         """Return the adapters; None if all weights are trained."""

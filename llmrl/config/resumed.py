@@ -24,8 +24,8 @@ _READING_SECONDS = 10.0
 Entries: TypeAlias = dict[str, object]
 """Entries of a configuration, with nested groups."""
 
-# A run has one algorithm, one model and one order of prompts. With others, its checkpoint and its
-# position in the data are invalid.
+# A run has one algorithm, one model, one format of moments and one order of prompts. With others, its
+# checkpoint and its position in the data are invalid.
 _FIXED = (
     "algorithm",
     "seed",
@@ -37,6 +37,7 @@ _FIXED = (
     "env.train_split",
     "env.options",
     "collect.group_size",
+    "train.moments",
 )
 
 
@@ -176,23 +177,25 @@ def _asked(composed: Entries, overrides: Sequence[str] | None, folders: Sequence
         if not files:
             asked.append(_nested(name, value))
             continue
-        parts = entries_of(files[0])
+        parts = entries_of(files[0], groups)
         if name == "task":  # the run may have overridden other entries of the task
-            env = parts[-1]["env"]
-            assert isinstance(env, dict)
-            parts = [{"env": {"name": env["name"]}}]
+            names = [env["name"] for part in parts if isinstance(env := part.get("env"), dict) and "name" in env]
+            parts = [{"env": {"name": name}} for name in names[-1:]]
         asked += parts
     return asked
 
 
-def entries_of(path: Path) -> list[Entries]:
-    """Return the entries of a configuration file, after those of its `defaults`."""
+def entries_of(path: Path, folders: Sequence[Path] = ()) -> list[Entries]:
+    """Return the entries of a configuration file, after those of its `defaults`, from `folders` or else its own."""
     from omegaconf import OmegaConf
 
     own = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     assert isinstance(own, dict)
-    bases = [path.with_name(f"{base}.yaml") for base in own.pop("defaults", []) if base != "_self_"]
-    return [*(part for base in bases for part in entries_of(base)), own]
+    names = [f"{base}.yaml" for base in own.pop("defaults", []) if base != "_self_"]
+    bases = [
+        next((one for folder in folders if (one := folder / name).exists()), path.with_name(name)) for name in names
+    ]
+    return [*(part for base in bases for part in entries_of(base, folders)), own]
 
 
 def changes_of(before: Entries, after: Entries) -> dict[str, tuple[object, object]]:

@@ -280,6 +280,10 @@ class EvalConfig(Section):
         Section.__post_init__(self)
         if self.patience is not None and self.metric is None:
             raise ValueError("eval.patience needs eval.metric, the metric that must improve; got null.")
+        if self.patience is not None and self.every is None:
+            raise ValueError(
+                f"eval.patience={self.patience} needs eval.every, the steps between evaluations; got null."
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -345,6 +349,11 @@ class ScriptConfig(Section):
         if self.collect.num_collectors is not None and not engine.use_ray:
             raise ValueError(
                 "collect.num_collectors needs engine.use_ray=true: collector actors reach engines through Ray."
+            )
+        if self.env.label in self.eval.envs:
+            raise ValueError(
+                f"eval.envs has an environment {self.env.label!r}, the name of the training environment, the held-out "
+                "problems of which it would replace: give it another name."
             )
         if self.sync.transport == "ipc" and (engine.use_ray or (engine.num_replicas or 1) > 1):
             raise ValueError("sync.transport=ipc is for one engine on the trainer's GPU; otherwise use direct.")

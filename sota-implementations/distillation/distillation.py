@@ -51,6 +51,9 @@ def main(cfg: DistillationConfig) -> None:
     with Run(cfg) as run:
         # Environments, and the engine: vLLM, one or several replicas, on the devices that the trainer does not use.
         env, eval_envs = make_env(cfg), make_eval_envs(cfg)
+        data: Any = dataset_env_of(env)
+        if cfg.teacher.hint is not None:
+            cfg.teacher.hint_for(data.prompts.items[0])  # a column that is missing ends the run before an engine starts
         device = TrainerDevice(cfg)
         engine = run.enter(start_engine(cfg))
         tokenizer, sampling = cfg.model.tokenizer_of(engine), cfg.collect.generate_kwargs
@@ -65,7 +68,6 @@ def main(cfg: DistillationConfig) -> None:
 
         # Teacher: another model, or the student with its current weights; a hint may extend the teacher's prompt.
         teacher = run.enter(start_teacher(cfg, actor, tokenizer=tokenizer))
-        data: Any = dataset_env_of(env)
         advantages, key = TeacherAdvantage(cfg.teacher.coeff), ("next", "teacher_log_probs", "full")
         render = partial(renderer.render, add_generation_prompt=True)
 

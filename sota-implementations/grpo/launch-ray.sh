@@ -60,7 +60,9 @@ while (($#)); do
         *) wrong_use "there is no option '$1' (overrides of the script come after --)" ;;
     esac
 done
-[[ $port =~ ^[0-9]+$ && $timeout =~ ^[0-9]+$ ]] || wrong_use "--port and --timeout are numbers"
+for number in "$port" "$timeout"; do # bash would read a number with a leading zero as octal
+    [[ $number =~ ^[1-9][0-9]*$ ]] || wrong_use "--port and --timeout are numbers such as 300, got '$number'"
+done
 [[ -e $script ]] || wrong_use "there is no script '$script'; run this in the project's folder, or give --script"
 
 others=()
@@ -71,6 +73,7 @@ if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
     [[ $first == "$(hostname -s)" ]] || wrong_use "run this on the allocation's first machine, $first: use sbatch"
     others=("${others[@]:1}")
 elif [[ -n $hosts ]]; then
+    [[ $hosts =~ ^[^,[:space:]]+(,[^,[:space:]]+)*$ ]] || wrong_use "--hosts is HOST[,HOST…], got '$hosts'"
     IFS=, read -ra others <<<"$hosts"
 else
     wrong_use "--hosts is needed outside of a SLURM allocation"

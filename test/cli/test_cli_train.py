@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from script_configs import config
 from typer.testing import CliRunner
 from warm_processes import run_warm
 
@@ -45,8 +46,7 @@ def test_an_environment_of_ones_own_is_trained_with_the_entries_beside_it(starte
         "env.name='sums.py:env'",
         "++collect.group_size=4",
         "++collect.max_staleness=null",
-        "++env.options.prompt='it\\'s 1: a, b'",
-        "++env.options.sizes=[1,2]",
+        "++env.options={prompt:'it\\'s 1: a, b',sizes:[1,2]}",
         "seed=1",
     ]
 
@@ -91,8 +91,43 @@ def test_values_beside_an_environment_are_those_that_a_configuration_has(started
     overrides = OverridesParser.create().parse_overrides(started("train", "sums.py:env")[2:])
     given = {one.key_or_group: one.value() for one in overrides}
     expected = OmegaConf.to_container(OmegaConf.create(text))
-    assert given.pop("train.learning_rate") == expected["train"]["learning_rate"] == 0.001
-    assert given == {f"env.options.{name}": value for name, value in expected["env"]["options"].items()}
+    assert given == {"train.learning_rate": 0.001, "env.options": expected["env"]["options"]}
+
+
+def test_entries_beside_an_environment_are_composed_whatever_they_hold(started, tmp_path, takes_long):
+    text = """
+        env: {options: {my column: a, a.b: 1, sizes: {small: 1, 2: [x]}}}
+        eval: {envs: {held: {name: gsm8k, options: {reasoning: true}}}}
+        model: {lora: {rank: 3}}
+        loss: dapo
+    """
+    (tmp_path / "sums.py").write_text("")
+    (tmp_path / "sums.yaml").write_text(text)
+    cfg = config("grpo", *started("train", "sums.py:env", "env.options.sizes.small=2"))
+    assert cfg.env.options == {"my column": "a", "a.b": 1, "sizes": {"small": 2, 2: ["x"]}}
+    assert (cfg.eval.envs["held"].name, cfg.eval.envs["held"].options) == ("gsm8k", {"reasoning": True})
+    assert (cfg.model.lora.rank, cfg.loss) == (3, "dapo")
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e-7, 0.1, -0.0, 10**30, True, None])
+def test_hydra_reads_a_value_as_it_was_written(value):
+    (override,) = OverridesParser.create().parse_overrides([f"++env.options.a={as_entry_value([value])}"])
+    assert repr(override.value()) == repr([value])
+
+
+@pytest.mark.parametrize("name", ["1", "null", "1e3", "true", "it's", "a;b", "größe", ""])
+@pytest.mark.parametrize("form", ["data: [{%s: a}]", "options: {parts: [{a: [{%s: 1}]}]}"])
+def test_a_name_that_hydra_reads_otherwise_is_refused(started, tmp_path, name, form):
+    (tmp_path / "sums.py").write_text("")
+    (tmp_path / "sums.yaml").write_text(f"env: {{{form % json.dumps(name)}}}")
+    assert "has a name that hydra cannot read on a command line" in started("train", "sums.py:env")
+
+
+@pytest.mark.parametrize(("text", "name"), [("env: {my data: 1}", "env.my data"), ("größe: 1", "größe"), ("3: 4", "3")])
+def test_an_entry_that_hydra_cannot_read_is_refused_with_its_name(started, tmp_path, text, name):
+    (tmp_path / "sums.py").write_text("")
+    (tmp_path / "sums.yaml").write_text(text, encoding="utf-8")
+    assert f"sums.yaml: {name} has a name that hydra cannot read" in started("train", "sums.py:env")
 
 
 SCRIPT = """

@@ -52,7 +52,11 @@ def test_it_is_well_formed_and_says_how_it_is_used(call):
         ([], "--hosts is needed outside of a SLURM allocation"),
         (["--hots", "a"], "there is no option '--hots'"),
         (["--hosts"], "--hosts needs a value"),
-        (["--hosts", "a", "--port", "x"], "--port and --timeout are numbers"),
+        (["--hosts", "a,,b"], "--hosts is HOST[,HOST…], got 'a,,b'"),
+        (["--hosts", "a, b"], "--hosts is HOST[,HOST…], got 'a, b'"),
+        (["--hosts", "a", "--port", "x"], "--port and --timeout are numbers such as 300, got 'x'"),
+        (["--hosts", "a", "--port", "0"], "numbers such as 300, got '0'"),
+        (["--hosts", "a", "--timeout", "0300"], "numbers such as 300, got '0300'"),  # octal for bash
         (["--hosts", "a", "--script", "no.py"], "there is no script 'no.py'"),
     ],
 )

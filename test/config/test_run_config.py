@@ -69,6 +69,16 @@ def test_another_hardware_is_taken_as_a_whole_and_leaves_the_rest(run_path):
     assert {tuple(name.split(".")[:2]) for name in changes} <= {(room, name) for room in given for name in given[room]}
 
 
+def test_a_hardware_in_another_folder_builds_on_those_of_the_scripts(run_path, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "hardware").mkdir()
+    (folder / "hardware/mine.yaml").write_text("defaults: [cpu-2ranks, _self_]\ntrain: {cpu_threads: 3}\n")
+    overrides = (f"run.path={run_path}", "resume=true")
+    cfg = composed("grpo-async", *overrides)
+    asked, _ = resumed_config(cfg, overrides=(*overrides, "hardware=mine"), config_folders=[FOLDER, folder])
+    assert (asked.train.num_ranks, asked.train.cpu_threads, asked.train.device) == (2, 3, "cpu")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -79,6 +89,7 @@ def test_another_hardware_is_taken_as_a_whole_and_leaves_the_rest(run_path):
         ("env.data=other.jsonl", r"env\.data"),
         ("~env.options.num_digits", "set the entry"),
         ("model.lora.rank=8", r"model\.lora\.rank=None"),
+        ("train.moments=8bit", r"train\.moments='float32' and cannot continue with '8bit'"),
     ],
 )
 def test_another_run_is_refused(run_path, override, message):
@@ -111,6 +122,15 @@ def test_another_algorithm_is_refused(run_path):
 
 def test_the_task_of_the_run_may_be_named_again(run_path):
     assert resumed(run_path, "task=gsm8k")[1] == {}
+
+
+def test_a_task_that_has_its_environment_from_another_task_may_be_named_again(tmp_path):
+    task = "task=reasoned-addition"
+    save_config(typed(composed("grpo-async", task, f"run.path={tmp_path}"), GRPOConfig), tmp_path)
+    cfg, changes = resumed(tmp_path, task, "train.num_steps=70")
+    assert cfg.env.name == "addition" and cfg.env.options.reasoning and list(changes) == ["train.num_steps"]
+    with pytest.raises(ValueError, match=r"env\.name='addition' and cannot continue with 'gsm8k'"):
+        resumed(tmp_path, "task=gsm8k")
 
 
 def test_an_entry_that_came_with_a_newer_version_has_its_default(run_path):

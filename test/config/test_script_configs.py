@@ -514,22 +514,34 @@ def test_a_student_is_trained_on_its_teachers_likeliest_ids(tiny_model_path, tmp
     assert last["kl_to_teacher"] > 0
 
 
+SERVED = ("teacher.hint=null", "teacher.url=http://host:8000")
+TOP_K = ("teacher.hint=null", "teacher.path=x", "teacher.top_k=4")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["teacher.top_k=4"], r"teacher\.hint='The answer.*leave teacher\.top_k=null, or teacher\.hint=null"),
-        (["teacher.hint=null", "teacher.path=x", "teacher.top_k=4", "teacher.use_reward=true"], "use_reward=false"),
-        (["teacher.hint=null", "teacher.path=x", "teacher.top_k=4", "teacher.coeff=0.5"], r"teacher\.coeff=1\.0"),
+        ([*TOP_K, "teacher.use_reward=true"], "use_reward=false"),
+        ([*TOP_K, "teacher.coeff=0.5"], r"teacher\.coeff=1\.0"),
+        ([*TOP_K, "train.clip_epsilon=0.1"], "train.clip_epsilon is for a teacher that gives an advantage, got 0.1"),
+        ([*TOP_K, "train.importance_cap=null"], "train.importance_cap is for .*, got None; teacher.top_k=4"),
+        ([*SERVED, "collect.temperature=0.7"], "whole distributions at temperature 1, and collect.temperature=0.7"),
+        ([*SERVED, "collect.top_k=9"], "and collect.top_k=9 samples from others: leave collect.top_k=0"),
         (["teacher.hint=null", "teacher.path=x", "teacher.top_k=0"], "teacher.top_k must be at least 1, got 0"),
-        (
-            ["teacher.hint=null", "teacher.path=x", "teacher.top_k=4", "collect.min_p=0.1", "collect.top_k=9"],
-            r"leave collect\.top_k=0\.",
-        ),
+        ([*TOP_K, "collect.min_p=0.1", "collect.top_k=9"], r"leave collect\.top_k=0\."),
     ],
 )
-def test_likeliest_ids_are_refused_where_they_do_not_apply(overrides, message):
+def test_what_a_teacher_cannot_take_is_refused_before_anything_starts(overrides, message):
     with pytest.raises(ValueError, match=message):
         config("distillation", *overrides)
+
+
+def test_a_hint_that_cannot_be_filled_in_ends_a_run_before_an_engine_starts(run_script, tmp_path):
+    few = ("task=countdown", "env.options.num_problems=8")  # problems without a column `answer`
+    cfg = config("distillation", *few, f"run.path={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match=r"teacher\.hint='The answer is \{answer\}.*columns \['numbers', 'query'"):
+        run_script(cfg, start_engine=lambda cfg: pytest.fail("an engine was started"))
 
 
 SMALL = ("collect.groups_per_batch=2", "run.trackers=[]", "eval.num_problems=1")

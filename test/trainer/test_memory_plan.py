@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def test_offloading_keeps_two_layers_inputs_on_the_device() -> None:
 
 
 def test_what_lasts_must_fit_beside_an_engine_that_sleeps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda: 141 * 10**9)
+    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda cfg: 141 * 10**9)
     entries = [f"model.path={folder}", "hardware=gpu1", "model.lora.rank=16", "train.token_budget=40960"]
     check_fit(config("grpo", *entries))  # 31 GiB last and 38 pass: of 131 while the engine sleeps, of 72 beside it
     with pytest.raises(ValueError, match=r"the trainer needs \d+"):
@@ -147,7 +148,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_run_that_cannot_fit_is_refused_with_what_would(
     folder: Path, monkeypatch: pytest.MonkeyPatch, entries: list[str], would: str
 ) -> None:
-    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda: 80 * 10**9)
+    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda cfg: 80 * 10**9)
     with pytest.raises(
         ValueError, match=r"the trainer needs \d+.* GiB on each GPU and has .*What would fit: "
     ) as refused:
@@ -155,9 +156,68 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would(
     assert would in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("visible", "entries", "left"),
+    [
+        (None, [], "8.8 GiB"),
+        ("1", [], None),
+        ("GPU-b", [], None),
+        ("1, 0", [], None),
+        ("0,1", [], "8.8 GiB"),
+        ("0,1", ["train.device=cuda:1"], None),
+        ("2,0", [], "13.2 GiB"),
+        ("2,0", ["engine.use_ray=true", "sync.transport=direct"], "14.7 GiB"),  # Ray may give the trainer any of them
+        ("2,0,1", ["train.num_ranks=2"], "8.8 GiB"),
+        ("", [], None),
+        ("MIG-a", [], None),
+    ],
+)
+def test_the_memory_is_that_of_the_gpus_that_the_trainer_gets(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, entries: list[str], left: str | None
+) -> None:
+    sizes = "0, GPU-a1, 16384\n1, GPU-b2, 143771\n2, GPU-c3, 24576\n"
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\ncat <<END\n{sizes}END\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    trained = config("grpo", f"model.path={folder}", "hardware=gpu1", "model.lora.rank=16", *entries)
+    if left is None:  # the model fits into 140 GiB, and what is not known is not refused
+        check_fit(trained)
+        return
+    with pytest.raises(ValueError, match=left):  # 0.92 of the memory, of which the engine has 0.4
+        check_fit(trained)
+
+
+def test_an_engine_that_is_not_started_or_on_another_gpu_takes_nothing_of_the_trainers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda cfg: 80 * 10**9)
+    entries = [f"model.path={folder}", "hardware=gpu1", "model.lora.rank=16", "engine.gpu_memory_utilization=0.8"]
+    for algorithm, more in (("sft", "eval.num_problems=2"), ("grpo", "train.device=cuda")):
+        with pytest.raises(ValueError, match="while the engine generates"):
+            check_fit(config(algorithm, *entries, more))
+    check_fit(config("sft", *entries, "eval.num_problems=0"))
+    check_fit(config("grpo", *entries, "train.device=cuda:1", "sync.transport=direct"))
+
+
+def test_torchruns_number_of_ranks_is_the_one_that_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda cfg: 80 * 10**9)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert config("grpo").train.num_ranks == 1, "the script starts its ranks itself"
+    monkeypatch.setenv("RANK", "0")
+    cfg = config("grpo", f"model.path={folder}", "hardware=gpu8", "train.context_ranks=2")
+    assert cfg.train.num_ranks == 4
+    check_fit(cfg)  # 61 GiB last on one rank
+    with pytest.raises(ValueError, match=r"moments=8bit is for one rank, and train\.num_ranks=4"):
+        config("grpo", "train.moments=8bit")
+
+
 def test_what_is_not_known_is_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_fit(config("grpo", "model.path=organisation/model"))
-    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda: None)
+    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda cfg: None)
     check_fit(config("grpo", f"model.path={folder}", "hardware=gpu8"))
     (folder / "config.json").write_text(
         json.dumps({**json.loads((folder / "config.json").read_text()), "num_experts": 8})
@@ -201,5 +261,8 @@ def test_a_plan_is_printed_for_a_folder_and_a_hardware(folder: Path) -> None:
     found = json.loads(CliRunner().invoke(app, ["doctor", "--plan", str(folder), "--json", *entries]).stdout)
     assert found["num_devices"] == 4 and found["parts"]["optimizer"] == pytest.approx(15.3, abs=0.05)
     assert found["devices"]["80 GB"] == {"fits": True, "would_fit": []}
+    (folder / "mine.yaml").write_text("defaults: [gpu8-2ranks, _self_]\ntrain: {token_budget: 4096}\n")
+    own = CliRunner().invoke(app, ["doctor", "--plan", str(folder), "--json", f"hardware={folder}/mine.yaml"])
+    assert json.loads(own.stdout)["num_devices"] == 2
     refused = CliRunner().invoke(app, ["doctor", "--plan", str(folder), "hardware=no-such"])
     assert refused.exit_code == 2 and "no-such" in refused.stderr
