@@ -547,6 +547,18 @@ def test_a_page_follows_its_run_until_it_ends(tmp_path):
     assert list(pages) == [(path, False)]
 
 
+def test_a_run_that_ends_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    folder = write_hand_made(tmp_path / "run")
+
+    def end_meanwhile(_):
+        folder.log_metrics(3, {"reward_mean": 0.5})
+        folder.close()
+
+    monkeypatch.setattr("llmrl.viewer.run_data.recorded_tokenizer", end_meanwhile)
+    pages = follow([tmp_path / "run"], tmp_path / "page.html", interval=0.01)
+    assert [is_live for _, is_live in pages] == [True, False]
+
+
 def test_a_live_page_loads_what_is_new_and_stays_where_it_was(tmp_path, page_of_run):
     folder = write_hand_made(tmp_path / "run")
     path = write_page([read_run(tmp_path / "run")], tmp_path / "page.html")
