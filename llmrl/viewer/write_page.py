@@ -26,6 +26,7 @@ _LISTED = (
     "step",
     "split",
     "group_id",
+    "role",
     "rollout_id",
     "reward",
     "is_scored",

@@ -505,6 +505,38 @@ def test_runs_are_drawn_over_each_other(hand_made):
     assert "1 found, mean reward 0.25" in hand_made.inner_text("#found")
 
 
+def write_game(path):
+    """A run of one group of a game: equal rewards within each role, and a rollout without a score."""
+    folder = RunFolder(path, trackers=())
+    records = []
+    for place, (role, reward) in enumerate([("a", 1.0), ("a", 1.0), ("b", 0.5), ("b", 0.5), ("b", None)]):
+        rollout = Rollout(rollout_id=f"g/{place}", group_id="g", sample_index=place, group_size=5, role=role)
+        rollout.is_scored, rollout.reward = reward is not None, reward or 0.0
+        records.append(rollout.to_record())
+    folder.log_rollouts(1, "train", records)
+    folder.log_metrics(1, {"reward_mean": 0.75})
+    folder.close()
+    return read_run(path)
+
+
+def test_rewards_are_compared_within_a_role_and_without_those_that_were_not_given(page, tmp_path):
+    other = page.context.new_page()
+    other.goto(write_page([write_game(tmp_path / "run")], tmp_path / "page.html").as_uri())
+    other.wait_for_selector("body[data-ready]")
+    assert "5 found, mean reward 0.75" in other.inner_text("#found")
+    assert "2 groups of step 1, 2 without signal" in other.inner_text("#groups-title")
+    assert [text.strip() for text in other.locator("#groups .mean").all_inner_texts()] == ["0.5", "1"]
+    other.close()
+
+
+def test_the_terminal_leaves_rollouts_without_a_score_out_of_means_and_extremes(tmp_path):
+    run = write_game(tmp_path / "run")
+    console = Console(file=io.StringIO(), width=120)
+    print_run(run, console=console)
+    said = console.file.getvalue()
+    assert "train: 5" in said and " 0.750" in said and "worst of step 1: g/3  reward 0.50" in said
+
+
 def test_many_runs_leave_their_curves_on_the_first_screen(page, tmp_path):
     runs = []
     for number in range(8):
