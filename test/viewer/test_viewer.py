@@ -350,6 +350,13 @@ def test_keys_scroll_to_what_they_select(page):
         page.wait_for_selector("#rollout h2")
 
 
+def test_the_page_is_the_same_in_every_encoding_of_the_machine(run_path, tmp_path, monkeypatch):
+    run = read_run(run_path)
+    expected = write_page([run], tmp_path / "page.html").read_bytes()
+    monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "latin-1")
+    assert write_page([run], tmp_path / "page.html").read_bytes() == expected
+
+
 def test_a_notebook_shows_the_page_in_its_cell(page, run_path):
     other = page.context.new_page()
     other.set_content(f"<p>a cell</p>{RunPage(run_path)._repr_html_()}")
