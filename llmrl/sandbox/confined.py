@@ -51,7 +51,7 @@ class ConfinedSandbox:
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
         """Run a command."""
         num_kept = self._service.limits.output_bytes // 16  # both outputs fit, with up to six bytes of JSON per byte
-        code = _CALL.format(f"run({list(argv)!r}, {base64.b64encode(stdin)!r}, {timeout!r}, {num_kept})")
+        code = _CALL.format(f"run({list(argv)!r}, {base64.b64encode(stdin)!r}, float('{timeout}'), {num_kept})")
         result = await self._service.run(code, session=self._session, timeout=timeout + _GRACE_SECONDS)
         if result.reason:
             why = f"{result.stderr}The sandbox ended, and its files are lost.\n"

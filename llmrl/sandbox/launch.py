@@ -108,6 +108,7 @@ class Launcher:
         self.level = level
         self.limits = limits
         self.folder = tempfile.mkdtemp(prefix="llmrl-python-")
+        self._finalizer = weakref.finalize(self, remove_folder, self.folder)
         # Interpreters that run as other users need access to their folders in this one.
         os.chmod(self.folder, 0o711)  # noqa: PTH101
         prefixes = outermost({sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()})
@@ -127,7 +128,6 @@ class Launcher:
         self._num_started = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._control: socket.socket | None = None
-        self._finalizer = weakref.finalize(self, remove_folder, self.folder)
         self._bubblewrap = shutil.which("bwrap")
         if links and level == "process":
             raise IsolationError(f"commands share the machine's file system, so the links {[*links]} cannot be made.")

@@ -123,6 +123,8 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         folder = RunFolder(path, read_only=True)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} holds no run; {_where_runs_are(path)}") from None
+    # Before the files: of a run that ends meanwhile, they may lack the end, and are read again.
+    is_running = is_in_use(path)
     config = path / "config.yaml"
     rollouts = list(read_records(folder.rollouts_path))
     if max_rollouts is not None:
@@ -144,7 +146,7 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         config=read_text(config, errors="replace") if config.exists() else "",
         token_texts=_texts(used, recorded_tokenizer(folder)),
         path=str(path),
-        is_running=is_in_use(path),
+        is_running=is_running,
     )
 
 

@@ -39,19 +39,25 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
     statuses = Table("rollouts", "status", "reason", "mean reward")
     keys = sorted({(record["split"], record["status"], record["reason"]) for record in run.rollouts})
     for split, status, reason in keys:
-        rewards = [
-            record["reward"]
+        ended = [
+            record
             for record in run.rollouts
             if (record["split"], record["status"], record["reason"]) == (split, status, reason)
         ]
-        cells = (f"{split}: {len(rewards)}", status, reason, f"{sum(rewards) / len(rewards):.3f}")
+        rewards = [record["reward"] for record in ended if _is_scored(record)]
+        mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
+        cells = (f"{split}: {len(ended)}", status, reason, mean)
         statuses.add_row(*(Text(printable(cell)) for cell in cells))
     if keys:
         console.print(statuses)
-    last = [record for record in run.rollouts if record["step"] == run.rollouts[-1]["step"]]
+    last = [record for record in run.rollouts if record["step"] == run.rollouts[-1]["step"] and _is_scored(record)]
     for word, record in zip(("best", "worst"), _extremes(last), strict=False):
         title = f"{word} of step {record['step']}: {record['rollout_id']}  reward {record['reward']:.2f}"
         console.print(conversation_panel(record["messages"], title))
+
+
+def _is_scored(record: Record) -> bool:
+    return record.get("is_scored", True)
 
 
 def _thinned(values: Sequence[float], width: int = 60) -> list[float]:

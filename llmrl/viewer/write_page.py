@@ -26,6 +26,7 @@ _LISTED = (
     "step",
     "split",
     "group_id",
+    "role",
     "rollout_id",
     "reward",
     "is_scored",
@@ -120,20 +121,20 @@ def _page(runs: Sequence[RunData]) -> str:
         },
     }
     assets = files("llmrl.viewer") / "page"
-    script = "\n".join((assets / f"{name}.js").read_text() for name in _SCRIPTS)
+    script = "\n".join((assets / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
     data = [f'<script type="text/plain" id="head">{_packed(head)}</script>']
     data += [
         f'<script type="text/plain" id="block-{number}">{_packed(block)}</script>'
         for number, block in enumerate(blocks)
     ]
     parts = {
-        "/* STYLE */": (assets / "page.css").read_text(),
+        "/* STYLE */": (assets / "page.css").read_text(encoding="utf-8"),
         "/* SCRIPT */": script,
         "/* POLICY */": _policy(f"\n{script}\n"),
         "<!-- TITLE -->": html.escape(", ".join(run.name for run in runs)),
         "<!-- DATA -->": "\n".join(data),
     }
-    page = (assets / "page.html").read_text()
+    page = (assets / "page.html").read_text(encoding="utf-8")
     for mark, part in parts.items():
         page = page.replace(mark, part)
     return page

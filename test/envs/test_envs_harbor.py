@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -243,6 +244,14 @@ def test_links_need_a_file_system_of_ones_own():
     for link in ("app", "/app/data", "/proc", "/box"):
         with pytest.raises(ValueError, match="must be top-level folders"):
             PythonExecutorService(links=(link,))
+
+
+def test_a_launcher_that_is_refused_leaves_no_folder_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ValueError, match="must not be folders of the system"):
+        Launcher("namespaces", PythonLimits(), ("/usr",))
+    gc.collect()
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("level", ["namespaces", "bubblewrap"])

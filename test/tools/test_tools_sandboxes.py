@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import Counter
 
+import numpy as np
 import pytest
 from waiting import wait_until
 
@@ -131,6 +133,18 @@ def test_ours_takes_megabytes_of_input_and_refuses_more_without_loss(service):
         await sandbox.close()
 
     asyncio.run(play_on())
+
+
+@pytest.mark.parametrize("timeout", [math.inf, np.float64(5.0)])
+def test_ours_takes_any_limit_of_time(service, timeout):
+    async def played():
+        sandbox = ConfinedSandbox(service)
+        await sandbox.start()
+        result = await sandbox.run(["echo", "1"], timeout=timeout)
+        await sandbox.close()
+        return result
+
+    assert asyncio.run(played()) == SandboxResult(0, "1\n", "")
 
 
 def test_the_check_names_what_a_sandbox_breaks_of_its_contract():

@@ -350,6 +350,13 @@ def test_keys_scroll_to_what_they_select(page):
         page.wait_for_selector("#rollout h2")
 
 
+def test_the_page_is_the_same_in_every_encoding_of_the_machine(run_path, tmp_path, monkeypatch):
+    run = read_run(run_path)
+    expected = write_page([run], tmp_path / "page.html").read_bytes()
+    monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "latin-1")
+    assert write_page([run], tmp_path / "page.html").read_bytes() == expected
+
+
 def test_a_notebook_shows_the_page_in_its_cell(page, run_path):
     other = page.context.new_page()
     other.set_content(f"<p>a cell</p>{RunPage(run_path)._repr_html_()}")
@@ -505,6 +512,38 @@ def test_runs_are_drawn_over_each_other(hand_made):
     assert "1 found, mean reward 0.25" in hand_made.inner_text("#found")
 
 
+def write_game(path):
+    """A run of one group of a game: equal rewards within each role, and a rollout without a score."""
+    folder = RunFolder(path, trackers=())
+    records = []
+    for place, (role, reward) in enumerate([("a", 1.0), ("a", 1.0), ("b", 0.5), ("b", 0.5), ("b", None)]):
+        rollout = Rollout(rollout_id=f"g/{place}", group_id="g", sample_index=place, group_size=5, role=role)
+        rollout.is_scored, rollout.reward = reward is not None, reward or 0.0
+        records.append(rollout.to_record())
+    folder.log_rollouts(1, "train", records)
+    folder.log_metrics(1, {"reward_mean": 0.75})
+    folder.close()
+    return read_run(path)
+
+
+def test_rewards_are_compared_within_a_role_and_without_those_that_were_not_given(page, tmp_path):
+    other = page.context.new_page()
+    other.goto(write_page([write_game(tmp_path / "run")], tmp_path / "page.html").as_uri())
+    other.wait_for_selector("body[data-ready]")
+    assert "5 found, mean reward 0.75" in other.inner_text("#found")
+    assert "2 groups of step 1, 2 without signal" in other.inner_text("#groups-title")
+    assert [text.strip() for text in other.locator("#groups .mean").all_inner_texts()] == ["0.5", "1"]
+    other.close()
+
+
+def test_the_terminal_leaves_rollouts_without_a_score_out_of_means_and_extremes(tmp_path):
+    run = write_game(tmp_path / "run")
+    console = Console(file=io.StringIO(), width=120)
+    print_run(run, console=console)
+    said = console.file.getvalue()
+    assert "train: 5" in said and " 0.750" in said and "worst of step 1: g/3  reward 0.50" in said
+
+
 def test_many_runs_leave_their_curves_on_the_first_screen(page, tmp_path):
     runs = []
     for number in range(8):
@@ -545,6 +584,18 @@ def test_a_page_follows_its_run_until_it_ends(tmp_path):
     assert is_live and next(pages) == (path, True) and path.read_text() != first
     folder.close()
     assert list(pages) == [(path, False)]
+
+
+def test_a_run_that_ends_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    folder = write_hand_made(tmp_path / "run")
+
+    def end_meanwhile(_):
+        folder.log_metrics(3, {"reward_mean": 0.5})
+        folder.close()
+
+    monkeypatch.setattr("llmrl.viewer.run_data.recorded_tokenizer", end_meanwhile)
+    pages = follow([tmp_path / "run"], tmp_path / "page.html", interval=0.01)
+    assert [is_live for _, is_live in pages] == [True, False]
 
 
 def test_a_live_page_loads_what_is_new_and_stays_where_it_was(tmp_path, page_of_run):

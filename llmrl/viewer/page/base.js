@@ -39,6 +39,9 @@ const count = (amount, noun) => `${amount.toLocaleString("en")} ${noun}${amount 
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
+// Of rollouts, by their places in the index: a rollout without a score has no reward.
+const rewardsOf = (index, places) => places.filter((place) => index.is_scored[place] !== false).map((place) => index.reward[place]).filter(isNumber);
+
 // Spread arguments have a limit, so no Math.min(...values).
 const extent = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 

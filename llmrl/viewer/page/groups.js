@@ -34,11 +34,10 @@ class StepPanel {
   // What the histograms are of follows the list; the grid is of the selected step, or of the last.
   show(places) {
     const { index } = this.head, step = state.step;
-    const scored = places.filter((place) => index.is_scored[place] !== false && isNumber(index.reward[place]));
     const cut = (value) => Number(value.toPrecision(6));
     const narrow = (low, high) => (from, to) => state.set({ [low]: cut(from), [high]: cut(to) });
     byId("distributions").replaceChildren(
-      bars("reward", scored.map((place) => index.reward[place]), narrow("rewardFrom", "rewardTo"), rewardColour),
+      bars("reward", rewardsOf(index, places), narrow("rewardFrom", "rewardTo"), rewardColour),
       bars("sampled tokens", places.map((place) => index.num_completion_tokens[place] ?? 0), narrow("lengthFrom", "lengthTo"), () => "var(--accent)"));
     const at = step ?? this.lastStep(), split = state.values.split;
     byId("step-title").textContent = step === null ? "All steps" : `Step ${step}`;
@@ -56,13 +55,14 @@ class StepPanel {
     const { index } = this.head, groups = new Map(), run = state.values.run;
     index.step.forEach((at, place) => {
       if (at !== step || (split && index.split[place] !== split) || (run && String(index.run[place]) !== run)) return;
-      const key = `${index.run[place]} ${index.split[place]} ${index.group_id[place]}`;
+      const key = JSON.stringify([index.run[place], index.split[place], index.group_id[place], index.role[place]]);
       if (!groups.has(key)) groups.set(key, []);
       groups.get(key).push(place);
     });
-    const rows = [...groups.values()].map((places) => ({ places, mean: mean(places.map((place) => Number(index.reward[place]) || 0)) }));
-    rows.sort((a, b) => a.mean - b.mean);
-    const isEqual = ({ places }) => places.length > 1 && places.every((place) => index.reward[place] === index.reward[places[0]]);
+    const rows = [...groups.values()].map((places) => ({ places, scored: rewardsOf(index, places) }));
+    rows.forEach((row) => { row.mean = row.scored.length ? mean(row.scored) : null; });
+    rows.sort((a, b) => (a.mean ?? -Infinity) - (b.mean ?? -Infinity) || 0);
+    const isEqual = ({ scored }) => scored.length > 1 && scored.every((reward) => reward === scored[0]);
     byId("groups-title").textContent = rows.length
       ? `${count(rows.length, "group")} of step ${step}, ${rows.filter(isEqual).length} without signal (all rewards equal)` : "No groups at this step.";
     const shown = this.isWhole ? rows : rows.slice(0, MOST_GROUPS);
