@@ -152,7 +152,8 @@ class IfEvalScorer(envs.IfEvalScorer):
         """Return the weighted sum of the accuracies, plus 0.1 for exactly one answer and 0.05 for one thought."""
         given = [score.prompt_level_strict_acc, score.inst_level_strict_acc]
         given += [score.prompt_level_loose_acc, score.inst_level_loose_acc]
-        zero = torch.zeros(1, device=score.device)
+        device = next((one.device for one in given if one is not None), None)
+        zero = torch.zeros(1, device=device)
         means = [zero if one is None else one.float().mean(-1, keepdim=True) for one in given]
         bonus = 0.1 * (len(answer_blocks or ()) == 1) + 0.05 * (len(think_blocks or ()) == 1)
         shares = torch.stack(torch.broadcast_tensors(*means), -1)
