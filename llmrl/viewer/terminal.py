@@ -50,10 +50,14 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
         statuses.add_row(*(Text(printable(cell)) for cell in cells))
     if keys:
         console.print(statuses)
-    last = [record for record in run.rollouts if record["step"] == run.rollouts[-1]["step"] and _is_scored(record)]
-    for word, record in zip(("best", "worst"), _extremes(last), strict=False):
+    last = [record for record in run.rollouts if record["step"] == run.rollouts[-1]["step"]]
+    scored = [record for record in last if _is_scored(record)]
+    for word, record in zip(("best", "worst"), _extremes(scored), strict=False):
         title = f"{word} of step {record['step']}: {record['rollout_id']}  reward {record['reward']:.2f}"
         console.print(conversation_panel(record["messages"], title))
+    if last and not scored:
+        title = f"step {last[0]['step']}: {last[0]['rollout_id']}  without a score"
+        console.print(conversation_panel(last[0]["messages"], title))
 
 
 def _is_scored(record: Record) -> bool:

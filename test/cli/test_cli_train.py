@@ -177,4 +177,4 @@ def test_hydra_reads_a_number_beside_an_environment_as_a_number(tmp_path, number
     (tmp_path / "sums.yaml").write_text(yaml.safe_dump({"env": {"options": {"limits": [number]}}}))
     *_, entry = command.entries_of([f"{tmp_path}/sums.py:env"])
     (override,) = OverridesParser.create().parse_overrides([entry])
-    assert override.key_or_group == "env.options.limits" and override.value() == [number]
+    assert override.key_or_group == "env.options" and override.value() == {"limits": [number]}
