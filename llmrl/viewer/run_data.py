@@ -131,7 +131,8 @@ def read_run(path: str | Path, *, max_rollouts: int | None = None) -> RunData:
         rollouts = rollouts[-max_rollouts:]
     wanted = {key_of(record) for record in rollouts}
     rows: dict[tuple[int, str, str], list[TokenRow]] = {}
-    for step, split in folder.tokens.steps():
+    wanted_steps = {key[:2] for key in wanted}
+    for step, split in filter(wanted_steps.__contains__, folder.tokens.steps()):
         for row in folder.tokens.read(step, split):
             if (key := (step, split, row.rollout_id)) in wanted:
                 rows.setdefault(key, []).append(row)

@@ -127,9 +127,9 @@ class TokenLog:
         return self.path / (f"{step:06d}.npz" if split == "train" else f"{step:06d}-{quote(split, safe='')}.npz")
 
     def steps(self) -> list[tuple[int, str]]:
-        """Return the stored steps and splits, sorted."""
+        """Return the stored steps and splits, sorted; files with other names are left out."""
         stems = (path.stem.partition("-") for path in self.path.glob("[0-9]*.npz"))
-        return sorted((int(step), unquote(split) or "train") for step, _, split in stems)
+        return sorted((int(step), unquote(split) or "train") for step, _, split in stems if step.isdecimal())
 
     def read(self, step: int, split: str = "train") -> list[TokenRow]:
         """Return the rows of a step.

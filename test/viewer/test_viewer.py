@@ -21,6 +21,7 @@ from llmrl.cli.app import app
 from llmrl.cli.chat import said
 from llmrl.collectors import LLMCollector
 from llmrl.data import Rollout
+from llmrl.data.state_file import DamagedFileError
 from llmrl.envs import AgentEnv, DatasetChatEnv, MessageChatEnv, MessageEnv, MessageStep
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder
@@ -96,6 +97,16 @@ def test_what_a_kill_cut_short_or_repeated_is_read_once(tmp_path, run_path):
     path.write_text("\n".join([*lines, lines[0], lines[1][:40]]))
     assert len(read_run(tmp_path / "run").rollouts) == len(lines)
     assert len(read_run(tmp_path / "run", max_rollouts=3).rollouts) == 3
+
+
+def test_tokens_of_steps_that_are_not_kept_are_not_read(tmp_path, run_path):
+    shutil.copytree(run_path, tmp_path / "run")
+    (tmp_path / "run/tokens/000001.npz").write_bytes(b"damaged")
+    (tmp_path / "run/tokens/1x.npz").write_bytes(b"not of a run")
+    run = read_run(tmp_path / "run", max_rollouts=3)
+    assert {step for step, _, _ in run.rows} == {record["step"] for record in run.rollouts} == {2}
+    with pytest.raises(DamagedFileError, match="000001"):
+        read_run(tmp_path / "run")
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
