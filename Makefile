@@ -25,7 +25,7 @@ demo: setup ## post-train SmolLM2-135M-Instruct with GRPO, generating with vLLM:
 # Tests that share an engine or a cluster run in one process, and what takes longest comes first (test/conftest.py).
 PYTEST := "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
 
-test: lint tests ## lint, types, then every test and example: 12 to 18 minutes on two cores
+test: lint tests ## lint, types, then every test and example: 13 to 18 minutes on two cores
 
 tests: setup
 	@$(PYTEST) $(ARGS)
