@@ -117,7 +117,7 @@ class BatchCollector:
 
     def __iter__(self) -> Iterator[TensorDictBase | None]:
         while True:
-            with self._batch_lock, self._unless_shut_down():
+            with self._batch_lock, self._reading():
                 batch = self._next()
                 if batch is None:
                     return
@@ -134,7 +134,7 @@ class BatchCollector:
             StopIteration: at the end of the data, or after `total_dialog_turns`.
             RuntimeError: after `shutdown`, or while `start` fills the buffer.
         """
-        with self._batch_lock, self._unless_shut_down():
+        with self._batch_lock, self._reading():
             batch = self._next()
             if batch is not None:
                 self._delivered()
@@ -170,7 +170,8 @@ class BatchCollector:
         return getattr(self.replay_buffer, attr)
 
     @contextlib.contextmanager
-    def _unless_shut_down(self) -> Iterator[None]:
+    def _reading(self) -> Iterator[None]:
+        """Raise RuntimeError if `start` reads batches, too, or if the collector is shut down meanwhile."""
         if self.is_running():
             raise RuntimeError(
                 "the collector is filling its buffer since start(), and batches would have two readers: sample the "

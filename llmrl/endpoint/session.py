@@ -316,10 +316,9 @@ class Session:
             if request.is_streamed and sampling.grammar is None and request.may_call:
                 texts = [self.tree.answer_text(prompted, sampling.stop) for _ in streamed]
                 streamed = [{"stream": stream} for stream in exchange.open_streams(texts, prompted.num_tokens)]
-            samplings = [sampling for _ in streamed]
-            seed = sampling.seed
-            if seed is not None and seed != self._sampling.seed:  # from the run's seed, each request derives its own
-                samplings = [sampling.with_changes(seed=(seed + i) % (1 << 63)) for i in range(len(streamed))]
+            samplings = [sampling] * len(streamed)
+            if sampling.seed != self._sampling.seed:  # from the run's seed, each request derives its own
+                samplings = sampling.for_answers(len(streamed))
             pairs = zip(samplings, streamed, strict=True)
             asked += [asyncio.ensure_future(self._complete(ids, one, **options)) for one, options in pairs]
             completions = [await one for one in asked]

@@ -107,6 +107,17 @@ class SamplingConfig:
         """Return a copy with some fields replaced."""
         return replace(self, **changes)
 
+    def for_answers(self, num_answers: int) -> list[SamplingConfig]:
+        """Return a copy for each of several answers: with one seed, all answers to a prompt would be the same.
+
+        Example:
+            >>> [one.seed for one in SamplingConfig(seed=7).for_answers(3)]
+            [7, 8, 9]
+        """
+        if self.seed is None:
+            return [self] * num_answers
+        return [self.with_changes(seed=(self.seed + place) % (1 << 63)) for place in range(num_answers)]
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

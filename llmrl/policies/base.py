@@ -235,13 +235,9 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             shape = torch.Size((*shape, self.num_samples))
         if not self.inplace:
             elements = [element.copy() for element in elements for _ in range(self.num_samples or 1)]
-        samplings = [self.sampling] * len(elements)
-        if self.sampling.seed is not None:  # with one seed, all answers to a prompt would be the same
-            seeds = range(self.sampling.seed, self.sampling.seed + len(elements))
-            samplings = [self.sampling.with_changes(seed=seed % (1 << 63)) for seed in seeds]
 
         async def take_turns() -> None:
-            await asyncio.gather(*map(self.take_turn, elements, samplings))
+            await asyncio.gather(*map(self.take_turn, elements, self.sampling.for_answers(len(elements))))
 
         run_sync(take_turns())
         for element in elements:

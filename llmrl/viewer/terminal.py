@@ -44,24 +44,20 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
             for record in run.rollouts
             if (record["split"], record["status"], record["reason"]) == (split, status, reason)
         ]
-        rewards = [record["reward"] for record in ended if _is_scored(record)]
+        rewards = [record["reward"] for record in ended if record.get("is_scored", True)]
         mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
         cells = (f"{split}: {len(ended)}", status, reason, mean)
         statuses.add_row(*(Text(printable(cell)) for cell in cells))
     if keys:
         console.print(statuses)
     last = [record for record in run.rollouts if record["step"] == run.rollouts[-1]["step"]]
-    scored = [record for record in last if _is_scored(record)]
+    scored = [record for record in last if record.get("is_scored", True)]
     for word, record in zip(("best", "worst"), _extremes(scored), strict=False):
         title = f"{word} of step {record['step']}: {record['rollout_id']}  reward {record['reward']:.2f}"
         console.print(conversation_panel(record["messages"], title))
     if last and not scored:
         title = f"step {last[0]['step']}: {last[0]['rollout_id']}  without a score"
         console.print(conversation_panel(last[0]["messages"], title))
-
-
-def _is_scored(record: Record) -> bool:
-    return record.get("is_scored", True)
 
 
 def _thinned(values: Sequence[float], width: int = 60) -> list[float]:

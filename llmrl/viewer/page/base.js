@@ -37,7 +37,7 @@ function number(value, digits = 4) {  // what is not finite comes by its name
 
 const count = (amount, noun) => `${amount.toLocaleString("en")} ${noun}${amount === 1 ? "" : "s"}`;
 
-const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+const mean = (values) => values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 
 // Of rollouts, by their places in the index: a rollout without a score has no reward.
 const rewardsOf = (index, places) => places.filter((place) => index.is_scored[place] !== false).map((place) => index.reward[place]).filter(isNumber);

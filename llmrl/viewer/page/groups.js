@@ -60,7 +60,7 @@ class StepPanel {
       groups.get(key).push(place);
     });
     const rows = [...groups.values()].map((places) => ({ places, scored: rewardsOf(index, places) }));
-    rows.forEach((row) => { row.mean = row.scored.length ? mean(row.scored) : null; });
+    rows.forEach((row) => { row.mean = mean(row.scored); });
     rows.sort((a, b) => (a.mean ?? -Infinity) - (b.mean ?? -Infinity) || 0);
     const isEqual = ({ scored }) => scored.length > 1 && scored.every((reward) => reward === scored[0]);
     byId("groups-title").textContent = rows.length

@@ -66,8 +66,7 @@ class RolloutList {
     const keys = table({ best: (p) => -index.reward[p], worst: (p) => index.reward[p], long: (p) => -index.num_completion_tokens[p], last: (p) => -index.step[p] });
     const key = keys[values.order];
     if (key) this.shown.sort((a, b) => key(a) - key(b) || a - b);
-    const found = rewardsOf(index, this.shown);
-    byId("found").textContent = this.shown.length ? `${this.shown.length.toLocaleString("en")} found, mean reward ${found.length ? number(mean(found), 3) : "–"}`
+    byId("found").textContent = this.shown.length ? `${this.shown.length.toLocaleString("en")} found, mean reward ${number(mean(rewardsOf(index, this.shown)), 3)}`
       : index.step.length ? "None found; widen the filters." : "No rollouts were recorded.";
     byId("problem-filter").hidden = values.problem === "";
     byId("problem-filter").textContent = `one problem: ${index.question[index.problem.indexOf(Number(values.problem))] ?? "?"} ×`;

@@ -115,7 +115,7 @@ class RolloutView {
     return make("div", {},
       make("p", { class: "legend" }, `${count(places.length, "rollout")} of this problem, in ${count(steps.length, "step")}. Each square is one, coloured by its reward.`),
       make("div", { class: "history" }, steps.map((group) => make("div", { class: "group" },
-        make("span", { class: "mean" }, number(rewardsOf(index, group).length ? mean(rewardsOf(index, group)) : null, 3)),
+        make("span", { class: "mean" }, number(mean(rewardsOf(index, group)), 3)),
         make("span", { class: "faint" }, this.list.whereOf(group[0])),
         this.panel.cells(group)))),
       make("button", { onclick: () => this.list.showProblem(index.problem[this.place]) }, "list them"));
