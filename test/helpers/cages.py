@@ -26,7 +26,8 @@ from llmrl.sandbox.launch import LEVELS, IsolationError, PythonLimits
 from llmrl.sandbox.service import PythonExecutorService
 
 USERS = ("root", "ordinary")
-_USER_ID = 54321
+# The kernel counts processes per user, so each worker has a user of its own: a fork bomb of one starves no other.
+_USER_ID = 54321 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 LIMITS = PythonLimits(memory_bytes=512 << 20, file_bytes=1 << 20, num_processes=24, output_bytes=20_000)
 SECRET = "hunter2"
 TIMEOUT_S = 2.0
