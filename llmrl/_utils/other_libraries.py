@@ -296,12 +296,7 @@ RENAMED: tuple[tuple[str, str, str], ...] = (
 
 @functools.cache
 def instead_of(*owners: str) -> Mapping[str, str]:
-    """Return the arguments and attributes that these classes or functions lack here, with the alternatives.
-
-    Example:
-        >>> instead_of("DAPO")["reduction"]
-        'use aggregation'
-    """
+    """Return the arguments and attributes that these classes or functions lack here, with the alternatives."""
     found = {}
     for names, entries, advice in (*TABLE, *_REWARDS, *RENAMED):
         if not set(owners).isdisjoint(names.split()):

@@ -43,12 +43,7 @@ class Check:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a distribution; None if it is not installed.
-
-    Example:
-        >>> installed_version("no-such-package") is None
-        True
-    """
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

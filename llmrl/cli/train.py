@@ -31,10 +31,6 @@ def entries_of(words: Sequence[str]) -> list[str]:
         FileNotFoundError: if there is no file FILE.py.
         ValueError: if FUNCTION is missing, or if FILE.yaml is not a mapping in YAML with
             names that hydra reads.
-
-    Example:
-        >>> entries_of(["task=gsm8k", "seed=1"])
-        ['task=gsm8k', 'seed=1']
     """
     if not words or words[0].startswith("-"):
         return list(words)

@@ -143,12 +143,7 @@ def _peak_memory() -> int:
 
 
 def is_logged(logged: Mapping[int, Mapping[str, float]], step: int, split: str) -> bool:
-    """Return whether a step's metrics of a split were logged before a kill, and so all of its rollouts.
-
-    Example:
-        >>> is_logged({1: {"policy_version": 1.0}}, 1, "train"), is_logged({}, 1, "eval/sums")
-        (True, False)
-    """
+    """Return whether a step's metrics of a split were logged before a kill, and so all of its rollouts."""
     names = logged.get(step, {})
     if split.startswith("eval/"):
         return any(name.startswith(f"{split}/") for name in names)
