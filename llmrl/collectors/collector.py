@@ -100,8 +100,8 @@ class LLMCollector(KnownArguments, BatchCollector):
 
     Raises:
         ValueError: if the arguments define no batch or contradict each other, or the environment is batch-locked.
-        TypeError: if an argument is unknown; the message names the nearest one or an alternative. On iteration, if
-            `postproc` returns no TensorDict.
+        TypeError: if an argument is unknown, in which case the message names the nearest one or an alternative, or has
+            a wrong type. On iteration, if `postproc` returns no TensorDict.
         CollectionStalled: on iteration, if too many groups in a row had nothing to train on; `NoSignal` if none failed
     """
 
@@ -143,6 +143,12 @@ class LLMCollector(KnownArguments, BatchCollector):
                 "flatten_data=False is not supported, since conversations differ in length: batches have one "
                 "dimension; for one conversation per batch, pass yield_completed_trajectories=True."
             )
+        if group_rules is not None and not isinstance(group_rules, GroupRules):
+            raise TypeError(f"group_rules must be GroupRules, got {group_rules!r}.")
+        if limits is not None and not isinstance(limits, RolloutLimits | Mapping):
+            raise TypeError(f"limits must be RolloutLimits, or a mapping of names to them, got {limits!r}.")
+        if postproc is not None and not callable(postproc):
+            raise TypeError(f"postproc must be a function of a batch, got {postproc!r}.")
         shape = BatchShape.of(
             groups_per_batch=groups_per_batch,
             tokens_per_batch=tokens_per_batch,

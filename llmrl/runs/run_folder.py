@@ -376,12 +376,11 @@ class RunFolder:
 
     def close(self) -> None:
         """Write buffered data, close the trackers and release the lock."""
-        try:
-            for tracker in self._trackers:
-                tracker.close()
-        finally:
+        with contextlib.ExitStack() as closing:
             if self._lock is not None:
-                self._lock.release()
+                closing.callback(self._lock.release)
+            for tracker in self._trackers:
+                closing.callback(tracker.close)
 
 
 def seed_all(seed: int) -> None:

@@ -12,7 +12,7 @@ class SandboxResult:
     """Result of a command."""
 
     exit_code: int
-    """Exit code; the negated signal number if a signal ended the command."""
+    """Exit code. If a signal ended the command, its negated number; in containers and remote sandboxes 128 plus it."""
     stdout: str
     stderr: str
     timed_out: bool = False

@@ -6,11 +6,13 @@ continue a run, so `MLflowTracker` replaces it.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -180,7 +182,7 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
 
     Raises:
         TypeError: if `names` is a string.
-        ValueError: if a name is unknown.
+        ValueError: if a name is unknown, or given twice.
         MissingExtraError: if a tracker's package is not installed.
 
     Example:
@@ -199,7 +201,12 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
                 hint = " The table metrics.csv is always written."
             raise ValueError(f"trackers has no {name!r}; there are {', '.join(map(repr, _OPENERS))}.{hint}")
         require(name, extra={"tensorboard": "scripts", "mlflow": "mlflow"}.get(name, "tracking"))
-    return [_OPENERS[name](path) for name in names]
+    if len(set(names)) < len(names):
+        raise ValueError(f"trackers names one twice: {list(names)}.")
+    with contextlib.ExitStack() as opened:
+        trackers = [opened.enter_context(contextlib.closing(_OPENERS[name](path))) for name in names]
+        opened.pop_all()
+    return trackers
 
 
 def _open_tensorboard(path: Path) -> Tracker:
@@ -294,8 +301,10 @@ class MLflowTracker:
         self._client.log_dict(self._id, trace_table(records, step), f"traces/{step:06d}.json")
 
     def close(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self._id)
+        """Mark the run as finished; as failed if an exception is being handled, and as killed if it is an interrupt."""
+        error = sys.exception()
+        status = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        self._client.set_terminated(self._id, status)
 
 
 _OPENERS: dict[str, Callable[[Path], Tracker]] = {

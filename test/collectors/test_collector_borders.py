@@ -60,8 +60,11 @@ def test_a_policy_with_another_input_mode_than_its_environment_is_refused(render
         (DatasetChatEnv, {"groups_per_batch": 1, "limits": {"a": RolloutLimits()}}),
         (lambda rows: MixedEnv({"a": DatasetChatEnv(rows)}), {"groups_per_batch": 1, "track_policy_version": True}),
         (lambda rows: ChatEnv(), {"groups_per_batch": 1}),
+        (DatasetChatEnv, {"groups_per_batch": 1, "limits": 5}),
+        (DatasetChatEnv, {"groups_per_batch": 1, "group_rules": len}),
+        (DatasetChatEnv, {"groups_per_batch": 1, "postproc": 5}),
     ],
-    ids=["max_staleness", "queue", "limits", "track_policy_version", "env"],
+    ids=["max_staleness", "queue", "limits of", "track_policy_version", "env", "limits", "group_rules", "postproc"],
 )
 def test_no_policy_is_made_for_arguments_that_are_refused(renderer, env, arguments):
     made = []
@@ -70,7 +73,7 @@ def test_no_policy_is_made_for_arguments_that_are_refused(renderer, env, argumen
         made.append(make_policy(renderer))
         return made[-1]
 
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises((ValueError, TypeError), match="|".join([*arguments, "DatasetChatEnv"])):
         LLMCollector(env(["a"]), policy_factory=policy_factory, **arguments)
     assert not made
     with LLMCollector(DatasetChatEnv(["a"]), policy_factory=policy_factory, groups_per_batch=1) as collector:

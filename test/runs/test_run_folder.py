@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -23,6 +24,7 @@ from llmrl.data import Rollout, RolloutStatus
 from llmrl.runs.report import print_next_steps, resume_command
 from llmrl.runs.run_folder import BackgroundWrites, RunFolder
 from llmrl.scripts import grpo, sft
+from llmrl.watch import tracking
 from llmrl.watch.tracking import spread
 from llmrl.weight_sync.double_buffer import FILE_NAME, DoubleBuffer
 
@@ -176,11 +178,39 @@ def test_a_tracker_is_refused_before_there_is_a_run(tmp_path, monkeypatch):
         (["tensorbord"], ValueError, "Did you mean 'tensorboard'"),
         (["csv"], ValueError, "metrics.csv is always written"),
         ("wandb", TypeError, r"write \['wandb'\]"),
+        (["tensorboard", "tensorboard"], ValueError, "names one twice"),
         (["tensorboard", "wandb"], ImportError, r"pip install 'llmrl\[tracking\]'"),
     ):
         with pytest.raises(error, match=words):
             RunFolder(tmp_path / "run", trackers=names)
     RunFolder(tmp_path / "run", trackers=[])  # and would be refused if the folder held one
+
+
+@pytest.mark.parametrize("failing", ["opened", "closed"])
+def test_a_tracker_that_fails_leaves_no_other_open(tmp_path, monkeypatch, failing):
+    closed = []
+
+    class Failing(tracking.CSVTracker):
+        def __init__(self, path):
+            super().__init__(path / "other.csv")
+            if failing == "opened":
+                raise OSError("no place")
+
+        def close(self):
+            raise OSError("no place")
+
+    class Sound(tracking.CSVTracker):
+        def close(self):
+            closed.append(self)
+
+    monkeypatch.setitem(tracking._OPENERS, "wandb", Failing)
+    for name in ("tensorboard", "mlflow"):
+        monkeypatch.setitem(tracking._OPENERS, name, Sound)
+    monkeypatch.setattr(tracking, "require", lambda *_, **__: None)
+    with pytest.raises(OSError, match="no place"):
+        RunFolder(tmp_path / "run", trackers=["tensorboard", "wandb", "mlflow"]).close()
+    assert len(closed) == (1 if failing == "opened" else 2)
+    RunFolder(tmp_path / "run").close()  # it is not locked
 
 
 def test_tensorboard_has_every_step_of_a_resumed_run(tmp_path, monkeypatch):
@@ -253,6 +283,11 @@ def test_mlflow_continues_a_resumed_run(tmp_path, monkeypatch):
     tables = [json.loads((traces / f"00000{step}.json").read_text()) for step in (1, 4)]
     assert [(table["num_turns"], table["conversation"]) for table in tables] == [([1], [READ]), ([4], [READ])]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing beside the folder
+    for error, status in ((ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")):
+        folder = RunFolder(tmp_path / "run", resume=True, trackers=["mlflow"])
+        with pytest.raises(error), contextlib.closing(folder):
+            raise error
+        assert client.get_run(run.info.run_id).info.status == status
 
 
 def test_traces_are_spread_and_need_a_tracker():

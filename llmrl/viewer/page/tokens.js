@@ -62,7 +62,8 @@ function whyNoTokens(record) {
 function aboutToken(row, at, tokenTexts) {
   const lines = [`${JSON.stringify(tokenTexts[row.ids[at]] ?? "")}  id ${row.ids[at]}, place ${at}`];
   if (!row.trained[at]) return `${lines[0]}\ncontext: not trained`;
-  lines.push(`log-prob ${number(row.logProbs[at])} (probability ${number(Math.exp(row.logProbs[at]), 3)})`);
+  const logProb = row.logProbs[at];
+  lines.push(`log-prob ${number(logProb)}${isNumber(logProb) ? ` (probability ${number(Math.exp(logProb), 3)})` : ""}`);
   const ratio = ratioOf(row, at);
   if (ratio !== null) lines.push(`trainer ${number(row.trainerLogProbs[at])}, importance ratio ${number(ratio)}`);
   if (row.advantage !== null) lines.push(`advantage ${number(row.advantage)}`);
