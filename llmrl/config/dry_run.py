@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 
 from llmrl._utils.types import Row
 from llmrl.config.engine import EngineConfig, RayConfig
-from llmrl.config.fit import GIB, lines_of, shape_of, training_shape
+from llmrl.config.fit import GIB, lines_of, planned_run
 from llmrl.config.imitation import DistillationConfig, SFTConfig
 from llmrl.config.sections import EnvConfig, EvalEnvConfig, GRPOConfig, RunConfig, ScriptConfig
 from llmrl.envs.sources import is_local
@@ -99,10 +99,10 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
 
 
 def _memory(cfg: ScriptConfig) -> str:
-    model = shape_of(cfg)
+    model, training = planned_run(cfg)
     if model is None:
         return "of the trainer is only known when the model is here, and only for dense transformers"
-    plan = plan_memory(model, training_shape(cfg.model, cfg.train, budget=cfg.collect.budget))
+    plan = plan_memory(model, training)
     served = model.num_parameters * (4 if cfg.model.dtype == "float32" else 2)
     return (
         f"{model.num_parameters / 1e9:.2f} B parameters: the trainer about {plan.total / GIB:.1f} GiB on each device "

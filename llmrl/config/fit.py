@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from llmrl.config.entries import Section, at_least
-from llmrl.config.imitation import SFTConfig
+from llmrl.config.imitation import DistillationConfig, SFTConfig
 from llmrl.config.model import ModelConfig
 from llmrl.config.sections import ScriptConfig, TrainerConfig
 from llmrl.trainer.memory_plan import MemoryPlan, ModelShape, TrainingShape, plan_memory, what_fits
@@ -62,9 +62,18 @@ def training_shape(model: ModelConfig, train: TrainerConfig, *, budget: int = 0)
     )
 
 
-def shape_of(cfg: ScriptConfig) -> ModelShape | None:
-    """Return the shape of the model; None if it has no local folder or is not a dense transformer."""
-    folder = cfg.model.folder
+def planned_run(cfg: ScriptConfig) -> tuple[ModelShape | None, TrainingShape]:
+    """Return the shape of a run's model and the settings of its trainer, with a teacher that is loaded beside it.
+
+    The shape is None if the model has no local folder or is not a dense transformer; such a teacher is not counted.
+    """
+    training = training_shape(cfg.model, cfg.train, budget=cfg.collect.budget)
+    if isinstance(cfg, DistillationConfig) and cfg.teacher.path is not None and (teacher := _shape(cfg.teacher.path)):
+        training = replace(training, num_teacher_parameters=teacher.num_parameters)
+    return _shape(cfg.model.folder), training
+
+
+def _shape(folder: str) -> ModelShape | None:
     try:
         return ModelShape.read(folder)
     except (ValueError, OSError):
@@ -77,8 +86,7 @@ def check_fit(cfg: ScriptConfig) -> None:
     Also raises ValueError if `train.context_ranks` does not divide the number of the model's attention heads. Memory is
     checked only for training on a GPU of this machine, with a dense transformer in a local folder.
     """
-    model = shape_of(cfg)
-    training = training_shape(cfg.model, cfg.train, budget=cfg.collect.budget)
+    model, training = planned_run(cfg)
     if model is not None and model.num_heads % training.context_ranks:
         raise ValueError(
             f"train.context_ranks={training.context_ranks} does not divide the {model.num_heads} heads of the model's "

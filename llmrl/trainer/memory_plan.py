@@ -122,6 +122,8 @@ class TrainingShape:
     moments: MomentsName = "float32"
     has_reference: bool = False
     """Whether the loss has a KL to the initial model; with adapters, this needs no second copy of the weights."""
+    num_teacher_parameters: int = 0
+    """Number of parameters of a teacher that is loaded beside the model."""
     is_gpu: bool = True
 
 
@@ -131,7 +133,7 @@ class MemoryPlan:
 
     lasting: dict[str, int] = field(default_factory=dict)
     """Allocated throughout training: `weights` (of which each rank reads its own part), `gradients`, `optimizer`,
-    `reference`."""
+    `reference`, `teacher`."""
     passing: dict[str, int] = field(default_factory=dict)
     """Allocated during a micro-batch: `activations`, `gathered` (weights cast or gathered), `head`, `mask`."""
 
@@ -169,6 +171,8 @@ def plan_memory(model: ModelShape, training: TrainingShape) -> MemoryPlan:
     lasting = {"weights": base // ranks, "gradients": 4 * trained // ranks, "optimizer": moments // ranks}
     if training.has_reference and training.lora_rank is None:  # with adapters, the reference is the model without them
         lasting["reference"] = 4 * parameters // ranks
+    if training.num_teacher_parameters:
+        lasting["teacher"] = 4 * training.num_teacher_parameters // ranks
     passing = {
         "activations": _activations(model, training),
         "gathered": _gathered(model, training),

@@ -202,6 +202,14 @@ def test_an_engine_that_is_not_started_or_on_another_gpu_takes_nothing_of_the_tr
     check_fit(config("grpo", *entries, "train.device=cuda:1", "sync.transport=direct"))
 
 
+def test_a_teacher_that_is_loaded_beside_the_student_is_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda cfg: 80 * 10**9)
+    entries = ["hardware=gpu1", "model.lora.rank=16", "train.device=cuda:1", "sync.transport=direct"]
+    check_fit(config("distillation", f"model.path={folder}", *entries, "teacher.url=http://localhost:8000"))
+    with pytest.raises(ValueError, match=r"the trainer needs .*teacher 30\.5"):  # 8.19 billion numbers of 4 bytes
+        check_fit(config("distillation", f"model.path={folder}", *entries, f"teacher.path={folder}"))
+
+
 def test_torchruns_number_of_ranks_is_the_one_that_is_checked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmrl.config.fit._gpu_memory", lambda cfg: 80 * 10**9)
     monkeypatch.delenv("RANK", raising=False)
