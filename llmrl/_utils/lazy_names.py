@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Collection
 
 
-def handed_on(package: str, names: Collection[str], *modules: str) -> Callable[[str], object]:
+def lazy_getattr(package: str, names: Collection[str], *modules: str) -> Callable[[str], object]:
     """Return a package's `__getattr__`, which imports the modules when one of the names is used."""
 
     def get(name: str) -> object:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from llmrl._utils.lazy_names import handed_on
+from llmrl._utils.lazy_names import lazy_getattr
 from llmrl.envs.agent import AgentEnv
 from llmrl.envs.agent_command import CommandResult, command
 from llmrl.envs.chat import ChatEnv
@@ -112,4 +112,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.envs.plain")
+    __getattr__ = lazy_getattr(__name__, __all__, "llmrl.torchrl.envs.plain")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from llmrl._utils.lazy_names import handed_on
+from llmrl._utils.lazy_names import lazy_getattr
 from llmrl.sandbox.base import Sandbox, SandboxResult
 from llmrl.sandbox.command import ContainerSandbox, SSHSandbox
 from llmrl.sandbox.confined import ConfinedSandbox
@@ -84,4 +84,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.envs.tools")
+    __getattr__ = lazy_getattr(__name__, __all__, "llmrl.torchrl.envs.tools")

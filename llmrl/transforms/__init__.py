@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from llmrl._utils.lazy_names import handed_on
+from llmrl._utils.lazy_names import lazy_getattr
 from llmrl.data.tensordicts import dataset_columns
 from llmrl.tools import (
     BrowserTransform,
@@ -68,4 +68,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    __getattr__ = handed_on(__name__, __all__, "llmrl.torchrl.envs.tools", "llmrl.torchrl.envs.transforms")
+    __getattr__ = lazy_getattr(__name__, __all__, "llmrl.torchrl.envs.tools", "llmrl.torchrl.envs.transforms")
