@@ -309,7 +309,7 @@ class BatchCollector:
     def start(self) -> None:
         """Fill the replay buffer in the background, as far ahead of training as `max_staleness` and a queue allow.
 
-        Iteration over the collector is refused meanwhile. Raises RuntimeError without a buffer, or if it is being filled.
+        The collector cannot be iterated meanwhile. Raises RuntimeError without a buffer, or if it is being filled.
         """
         if self._filler is None:
             raise RuntimeError("start() fills a replay buffer: build the collector with replay_buffer=, or queue=.")
