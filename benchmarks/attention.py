@@ -55,11 +55,11 @@ def _error(packed: PackedRows, window: int | None) -> float:
     for is_dense in (True, False):
         generator = torch.Generator().manual_seed(0)
         shape = (*packed.input_ids.shape,)
-        leaves = [
+        query, key, value = leaves = [
             torch.randn(*shape, num, HEAD_SIZE, generator=generator).transpose(1, 2).requires_grad_()
             for num in (NUM_HEADS, NUM_KEY_HEADS, NUM_KEY_HEADS)
         ]
-        output, _ = packed_attention(module, *leaves, _mask(packed, is_dense=is_dense, window=window))
+        output, _ = packed_attention(module, query, key, value, _mask(packed, is_dense=is_dense, window=window))
         output.backward(torch.randn(output.shape, generator=generator))
         results.append([output.detach(), *(leaf.grad for leaf in leaves)])
     return max(float((ours - dense).abs().max() / dense.abs().max()) for dense, ours in zip(*results, strict=True))

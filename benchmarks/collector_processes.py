@@ -75,7 +75,7 @@ def rate(num_processes: int) -> tuple[float, float]:
         num_cpus=0,
         sync_iter=False,
     ) as collector:
-        processes = ray.get([actor.process_id.remote() for actor in collector._ray_source.actors])
+        processes = ray.get([actor.process_id.remote() for actor in collector.ray_source.actors])
         for _ in range(2):
             collector.next()
         started, before = time.perf_counter(), cpu_seconds()

@@ -25,7 +25,7 @@ MICRO_BATCH_SIZE = 32
 """Number of answers in a padded micro-batch, as in the plain loop."""
 
 
-class StepLog(TrainerCallback):  # type: ignore[misc]
+class StepLog(TrainerCallback):
     """Writes a line per step, and ends the training at the target reward."""
 
     def __init__(self, path: str, target_reward: float, batch_size: int) -> None:

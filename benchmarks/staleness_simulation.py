@@ -182,7 +182,7 @@ def run() -> dict[str, Any]:
     """Simulate every way of collecting, with the same lengths."""
 
     def ahead(bound: int, **options: str) -> Callable[[], StalenessGate]:
-        return lambda: StalenessGate(GROUPS_PER_BATCH, max_staleness=bound, **options)  # type: ignore[arg-type]
+        return lambda: StalenessGate(GROUPS_PER_BATCH, max_staleness=bound, **options)
 
     ways: dict[str, tuple[Callable[[], Any], int, bool]] = {
         "synchronous": (lambda: DemandGate(GROUPS_PER_BATCH), 0, False),

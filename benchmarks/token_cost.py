@@ -29,7 +29,7 @@ def ours(renderer: Any, mode: str) -> tuple[list[float], Any]:
 
     answer_ids = renderer.encode(ANSWER)
     log_probs, versions = [-0.5] * len(answer_ids), [0] * len(answer_ids)
-    conversation: Any = Conversation.start(renderer, mode=mode)  # type: ignore[arg-type]
+    conversation: Any = Conversation.start(renderer, mode=mode)
     messages: tuple[Any, ...] = ({"role": "user", "content": QUESTION},)
     seconds = []
     for _ in range(NUM_TURNS):

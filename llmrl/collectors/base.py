@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import NoReturn, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -110,8 +110,10 @@ class BatchCollector:
         `rollouts` then cover everything since the last delivered batch."""
         self.num_played = 0  # rollouts of the current call of `play`
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise missing_attribute(self, name)
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
+
+        def __getattr__(self, name):
+            raise missing_attribute(self, name)
 
     # Batches
 
