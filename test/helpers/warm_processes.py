@@ -344,6 +344,7 @@ class _Later(types.ModuleType):
 
 def main():
     number, *parts = sys.argv[1:]
+    gc.disable()  # a quarter of the time of the imports
     # What is forked may be a process of Ray's, and Ray reads its variables on import.
     if spec := importlib.util.find_spec("ray"):
         sys.modules["ray"] = _Later("ray")
@@ -358,6 +359,7 @@ def main():
     sys.modules.pop("ray", None)
     gc.collect()
     gc.freeze()
+    gc.enable()
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "what was imported started threads"
     become(*serve(socket.socket(fileno=int(number))))
 
