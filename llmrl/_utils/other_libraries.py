@@ -307,7 +307,7 @@ def instead_of(*owners: str) -> Mapping[str, str]:
 def missing_attribute(owner: object, name: str) -> AttributeError:
     """Return the error for a missing attribute, with the alternative if TorchRL's class has the attribute."""
     known = instead_of(*(base.__name__ for base in type(owner).__mro__))
-    advice = f": {known['.' + name]}" if "." + name in known else ""  # Python may add a sentence of its own
+    advice = f": {known['.' + name]}." if "." + name in known else ""  # Python may add a sentence of its own
     return AttributeError(f"{type(owner).__name__} has no {name!r}{advice}", name=name, obj=owner)
 
 

@@ -13,7 +13,12 @@ from llmrl.envs.tasks.task import DeclaredTaskEnv, Split, Task, is_in_split, nam
 def sum_of_digits_problems(
     num_problems: int = 1000, *, split: Split = "train", num_digits: int = 3, seed: int = 0
 ) -> list[dict[str, str]]:
-    """Return questions about the digits of random numbers of `num_digits` digits; the splits share no number."""
+    """Return questions about the digits of random numbers of `num_digits` digits; the splits share no number.
+
+    Example:
+        >>> sum_of_digits_problems(1)
+        [{'query': 'The sum of the digits of 874 =', 'answer': '19'}]
+    """
     check_least(1, num_digits=num_digits)
     generator = random.Random(seed)
     drawn = ("".join(generator.choices("0123456789", k=num_digits)) for _ in itertools.count())
