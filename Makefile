@@ -1,4 +1,4 @@
-# llmrl. Needs Python 3.11, git and make. `make` says what there is.
+# llmrl. Needs Python 3.11 or 3.12, git and make. `make` says what there is.
 # VENV=/path puts the virtual environment elsewhere, PYTHON=/path chooses the Python, ARGS='…' goes to the command.
 # WORKERS=n says how many processes the tests run in: one more than the cores, since some wait, with 24 GB of memory.
 VENV ?= .venv
@@ -39,7 +39,7 @@ lint: setup ## ruff, spelling and mypy: half a minute
 	@"$(BIN)/ruff" format --check .
 	@"$(BIN)/mypy"
 
-fix: setup ## what ruff can mend by itself, formatting too
+fix: setup ## ruff repairs what it can, and formats
 	@"$(BIN)/ruff" check --fix .
 	@"$(BIN)/ruff" format .
 

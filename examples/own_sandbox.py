@@ -52,8 +52,8 @@ class FolderSandbox:
 
 
 async def has_sorted(conversation_sandbox) -> float:  # a reward function can use the conversation's own sandbox
-    told = await conversation_sandbox.sandbox.run(["sort", "-c", "sorted.txt"])
-    return float(told.exit_code == 0)
+    result = await conversation_sandbox.sandbox.run(["sort", "-c", "sorted.txt"])
+    return float(result.exit_code == 0)
 
 
 # The answers of a model.

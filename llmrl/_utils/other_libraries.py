@@ -401,7 +401,8 @@ _OTHER: tuple[tuple[str, str], ...] = (
     ("multi_objective_aggregation", "a Rubric adds weighted rewards"),
     (
         "mask_truncated_completions zero_truncated_completions overlong_filter",
-        "Rubric(f, truncation_reward=0.0) sets the reward of truncated answers",
+        "Rubric(f, truncation_reward=0.0) sets the reward of truncated answers, and GroupRules(drop_truncated=True) of "
+        "a collector drops them",
     ),
     (
         "entropy_coef entropy_coeff use_adaptive_entropy entropy_target",
