@@ -250,6 +250,9 @@ def test_what_is_evaluated_besides_is_checked_by_its_name():
         ("model.lora.alpha", 64, {}),
         ("model.lora.target_modules", ["q_proj"], {}),
         ("eval.envs", {"addition": {"name": "guess"}}, {"env.name": "addition"}),
+        ("sync.folder", "/shared", {}),
+        ("ray.address", "auto", {}),
+        ("collect.cpus_per_collector", 2, {"engine.use_ray": True}),
     ],
 )
 def test_entries_that_do_not_go_together_are_refused(name, value, beside):
