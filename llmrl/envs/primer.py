@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 from torchrl.envs import Transform
 
-from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.arguments import KnownArguments, check_least
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
 from llmrl.data.tensordicts import RESERVED_ENTRIES, non_tensor, restacked, tensordict_of
@@ -67,6 +67,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         name: str = "train",
     ) -> None:
         super().__init__()
+        check_least(1, repeats=repeats)
         if (dataloader is None) == (dataloader_factory is None):
             raise ValueError("exactly one of dataloader and dataloader_factory is needed.")
 

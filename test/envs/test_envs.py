@@ -179,6 +179,20 @@ def test_groups_repeat_a_prompt_and_ids_differ_between_epochs():
     assert data["rollout", "sample_index"].tolist() == [0, 1, 0, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"repeats": 2.5}, r"repeats must be a whole number, got 2\.5"),
+        ({"num_epochs": "2"}, "num_epochs must be a whole number, got '2'"),
+        ({"name": None}, "name must be text, the prefix of group ids, got None"),
+    ],
+)
+def test_groups_that_cannot_be_drawn_are_refused_when_the_environment_is_built(wrong, message):
+    for make in (DatasetChatEnv, DataLoadingPrimer):
+        with pytest.raises(ValueError, match=message):
+            make(DATASET, **wrong)
+
+
 def test_saved_position_continues_the_same_sequence():
     first = PromptSampler(DATASET, num_samples=2, shuffle=True, seed=3)
     for _ in range(7):
