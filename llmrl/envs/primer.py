@@ -42,7 +42,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         repeats: group size, the number of consecutive draws of a row.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
 
-    Raises ValueError unless exactly one source is given, if it is empty, or if a column name is reserved.
+    Raises ValueError unless exactly one source is given, if it or its rows are empty, or if a column name is reserved.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -80,6 +80,8 @@ class DataLoadingPrimer(KnownArguments, Transform):
 
         self.group_size = repeats
         self._start(make_prompts)
+        if not self.columns:
+            raise ValueError("the rows of the dataloader have no columns; give each row at least one.")
         reserved = sorted(RESERVED_ENTRIES.intersection(self.columns) - _READ_BY_ENVIRONMENTS)
         if reserved:
             raise ValueError(
