@@ -352,6 +352,12 @@ def test_a_policy_version_beside_other_transforms_is_in_the_state_of_its_environ
     transform.increment_version()
     other_env.load_state_dict(env.state_dict())
     assert other.version == transform.version and other.count == 1
+    state = transform.state_dict()
+    assert dict(state) == {"_extra_state": {"count": 1, "run": state["_extra_state"]["run"]}}
+    other.load_state_dict({"count": 3, "run": state["_extra_state"]["run"]})  # of an older version
+    for _ in range(2):
+        transform.increment_version()
+    assert other.version == transform.version and other.count == 3
 
 
 def test_policy_version_as_uuid_changes_with_each_update_and_is_restored():
