@@ -246,7 +246,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         run_sync(take_turns())
         for element in elements:
             self.write_text(element)
-        if self.pad_output:
+        if self.pad_output and elements:
             _pad_turns(elements, self.log_probs_key, getattr(self.tokenizer, "pad_token_id", None) or 0)
         for element in elements:
             for key in {"tokens", "masks", self.log_probs_key} & element.keys():

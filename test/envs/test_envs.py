@@ -193,6 +193,13 @@ def test_groups_that_cannot_be_drawn_are_refused_when_the_environment_is_built(w
             make(DATASET, **wrong)
 
 
+def test_a_batch_without_a_conversation_is_refused():
+    policy = LLMWrapperBase(ScriptedEngine(["a"]), input_mode="tokens", pad_output=True)
+    for ask in (DatasetChatEnv(DATASET).reset, DatasetChatEnv(DATASET, num_envs=0).reset, policy):
+        with pytest.raises(ValueError, match=r"a batch of shape \[0\] has no conversation; give at least one"):
+            ask(TensorDict(batch_size=[0]))
+
+
 def test_saved_position_continues_the_same_sequence():
     first = PromptSampler(DATASET, num_samples=2, shuffle=True, seed=3)
     for _ in range(7):
