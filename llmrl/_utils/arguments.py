@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
+from numbers import Integral
 from types import SimpleNamespace
 from typing import Self, Unpack, get_args, get_origin, get_type_hints
 
@@ -94,19 +95,23 @@ def _called(function: Callable[..., object]) -> Callable[..., object]:
     return function
 
 
-def check_least(least: float, **values: float | None) -> None:
-    """Raise ValueError if an argument, given by its name, is less than `least`; None is not checked.
+def check_least(least: int, **values: int | None) -> None:
+    """Raise ValueError if an argument, given by its name, is no whole number from `least`; None is not checked.
 
     Example:
         >>> check_least(1, num_epochs=None, num_samples=0)
         Traceback (most recent call last):
         ValueError: num_samples must be at least 1, got 0.
-        >>> check_least(0, cost=float("nan"))
+        >>> check_least(0, num_retries=2.5)
         Traceback (most recent call last):
-        ValueError: cost must be at least 0, got nan.
+        ValueError: num_retries must be a whole number, got 2.5.
     """
     for name, value in values.items():
-        if value is not None and not value >= least:
+        if value is None:
+            continue
+        if not isinstance(value, Integral):
+            raise ValueError(f"{name} must be a whole number, got {value!r}.")
+        if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}.")
 
 
@@ -120,7 +125,7 @@ def check_positive(**values: float | None) -> None:
 def check_choice(choices: Collection[object], **values: object) -> None:
     """Raise ValueError if an argument, given by its name, is not one of the choices."""
     for name, value in values.items():
-        if value not in choices:
+        if value not in choices or (value in (0, 1) and type(value) not in map(type, choices)):  # 1 equals True
             raise ValueError(f"{name} must be one of {list(choices)}, got {value!r}.")
 
 

@@ -48,9 +48,13 @@ class Mailbox:
 
     def _drain(self) -> None:
         self._woken_s = None
-        while self._queue:
-            function, arguments = self._queue.popleft()
-            function(*arguments)
+        try:
+            while self._queue:
+                function, arguments = self._queue.popleft()
+                function(*arguments)
+        finally:
+            if self._queue:  # the function has raised an exception, which the loop reports
+                self._loop.call_soon(self._drain)
 
 
 _mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from llmrl._utils.failure import describe
 from llmrl._utils.types import JSON
 
 # Python cannot write, or cannot read back, deeper nesting and longer integers.
@@ -73,7 +74,7 @@ def by_dotted_name(value: object, prefix: str = "") -> dict[str, object]:
 def from_yaml(text: str) -> object:
     """Return the value of a YAML text as configurations have it, where 1e-3 is a number and a date is text.
 
-    Raises ValueError if the text is not valid YAML.
+    Raises ValueError if the text is not valid YAML, or has values that JSON does not have, such as `!!binary`.
 
     Example:
         >>> from_yaml("1e-3"), from_yaml("2024-05-01")
@@ -85,9 +86,11 @@ def from_yaml(text: str) -> object:
     )
 
     try:
-        return yaml.load(text, Loader=get_yaml_loader())
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        value: object = yaml.load(text, Loader=get_yaml_loader())
+        json.dumps(value)
+    except Exception as error:  # a value that does not match its tag raises errors of various types
+        raise ValueError(" ".join(describe(error).split())) from error
+    return value
 
 
 def without_references(value: Any) -> Any:

@@ -74,8 +74,6 @@ class BatchCollector:
         weight_sync_schemes: Mapping[str, WeightScheme] | None,
         verbose: bool,
     ) -> None:
-        for transform in (postproc, getattr(replay_buffer, "transform", None)):
-            check_group_size(transform, source.dataset_env)
         self._source = source
         self._scheduler = scheduler
         self._shape = shape

@@ -22,8 +22,8 @@ from llmrl.collectors.ray_source import RayActors, RaySource
 from llmrl.collectors.report import CollectionReport
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.scheduler import RolloutScheduler, RolloutTask
-from llmrl.collectors.shape import BatchShape
-from llmrl.collectors.source import EnvSource, MixedSource, checked_dataset_env
+from llmrl.collectors.shape import BatchShape, check_group_size
+from llmrl.collectors.source import EnvSource, MixedSource
 from llmrl.collectors.weights import WeightScheme
 from llmrl.data import Rollout
 from llmrl.engines.load import take_load
@@ -205,7 +205,7 @@ class LLMCollector(KnownArguments, BatchCollector):
             )
         buffer = QueueBuffer(queue) if queue is not None else replay_buffer
         if not isinstance(env, RayActors):
-            source = self._local_source(make_policy, shape, limits, track_policy_version)
+            source = self._local_source(shape, limits, track_policy_version)
         per_batch = shape.size if shape.kind != "tokens" else 8
         in_flight = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
         if (num_given or in_flight) < source.num_players:
@@ -219,6 +219,11 @@ class LLMCollector(KnownArguments, BatchCollector):
                 f"min_survivors={rules.min_survivors} drops every group, since a group has {source.group_size} "
                 "rollouts: lower it, or raise the environment's repeats."
             )
+        for transform in (postproc, getattr(replay_buffer, "transform", None)):
+            check_group_size(transform, source.dataset_env)
+        if isinstance(source, EnvSource | MixedSource):
+            self.policy = make_policy()  # after all checks that need none, since it may start an engine
+            source.use_policy(self.policy)
         self.yield_only_last_steps = shape.kind == "last_steps"
         self.yield_completed_trajectories = self.yield_only_last_steps or shape.kind == "trajectories"
         self.reset_at_each_iter = reset_at_each_iter
@@ -265,7 +270,6 @@ class LLMCollector(KnownArguments, BatchCollector):
 
     def _local_source(
         self,
-        make_policy: Callable[[], LLMWrapperBase],
         shape: BatchShape,
         limits: RolloutLimits | Mapping[str, RolloutLimits],
         track_policy_version: bool | PolicyVersion,
@@ -275,8 +279,7 @@ class LLMCollector(KnownArguments, BatchCollector):
                 raise ValueError(
                     "track_policy_version works for one environment only: append a PolicyVersion to each environment."
                 )
-            self.policy = make_policy()
-            return MixedSource(self.env, self.policy, in_groups=shape.is_grouped, limits=limits)
+            return MixedSource(self.env, in_groups=shape.is_grouped, limits=limits)
         if not isinstance(limits, RolloutLimits):
             raise ValueError(f"limits by name are those of a MixedEnv: pass RolloutLimits, not {sorted(limits)}.")
         if track_policy_version:
@@ -285,9 +288,7 @@ class LLMCollector(KnownArguments, BatchCollector):
                 track_policy_version if isinstance(track_policy_version, PolicyVersion) else follow
             )
             self.env = TransformedEnv(self.env, self.policy_version_tracker)
-        checked_dataset_env(self.env, in_groups=shape.is_grouped)
-        self.policy = make_policy()  # after all checks that need none, since it may start an engine
-        return EnvSource(self.env, self.policy, in_groups=shape.is_grouped, limits=limits)
+        return EnvSource(self.env, in_groups=shape.is_grouped, limits=limits)
 
     def increment_version(self) -> None:
         """Count an update of the weights in your own `PolicyVersion`; RuntimeError if the engine counts them."""

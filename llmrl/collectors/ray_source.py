@@ -50,11 +50,12 @@ class CollectorActor:
         limits: RolloutLimits,
     ) -> None:
         env = make_env()
-        policy = make_policy()
         if track_version:
             env = TransformedEnv(env, PolicyVersion(source=lambda: policy.engine.policy_version))
         self._in_groups = in_groups
-        self._source = EnvSource(env, policy, in_groups=in_groups, limits=limits)
+        self._source = EnvSource(env, in_groups=in_groups, limits=limits)
+        policy = make_policy()
+        self._source.use_policy(policy)
 
     async def play(self, positions: list[int]) -> list[Rollout]:
         """Play the rollouts of a group at these positions of the dataset to their ends."""

@@ -33,7 +33,7 @@ from llmrl.policies import LLMWrapperBase, answered
 from llmrl.rendering import Conversation
 from llmrl.rewards import RewardInput, Rubric
 from llmrl.rewards.rubric import scores_of
-from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubric, outcomes_of, states_of, write_score
+from llmrl.transforms import environment_parts, outcomes_of, states_of, write_score
 
 _SOLO_IDS = itertools.count()
 _GRACE_SECONDS = 1.0
@@ -82,6 +82,7 @@ class RolloutRunner:
         stepper: EnvStepper,
         policy: LLMWrapperBase,
         *,
+        rubric: Rubric | None,
         limits: RolloutLimits,
         is_open: asyncio.Event | None = None,
     ) -> None:
@@ -93,11 +94,7 @@ class RolloutRunner:
         """Counts of turns; a reader replaces this object to start new counts."""
         self.judge_loop = ReplaceableLoop("llmrl-judges")
         """Event loop of the judges."""
-        rubric_rewards = find_rubric_rewards(stepper.env)
-        for rubric_reward in rubric_rewards:
-            rubric_reward.check_order()  # the environment has all its transforms now
-            rubric_reward.check_inputs()
-        self.rubric: Rubric | None = joint_rubric(rubric_rewards)
+        self.rubric = rubric
         self.max_prompt_tokens = min(
             limits.max_prompt_tokens or policy.engine.max_model_len - 1, policy.engine.max_model_len - 1
         )

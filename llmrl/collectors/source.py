@@ -20,49 +20,46 @@ from llmrl.collectors.scheduler import RolloutTask
 from llmrl.data import Rollout
 from llmrl.engines import Engine
 from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv, EndOfData, MixedEnv
-from llmrl.envs.chat import unlock_batch_size
 from llmrl.envs.primer import dataset_env_of
 from llmrl.envs.sampler import Drawn
 from llmrl.envs.stepper import EnvStepper
 from llmrl.policies import LLMWrapperBase
-from llmrl.transforms import environment_parts
+from llmrl.rewards import Rubric
+from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubric
 
 logger = logging.getLogger("llmrl")
 
 
 class EnvSource:
-    """Source that opens rollouts by resetting an environment, and plays them with a `RolloutRunner`.
+    """Source that opens rollouts by resetting an environment, and plays them with the policy of `use_policy`.
 
     With `in_groups` it plays groups of one prompt each, which need a `DatasetChatEnv`. Rollouts
     wait between turns while `is_open` (by default a new event) is cleared.
 
     Raises:
-        ValueError: if `in_groups` and the environment has no dataset, if the environment is batch-locked, or if its
-            `input_mode` is not that of the policy.
-        RenderingError: if the environment has tools and the policy's chat template cannot write their results.
+        ValueError: if `in_groups` and the environment has no dataset, if the environment is batch-locked, or if a tool
+            comes after a reward.
+        UnknownRewardInput: if a reward function has an input that is known to be missing.
     """
 
     def __init__(
         self,
         env: EnvBase,
-        policy: LLMWrapperBase,
         *,
         in_groups: bool,
         limits: RolloutLimits | None = None,
         is_open: asyncio.Event | None = None,
     ) -> None:
-        _check_modes(env, policy)
-        limits = limits or RolloutLimits()
-        self.stepper = EnvStepper(env, timeout_seconds=limits.step_timeout_seconds, keep_steps=not in_groups)
-        self.dataset_env = checked_dataset_env(env, in_groups=in_groups)
+        self._limits = limits or RolloutLimits()
+        self.stepper = EnvStepper(env, timeout_seconds=self._limits.step_timeout_seconds, keep_steps=not in_groups)
+        self.dataset_env = dataset_env_of(env)
+        if in_groups and self.dataset_env is None:
+            raise ValueError("groups need a DatasetChatEnv, since its repeats argument is the size of a group.")
         self.is_open = asyncio.Event() if is_open is None else is_open
         """Event that rollouts wait for between turns while it is cleared."""
         self.is_open.set()
-        if env.observation_spec.get("tools", None) is not None:
-            policy.check_tools()
-        self.runner = RolloutRunner(self.stepper, policy, limits=limits, is_open=self.is_open)
-        rubric = self.runner.rubric
-        self.is_group_scored = rubric is not None and rubric.is_group_scored
+        self._rubric = _checked_rubric(env)
+        self.is_group_scored = self._rubric is not None and self._rubric.is_group_scored
         """Whether the rollouts of a group are scored together."""
         self.prompts = None if self.dataset_env is None else self.dataset_env.prompts
         self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
@@ -75,6 +72,20 @@ class EnvSource:
         """Number of rollouts that are drawn together."""
         if self.needs_whole_groups:
             self.play_whole_groups()
+
+    def use_policy(self, policy: LLMWrapperBase) -> None:
+        """Play rollouts with this policy.
+
+        Raises:
+            ValueError: if its `input_mode` is not that of the environment.
+            RenderingError: if the environment has tools and the policy's chat template cannot write their results.
+        """
+        _check_modes(self.stepper.env, policy)
+        if self.stepper.env.observation_spec.get("tools", None) is not None:
+            policy.check_tools()
+        self.runner = RolloutRunner(
+            self.stepper, policy, rubric=self._rubric, limits=self._limits, is_open=self.is_open
+        )
         self._search_as_before = search_rarely(self)
 
     def play_whole_groups(self) -> None:
@@ -205,13 +216,13 @@ class EnvSource:
         self._search_as_before()
 
 
-def checked_dataset_env(env: EnvBase, *, in_groups: bool) -> DatasetChatEnv | DataLoadingPrimer | None:
-    """Return the part with the prompts; raise ValueError if groups need one, or if the batch size is fixed."""
-    unlock_batch_size(env)
-    dataset_env = dataset_env_of(env)
-    if in_groups and dataset_env is None:
-        raise ValueError("groups need a DatasetChatEnv, since its repeats argument is the size of a group.")
-    return dataset_env
+def _checked_rubric(env: EnvBase) -> Rubric | None:
+    """Return the rubric of an environment, which has all its transforms now; raise the errors of `RubricReward`."""
+    rewards = find_rubric_rewards(env)
+    for reward in rewards:
+        reward.check_order()
+        reward.check_inputs()
+    return joint_rubric(rewards)
 
 
 def _check_modes(env: EnvBase, policy: LLMWrapperBase) -> None:
@@ -247,7 +258,7 @@ def _role_of(dataset_env: object, sample_index: int) -> str:
 
 
 class MixedSource:
-    """Source that draws each group from the environment that `MixedEnv` chooses.
+    """Source that draws each group from the environment that `MixedEnv` chooses; play with `use_policy`.
 
     Limits may be given by environment name; environments without an entry have no limits.
 
@@ -257,7 +268,6 @@ class MixedSource:
     def __init__(
         self,
         mixed: MixedEnv,
-        policy: LLMWrapperBase,
         *,
         in_groups: bool,
         limits: RolloutLimits | Mapping[str, RolloutLimits],
@@ -274,7 +284,6 @@ class MixedSource:
         self._sources = {
             name: EnvSource(
                 env,
-                policy,
                 in_groups=in_groups,
                 limits=by_name.get(name),
                 is_open=self.is_open,
@@ -287,6 +296,11 @@ class MixedSource:
         self._first = next(iter(self._sources.values()))
         self.group_size = max(source.group_size for source in self._sources.values())
         self.num_players = max(source.num_players for source in self._sources.values())
+
+    def use_policy(self, policy: LLMWrapperBase) -> None:
+        """Play the rollouts of all environments with this policy; raises the errors of `EnvSource.use_policy`."""
+        for source in self._sources.values():
+            source.use_policy(policy)
 
     @property
     def engine(self) -> Engine:

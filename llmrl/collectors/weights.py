@@ -78,10 +78,14 @@ class WeightSenders:
                 if model is None:
                     raise ValueError("the first update of the weights needs the trainer's model.")
                 sender = scheme.create_sender()
-                sender.register_model(model)
                 # On ranks above 0 of a sharded trainer, a sender only helps to gather the weights.
                 sends = getattr(scheme, "rank", 0) == 0
-                sender.init_all_workers_group(get_model_metadata(model), engine if sends else None)
+                try:
+                    sender.register_model(model)
+                    sender.init_all_workers_group(get_model_metadata(model), engine if sends else None)
+                except BaseException:
+                    sender.shutdown()
+                    raise
                 self._senders[name] = sender
             elif is_another and model is not None:
                 self._senders[name].register_model(model)

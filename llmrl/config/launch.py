@@ -121,7 +121,16 @@ def _entries_of(word: str) -> list[str]:
     Example:
         >>> _entries_of("task=gsm8k"), _entries_of("task=mypackage/thing")
         (['task=gsm8k'], ['task=own', "env.name='mypackage/thing'"])
+        >>> _entries_of("eval.envs.hard.name=math")
+        ['+eval.envs={hard: {name: math}}']
     """
+    entry, _, value = word.partition("=")
+    environment = entry.lstrip("+")
+    if value and environment.startswith("eval.envs."):
+        # OmegaConf takes a new environment only as part of `eval.envs`, into which it merges several of them.
+        for part in reversed(environment.split(".")[2:]):
+            value = f"{{{part}: {value}}}"
+        return [f"+eval.envs={value}"]
     name = word.removeprefix("task=")
     is_file = name == word or not {"/", ":"} & set(name)
     return [word] if is_file else ["task=own", f"env.name={as_entry_value(name)}"]

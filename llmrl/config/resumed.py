@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from llmrl._utils.cpu_limit import CpuLimitError, call_within
+from llmrl._utils.cpu_limit import call_within
 from llmrl._utils.files import UnsafeFileError, open_file, write_atomically
 from llmrl._utils.json_values import by_dotted_name, without_references
 from llmrl.config.sections import ScriptConfig
@@ -57,8 +57,6 @@ def load_config(folder: Path) -> Entries:
         DamagedFileError: if the file is missing or not a valid configuration.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     path = folder / CONFIG_NAME
     try:
@@ -68,7 +66,7 @@ def load_config(folder: Path) -> Entries:
             raise ValueError("it holds no sections")
     except UnsafeFileError:
         raise
-    except (ValueError, OSError, YAMLError, OmegaConfBaseException, CpuLimitError) as error:
+    except Exception as error:  # a value that does not match its tag in YAML raises errors of various types
         raise DamagedFileError(f"{path} is damaged: {error}. Put a copy of it in its place.") from error
     return {str(name): value for name, value in saved.items()}
 

@@ -350,6 +350,18 @@ class ScriptConfig(Section):
             raise ValueError(
                 "collect.num_collectors needs engine.use_ray=true: collector actors reach engines through Ray."
             )
+        for entry, value, needed, has_effect in (
+            ("sync.folder", self.sync.folder, "sync.transport=files", self.sync.transport == "files"),
+            ("ray.address", self.ray.address, "engine.use_ray=true", engine.use_ray),
+            (
+                "collect.cpus_per_collector",
+                self.collect.cpus_per_collector,
+                "collect.num_collectors, the number of collector actors",
+                self.collect.num_collectors is not None,
+            ),
+        ):
+            if value is not None and not has_effect:
+                raise ValueError(f"{entry}={value} has no effect without {needed}: add it, or leave {entry}=null.")
         if self.env.label in self.eval.envs:
             raise ValueError(
                 f"eval.envs has an environment {self.env.label!r}, the name of the training environment, the held-out "

@@ -67,12 +67,16 @@ def batch_elements(tensordict: TensorDictBase) -> list[TensorDictBase]:
 def restacked(elements: Sequence[TensorDictBase], shape: torch.Size) -> TensorDictBase:
     """Return the batch of shape `shape` from its `batch_elements`; entries stay ragged.
 
+    Raises ValueError if there are no elements.
+
     Example:
         >>> restacked([TensorDict(a=torch.ones(n)) for n in (1, 2, 3, 4)], torch.Size([2, 2]))[1, 0]["a"].shape
         torch.Size([3])
     """
     if not shape:
         return elements[0]
+    if not elements:
+        raise ValueError(f"a batch of shape {list(shape)} has no conversation; give at least one.")
     stacked = lazy_stack(list(elements), 0)
     return stacked if len(shape) == 1 else stacked.reshape(shape)
 

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.types import InputMode, Row, StateDict, Tokenizer
 from llmrl.data.message import copied
 from llmrl.data.tensordicts import RESERVED_ENTRIES, non_tensor, restacked, tensordict_of
@@ -69,6 +70,7 @@ class DatasetChatEnv(ChatEnv):
         template_kwargs: Mapping[str, object] | None = None,
         device: torch.device | None = None,
     ) -> None:
+        check_least(1, repeats=repeats)
         if batch_size is not None and num_envs is not None:
             raise ValueError(
                 f"batch_size={batch_size!r} and num_envs={num_envs} both set the batch shape: pass one of them."

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
 from torchrl.envs import Transform
 
-from llmrl._utils.arguments import KnownArguments
+from llmrl._utils.arguments import KnownArguments, check_least
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
 from llmrl.data.tensordicts import RESERVED_ENTRIES, non_tensor, restacked, tensordict_of
@@ -42,7 +42,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         repeats: group size, the number of consecutive draws of a row.
         shuffle, seed, num_epochs, name: see `PromptSampler`.
 
-    Raises ValueError unless exactly one source is given, if it is empty, or if a column name is reserved.
+    Raises ValueError unless exactly one source is given, if it or its rows are empty, or if a column name is reserved.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -67,6 +67,7 @@ class DataLoadingPrimer(KnownArguments, Transform):
         name: str = "train",
     ) -> None:
         super().__init__()
+        check_least(1, repeats=repeats)
         if (dataloader is None) == (dataloader_factory is None):
             raise ValueError("exactly one of dataloader and dataloader_factory is needed.")
 
@@ -79,6 +80,8 @@ class DataLoadingPrimer(KnownArguments, Transform):
 
         self.group_size = repeats
         self._start(make_prompts)
+        if not self.columns:
+            raise ValueError("the rows of the dataloader have no columns; give each row at least one.")
         reserved = sorted(RESERVED_ENTRIES.intersection(self.columns) - _READ_BY_ENVIRONMENTS)
         if reserved:
             raise ValueError(

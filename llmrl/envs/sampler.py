@@ -57,7 +57,8 @@ class PromptSampler:
         num_epochs: number of passes over the dataset; None for no end.
         name: prefix of group ids; must be unique in a run.
 
-    Raises ValueError if the dataset is empty, a number is below 1, or `shuffle` is set for rows that are streamed.
+    Raises ValueError if the dataset is empty, a number is no whole number from 1, `name` is no text, or `shuffle` is
+    set for rows that are streamed.
 
     Example:
         >>> sampler = PromptSampler([{"query": "a"}], num_samples=2)
@@ -78,6 +79,8 @@ class PromptSampler:
         if len(items) == 0:
             raise ValueError("dataset is empty; at least one prompt is needed.")
         check_least(1, num_samples=num_samples, num_epochs=num_epochs)
+        if not isinstance(name, str):
+            raise ValueError(f"name must be text, the prefix of group ids, got {name!r}.")
         self.items = items
         self.num_samples = num_samples
         self.shuffle = shuffle

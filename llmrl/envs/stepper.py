@@ -174,13 +174,15 @@ class EnvStepper:
                     future.set_result(result)
 
     async def _step_within_time(self, elements: list[TensorDictBase]) -> list[Stepped | Exception]:
-        try:
-            return await asyncio.wait_for(self.call(self._step_batch, elements), self.timeout_seconds)
-        except TimeoutError:
-            # The thread cannot be interrupted: a new one replaces it.
-            self._thread.leave_behind()
-            error = TimeoutError(f"the environment's step took more than {self.timeout_seconds} s.")
-            return [error] * len(elements)
+        call = asyncio.ensure_future(self.call(self._step_batch, elements))
+        # `wait_for` would lose a result that came in time, but while this loop was blocked.
+        await asyncio.wait([call], timeout=self.timeout_seconds)
+        if call.done():
+            return call.result()
+        call.cancel()
+        self._thread.leave_behind()  # the thread cannot be interrupted: a new one replaces it
+        error = TimeoutError(f"the environment's step took more than {self.timeout_seconds} s.")
+        return [error] * len(elements)
 
     def _step_batch(self, elements: list[TensorDictBase]) -> list[Stepped | Exception]:
         if len(elements) == 1:

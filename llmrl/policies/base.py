@@ -189,8 +189,12 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             raise ValueError("generate=False needs a model that scores: TransformersWrapper(model, generate=False).")
         if not generate and return_log_probs is False:
             raise ValueError("return_log_probs must be True when generate=False: there is nothing else to return.")
-        if num_samples is not None and (num_samples < 1 or inplace or not generate):
-            raise ValueError("num_samples must be at least 1, and needs inplace=False (or None) and generate=True.")
+        check_least(1, num_samples=num_samples)
+        if num_samples is not None and (inplace or not generate):
+            raise ValueError(
+                f"num_samples={num_samples} needs inplace=False (or None) and generate=True, got inplace={inplace} and "
+                f"generate={generate}."
+            )
         if chat_template_name is not None:
             template_named(chat_template_name)
         sampling_from_kwargs(generate_kwargs)
@@ -242,7 +246,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         run_sync(take_turns())
         for element in elements:
             self.write_text(element)
-        if self.pad_output:
+        if self.pad_output and elements:
             _pad_turns(elements, self.log_probs_key, getattr(self.tokenizer, "pad_token_id", None) or 0)
         for element in elements:
             for key in {"tokens", "masks", self.log_probs_key} & element.keys():

@@ -79,7 +79,7 @@ class Recipe:
             ]
             given = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             recipe = cls(name=folder.name, folder=folder, **given)  # type: ignore[arg-type]
-        except (TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError, yaml.YAMLError) as error:
             raise ValueError(f"{path} is no recipe: {error}. It needs about, stages and measures.") from error
         if not recipe.measures or isinstance(recipe.measures, str):
             raise ValueError(

@@ -129,8 +129,11 @@ class TemplateRenderer:
         self._is_reasoning_open = thoughts is not None and thoughts.is_open_at_end(prompt)
         self._end_text = self.decode([ending.token_id])
         roles = ["user"] if self.writer.are_results_carried else ["user", "tool"]
-        found = [probe.ending(is_call=is_call, role=role) for role in roles for is_call in (False, True)]
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(one.token_id for one in found if one is not None))
+        found = [(role, probe.ending(is_call=is_call, role=role)) for role in roles for is_call in (False, True)]
+        ends = [(role, one.token_id) for role, one in found if one is not None]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(token_id for _, token_id in ends))
+        self._result_ids = {one for role, one in ends if role == "tool"} - {one for role, one in ends if role == "user"}
+        """Tokens that end an answer only if a tool's result follows."""
         self.end_ids = frozenset({*self.stop_token_ids, getattr(self.tokenizer, "eos_token_id", None)} - {None})
         """Tokens that end an answer and are not part of its text."""
         self._rewriting_features = probe.rewriting_features()
@@ -311,6 +314,8 @@ class TemplateRenderer:
             reasoning, text = self.thought_marks.split(text, is_open=is_open)
         try:
             calls = self._parse_calls(text, tools or ())
+            if not (calls.tool_calls or calls.malformed) and is_complete and ids[-1] in self._result_ids:
+                calls = self._parse_calls(text, ())  # not prose, but perhaps a call of a tool that is not offered
         except Exception as error:  # a user's registered parser may raise any exception
             failure = MalformedToolCall(text, f"{type(error).__name__}: {error}")
             message = {"role": "assistant", "content": text}

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from llmrl._utils.arguments import check_least, check_positive
+from llmrl._utils.arguments import check_positive
 
 
 class RateLimiter:
@@ -28,7 +28,8 @@ class RateLimiter:
         burst: float | None = None,
     ) -> None:
         check_positive(max_concurrent=max_concurrent, rate_per_second=rate_per_second)
-        check_least(1, burst=burst)
+        if burst is not None and not burst >= 1:
+            raise ValueError(f"burst must be at least 1, got {burst}.")
         self._max_concurrent = max_concurrent
         # A semaphore that calls waited for belongs to their loop, and each `env.step` answers on a loop of its own.
         self._places: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}

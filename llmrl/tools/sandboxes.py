@@ -120,9 +120,13 @@ class SandboxExecutor:
         return await self._loop.wait(self._run(code, session, self.timeout if timeout is None else timeout))
 
     async def _run(self, code: str, session: str | None, timeout: float) -> PythonResult:
-        if session is not None and session not in self._sandboxes:
-            self._sandboxes[session] = asyncio.create_task(self._started())
-        sandbox = await (self._started() if session is None else asyncio.shield(self._sandboxes[session]))
+        if session is None:
+            sandbox = await self._started()
+        else:
+            starting = self._sandboxes.get(session)
+            if starting is None or (starting.done() and starting.exception() is not None):  # a failed start is repeated
+                starting = self._sandboxes[session] = asyncio.create_task(self._started())
+            sandbox = await asyncio.shield(starting)
         try:
             told = await sandbox.run([self._python, "-c", code], timeout=timeout)
         finally:

@@ -89,20 +89,17 @@ class PolicyVersion(KnownArguments, Transform):
         observation_spec["policy_version"] = spec
         return observation_spec
 
-    def state_dict(
-        self, *args: object, destination: dict[str, int | str] | None = None, prefix: str = "", **kwargs: object
-    ) -> dict[str, int | str]:
-        """Return the counter and the id of the run, from which uuids are derived, as entries of an environment's."""
-        destination = {} if destination is None else destination
-        destination[f"{prefix}count"] = self._count
-        destination[f"{prefix}run"] = str(self._run)
-        return destination
+    def get_extra_state(self) -> dict[str, int | str]:
+        """Return the counter and the id of the run, from which uuids are derived."""
+        return {"count": self._count, "run": str(self._run)}
+
+    def set_extra_state(self, state: StateDict) -> None:
+        """Restore a saved counter."""
+        self._count = int(state["count"])
+        self._run = uuid.UUID(str(state["run"]))
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, *args: object) -> None:
-        if f"{prefix}count" in state_dict:  # it was left out of older states of environments
-            self.load_state_dict({name: state_dict[f"{prefix}{name}"] for name in ("count", "run")})
-
-    def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
-        """Restore a saved counter."""
-        self._count = int(state_dict["count"])
-        self._run = uuid.UUID(str(state_dict["run"]))
+        # Older states have the entries themselves, or none of them.
+        older = {name: state_dict.pop(f"{prefix}{name}", own) for name, own in self.get_extra_state().items()}
+        state_dict.setdefault(f"{prefix}_extra_state", older)
+        super()._load_from_state_dict(state_dict, prefix, *args)

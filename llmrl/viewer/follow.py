@@ -40,6 +40,6 @@ def follow(
 
 def _modified(run: str | Path) -> tuple[float, ...]:
     """Return the modification times of the files that a page shows, and whether the run is running."""
-    names = ("metrics.csv", "rollouts.jsonl", "summary.json")
+    names = ("metrics.csv", "rollouts.jsonl", "health.jsonl", "summary.json")
     times = [path.stat().st_mtime if (path := Path(run, name)).exists() else 0.0 for name in names]
     return (*times, float(is_in_use(Path(run))))

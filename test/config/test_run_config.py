@@ -12,6 +12,7 @@ from script_configs import FOLDER, composed
 from llmrl.config.launch import prepared, typed
 from llmrl.config.resumed import load_config, resumed_config, save_config
 from llmrl.config.sections import GRPOConfig
+from llmrl.data.state_file import DamagedFileError
 from llmrl.replay.recorded import RecordedRun
 from llmrl.runs.run_card import run_card
 from llmrl.runs.run_folder import RunFolder
@@ -163,6 +164,13 @@ def test_a_saved_text_is_read_as_it_was(tmp_path):
     cfg.env.options = {"prompts": texts}
     save_config(cfg, tmp_path)
     assert load_config(tmp_path)["env"]["options"] == {"prompts": texts}
+
+
+@pytest.mark.parametrize("text", ["a: !!timestamp x", "a: !!bool x", "a: &a [*a]"])
+def test_a_saved_configuration_that_cannot_be_read_is_named(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(DamagedFileError, match=r"(?s)config\.yaml is damaged: .*Put a copy of it in its place\."):
+        load_config(tmp_path)
 
 
 def test_a_path_beside_a_file_of_its_name_is_an_entry_of_a_resumed_run(run_path, tmp_path_factory):

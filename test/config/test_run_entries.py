@@ -14,7 +14,7 @@ from llmrl.collectors import LLMCollector
 from llmrl.config.entries import EntryError
 from llmrl.config.imitation import DistillationConfig
 from llmrl.config.launch import CONFIGS, launch, typed
-from llmrl.config.sections import GRPOConfig
+from llmrl.config.sections import EvalEnvConfig, GRPOConfig
 from llmrl.trainer import TransformersWrapper, make_optimizer
 from llmrl.weight_sync import VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme
 
@@ -250,6 +250,9 @@ def test_what_is_evaluated_besides_is_checked_by_its_name():
         ("model.lora.alpha", 64, {}),
         ("model.lora.target_modules", ["q_proj"], {}),
         ("eval.envs", {"addition": {"name": "guess"}}, {"env.name": "addition"}),
+        ("sync.folder", "/shared", {}),
+        ("ray.address", "auto", {}),
+        ("collect.cpus_per_collector", 2, {"engine.use_ray": True}),
     ],
 )
 def test_entries_that_do_not_go_together_are_refused(name, value, beside):
@@ -273,3 +276,16 @@ def test_a_script_is_not_begun_with_an_odd_value(monkeypatch, takes_long, overri
     with pytest.raises(SystemExit) as ended:
         launch(main, GRPOConfig, "../../sota-implementations/config/grpo.yaml")
     assert str(ended.value).startswith(override.partition("=")[0]) and not called
+
+
+def test_an_environment_to_evaluate_is_given_by_single_entries(monkeypatch, takes_long):
+    called = []
+
+    def main(cfg):
+        called.append(cfg)
+
+    entries = ("+eval.envs.a.split=train", "eval.envs.a.name=my.py:make", "+eval.envs.a.options.num_digits=3")
+    monkeypatch.setattr("sys.argv", ["grpo.py", *entries, "eval.envs.b.name=guess"])
+    launch(main, GRPOConfig, "../../sota-implementations/config/grpo.yaml")
+    a, b = EvalEnvConfig(name="my.py:make", split="train", options={"num_digits": 3}), EvalEnvConfig(name="guess")
+    assert called[0].eval.envs == {"a": a, "b": b}

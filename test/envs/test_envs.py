@@ -179,6 +179,27 @@ def test_groups_repeat_a_prompt_and_ids_differ_between_epochs():
     assert data["rollout", "sample_index"].tolist() == [0, 1, 0, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"repeats": 2.5}, r"repeats must be a whole number, got 2\.5"),
+        ({"num_epochs": "2"}, "num_epochs must be a whole number, got '2'"),
+        ({"name": None}, "name must be text, the prefix of group ids, got None"),
+    ],
+)
+def test_groups_that_cannot_be_drawn_are_refused_when_the_environment_is_built(wrong, message):
+    for make in (DatasetChatEnv, DataLoadingPrimer):
+        with pytest.raises(ValueError, match=message):
+            make(DATASET, **wrong)
+
+
+def test_a_batch_without_a_conversation_is_refused():
+    policy = LLMWrapperBase(ScriptedEngine(["a"]), input_mode="tokens", pad_output=True)
+    for ask in (DatasetChatEnv(DATASET).reset, DatasetChatEnv(DATASET, num_envs=0).reset, policy):
+        with pytest.raises(ValueError, match=r"a batch of shape \[0\] has no conversation; give at least one"):
+            ask(TensorDict(batch_size=[0]))
+
+
 def test_saved_position_continues_the_same_sequence():
     first = PromptSampler(DATASET, num_samples=2, shuffle=True, seed=3)
     for _ in range(7):
@@ -338,6 +359,12 @@ def test_a_policy_version_beside_other_transforms_is_in_the_state_of_its_environ
     transform.increment_version()
     other_env.load_state_dict(env.state_dict())
     assert other.version == transform.version and other.count == 1
+    state = transform.state_dict()
+    assert dict(state) == {"_extra_state": {"count": 1, "run": state["_extra_state"]["run"]}}
+    other.load_state_dict({"count": 3, "run": state["_extra_state"]["run"]})  # of an older version
+    for _ in range(2):
+        transform.increment_version()
+    assert other.version == transform.version and other.count == 3
 
 
 def test_policy_version_as_uuid_changes_with_each_update_and_is_restored():

@@ -93,7 +93,9 @@ def test_groups_drawn_at_once_have_the_order_of_a_plain_loop_through_any_number_
         )
         if state is not None:
             mixed.prompts.load_state_dict(json.loads(json.dumps(state)))
-        return MixedSource(mixed, policy(), in_groups=not are_single, limits=RolloutLimits())
+        source = MixedSource(mixed, in_groups=not are_single, limits=RolloutLimits())
+        source.use_policy(policy())
+        return source
 
     async def drawn(source, num_groups):
         if are_single:

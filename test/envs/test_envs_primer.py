@@ -111,6 +111,8 @@ def test_exactly_one_source():
         DataLoadingPrimer()
     with pytest.raises(ValueError, match="empty"):
         DataLoadingPrimer([])
+    with pytest.raises(ValueError, match="the rows of the dataloader have no columns"):
+        DataLoadingPrimer([{}])
 
 
 def test_primers_in_ray_share_one_pass_and_a_collection_ends_with_it(ray_cluster, renderer):

@@ -62,6 +62,11 @@ def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others(rewards: list[
     assert sum(group_advantages(rewards, "std")) == pytest.approx(0, abs=1e-6)
 
 
+def test_a_batch_without_rows_has_no_advantages_and_stays_as_it_is() -> None:
+    batch = TensorDict(batch_size=[0])
+    assert MCAdvantage(grpo_size=2)(batch) is batch
+
+
 def test_rows_of_one_rollout_count_once_and_share_its_advantage_undivided() -> None:
     single = MCAdvantage()(_batch(_row("g", 0, 1.0), _row("g", 1, 0.0), _row("g", 2, 0.0)))
     several = MCAdvantage()(

@@ -246,8 +246,9 @@ def test_arguments_that_contradict_each_other_are_refused(renderer):
         LLMWrapperBase(engine, renderer=renderer, generate=False)
     with pytest.raises(ValueError, match=r"conversation_mode must be one of .*got 'tokens'"):
         LLMWrapperBase(engine, renderer=renderer, conversation_mode="tokens")
-    with pytest.raises(ValueError, match=r"inplace must be one of .*got 'emtpy'"):
-        LLMWrapperBase(engine, renderer=renderer, inplace="emtpy")
+    for inplace in ("emtpy", 1):
+        with pytest.raises(ValueError, match=rf"inplace must be one of .*got {inplace!r}"):
+            LLMWrapperBase(engine, renderer=renderer, inplace=inplace)
     with pytest.raises(ValueError, match="return_log_probs must be True"):
         TransformersWrapper(tiny_model(), generate=False, return_log_probs=False)
     with pytest.raises(TypeError, match=r"model must be an engine, .*got 'name'"):
@@ -342,6 +343,7 @@ class OwnEngine(ScriptedEngine):
         ({"generate": False}, "generate=False needs"),
         ({"input_mode": "histroy"}, "input_mode must be"),
         ({"num_samples": 0}, "num_samples must be"),
+        ({"num_samples": 2.5}, r"num_samples must be a whole number, got 2\.5"),
         ({"generate_kwargs": {"temperature": -1}}, "temperature must be"),
         ({"chat_template_name": "nope"}, "chat_template_name must be"),
     ],

@@ -342,6 +342,7 @@ def test_a_recipe_that_was_not_recorded_judges_nothing_and_a_missing_seed_record
         ("about: x\nmeasures: [a]\nstages: [{grpo: []}]\nseed: 1", "seed"),
         ("- 1", "no recipe"),
         ("about: [", "no recipe"),
+        ("about: !!int x", "no recipe"),
         ("about: x\nmeasures: reward_mean\nstages: [{grpo: []}]", "list of metrics"),
     ],
 )

@@ -81,6 +81,17 @@ def test_a_turn_that_ends_with_the_opener_of_the_next_role_keeps_that_role(model
     assert conversation.last.message["content"] == "yes"
 
 
+def test_a_glm4_call_that_waits_for_a_result_is_a_call_also_of_a_tool_that_is_not_offered(model_path):
+    renderer = family_renderer(model_path, "glm4")
+    call = 'fnd\n{"zip": "90210"}'
+    parsed = renderer.parse(renderer.encode(f"{call}<|observation|>"), tools=[ZIP])
+    assert [one["function"] for one in parsed.message["tool_calls"]] == [{"name": "fnd", "arguments": {"zip": "90210"}}]
+    assert renderer.parse(renderer.encode('find\n{"zip": }<|observation|>'), tools=[ZIP]).malformed_tool_calls
+    for prose in (call, f"{call}<|user|>", "The answer is 7.<|observation|>"):
+        message = renderer.parse(renderer.encode(prose), tools=[ZIP]).message
+        assert message == {"role": "assistant", "content": prose.partition("<|")[0]}
+
+
 def test_an_end_of_a_call_may_stand_for_that_of_an_answer_where_both_close(model_path):
     renderer = family_renderer(model_path, "llama3")
     conversation = answered(renderer, [user("a")], "yes<|eom_id|>")

@@ -380,7 +380,7 @@ def test_a_fork_without_changes_goes_on_as_the_run_did(tiny_model_path, recorded
 def test_a_fork_is_in_the_folder_that_is_named_and_keeps_texts_and_first_results(run_path, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     config = yaml.safe_load((run_path / "config.yaml").read_text())
-    config["sync"]["folder"] = "\\${x}"  # as a text that has no reference is saved
+    config["sync"] |= {"transport": "files", "folder": "\\${x}"}  # as a text that has no reference is saved
     (run_path / "config.yaml").write_text(yaml.safe_dump(config))
     summary = {"before": {"sums": {"reward": 0.25}}, "after": {"sums": {"reward": 0.5}}}
     (run_path / "summary.json").write_text(json.dumps(summary))

@@ -250,3 +250,19 @@ def test_python_runs_in_anybodys_sandbox(renderer, service):
         asyncio.run(broken.run("x", session="chat"))
     for one in (remote, broken):
         one.close()
+
+
+def test_a_session_of_which_the_sandbox_did_not_start_tries_again():
+    made = []
+
+    def make():
+        made.append(Remote(starts=bool(made)))
+        return made[-1]
+
+    executor = SandboxExecutor(make)
+    with pytest.raises(ConnectionError, match="no machine"):
+        asyncio.run(executor.run("x", session="chat"))
+    for _ in range(2):
+        assert asyncio.run(executor.run("x", session="chat")).is_success
+    executor.close()
+    assert len(made) == 2 and Remote.events == {"started": 2, "closed": 2}

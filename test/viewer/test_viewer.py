@@ -593,6 +593,9 @@ def test_a_page_follows_its_run_until_it_ends(tmp_path):
     first = path.read_text()
     folder.log_metrics(3, {"reward_mean": 0.5})
     assert is_live and next(pages) == (path, True) and path.read_text() != first
+    second = path.read_text()
+    folder.health.write(3, [])
+    assert next(pages) == (path, True) and path.read_text() != second
     folder.close()
     assert list(pages) == [(path, False)]
 

@@ -47,7 +47,9 @@ class GroupKeys:
 
         Raises RuntimeError if the last trajectory along that dimension does not end.
         """
-        rows = list(flat_batch(tensordict).unbind(0)) if tensordict.batch_size.numel() else []
+        if not tensordict.batch_size.numel():
+            return []
+        rows = list(flat_batch(tensordict).unbind(0))
         if not has_entry(tensordict, _TRAJECTORY):
             # In a batch [num_envs, time], one environment's turns do not continue the trajectory of the one before.
             num_steps = tensordict.batch_size[-1] if tensordict.ndim else 1
