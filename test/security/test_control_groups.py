@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,6 +84,15 @@ def test_groups_are_as_many_as_interpreters_and_gone_with_the_service(own):
     assert len(groups_in(folder)) < 12
     service.close()
     assert not folder.exists()
+
+
+def test_closing_ends_calls_in_progress_and_removes_their_groups(own):
+    service = PythonExecutorService(num_ready=1, isolation="process")
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(service.execute, "import time; time.sleep(600)", timeout=600)
+        time.sleep(0.3)
+        service.close()
+    assert groups_in(own) == [] and call.exception() is not None
 
 
 def test_a_level_that_is_refused_leaves_no_group(own, monkeypatch):
