@@ -162,12 +162,14 @@ def used(folder: Path) -> dict[str, float]:
 def settled(folder: Path) -> dict[str, float]:
     """Return `used` after all work in flight has ended and the pool of interpreters is full again."""
     last = used(folder)
-    for _ in range(50):
+    num_equal = 0
+    for _ in range(100):
         time.sleep(0.1)
         now = used(folder)
-        if now["processes"] == last["processes"]:
-            return now
+        num_equal = num_equal + 1 if now["processes"] == last["processes"] else 0
         last = now
+        if num_equal == 5:  # on a busy machine, the start of an interpreter takes longer than one sample
+            break
     return last
 
 

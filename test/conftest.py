@@ -14,8 +14,13 @@ from unittest import mock
 import hypothesis
 import pytest
 
-# How long an example takes is the machine's business.
-hypothesis.settings.register_profile("llmrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# How long an example takes is the machine's business. Other examples are searched for in a long run only (`fuzzing`).
+hypothesis.settings.register_profile(
+    "llmrl",
+    deadline=None,
+    derandomize="LLMRL_FUZZ_MINUTES" not in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("llmrl")
 
 # Before torch is imported: its idle threads would otherwise spin on the cores that the engine's process needs.

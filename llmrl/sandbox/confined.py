@@ -15,7 +15,7 @@ from llmrl.sandbox.service import PythonExecutorService
 _PUT_BYTES = 1 << 20
 # Interpreters have `inside` loaded; the placeholder is a call of one of its functions.
 _CALL = "from llmrl.sandbox import inside\ninside.{}"
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 30.0
 
 
 class ConfinedSandbox:

@@ -64,8 +64,8 @@ class MemoryGroups:
         return group / "cgroup.procs"
 
     def close(self) -> None:
-        """Remove the groups, waiting up to 5 s for their processes to end."""
-        for _ in range(500):
+        """Remove the groups, waiting up to 30 s for their processes to end."""
+        for _ in range(3000):
             _remove(self._folder)
             if not self._folder.exists():
                 return

@@ -18,7 +18,7 @@ from llmrl.sandbox.launch import LEVELS, Isolation, IsolationError, Launcher, Py
 _logger = logging.getLogger("llmrl")
 _ENVELOPE_BYTES = 1024  # for what is sent with the code
 # The supervisor enforces the timeout; if it is silent for longer, it is considered dead.
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 30.0
 # Supervisors start in milliseconds, or tenths of a second if each starts Python; slower under load.
 _START_SECONDS = 30.0
 # Attempts to start an interpreter before the service reports a failure.
@@ -334,8 +334,8 @@ class PythonExecutorService:
             return
         self._is_closed = True
         self._loop.run(self._close())
+        self._loop.close()  # cancels the calls in progress, which ends their interpreters
         self._launcher.close()
-        self._loop.close()
 
     async def _close(self) -> None:
         if self._filling is not None:

@@ -68,9 +68,9 @@ def test_a_result_that_comes_as_the_time_is_up_is_the_result():
     loop = ReplaceableLoop("test")
 
     async def both_at_once(value):
-        waiting = asyncio.ensure_future(loop.wait(double(value), 0.01))
+        waiting = asyncio.ensure_future(loop.wait(double(value), 0.2))
         await asyncio.sleep(0)  # begins the wait
-        loop.current.run(asyncio.sleep(0.05))  # blocks this thread: it finds the result and the limit together
+        loop.current.run(asyncio.sleep(0.25))  # blocks this thread: it finds the result and the limit together
         return await waiting
 
     assert asyncio.run(both_at_once(2)) == 4
@@ -80,24 +80,25 @@ def test_a_result_that_comes_as_the_time_is_up_is_the_result():
 
 
 def test_cancelling_the_wait_cancels_the_work(background):
-    cancelled = threading.Event()
+    started, cancelled = threading.Event(), threading.Event()
 
     async def work():
+        started.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
     async def main():
         task = asyncio.create_task(background.wait(work()))
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(started.wait, 240)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     asyncio.run(main())
-    assert cancelled.wait(5)
+    assert cancelled.wait(240)
 
 
 def test_closing_cancels_what_waits(background):
@@ -128,9 +129,9 @@ def test_tasks_end_undisturbed_if_the_loop_is_stopped_again(background):
             ended.append(True)
 
     background.submit(work())
-    assert started.wait(30)
+    assert started.wait(240)
     background.stop()
-    assert is_ending.wait(30)
+    assert is_ending.wait(240)
     background.stop()
     background.loop.call_soon_threadsafe(may_end.set)
     background.close()
@@ -139,7 +140,7 @@ def test_tasks_end_undisturbed_if_the_loop_is_stopped_again(background):
 
 def test_a_loop_ends_if_a_task_exits_while_it_stops(background):
     background.post(lambda: (background.stop(), background.loop.call_soon(sys.exit)))
-    background.thread.join(5)
+    background.thread.join(240)
     assert not background.thread.is_alive()
 
 
@@ -154,7 +155,8 @@ def test_a_loop_does_not_wait_for_itself(background):
 def test_loops_that_are_gone_are_forgotten(background):
     for _ in range(5):
         asyncio.run(background.wait(double(1)))
-    assert len(background_loop._mailboxes) <= 2
+    # The last one, until the next comes; loops of other tests may go on.
+    assert sum(loop.is_closed() for loop in background_loop._mailboxes) <= 1
 
 
 def test_starting_leaves_the_environment_and_main_as_they_were(monkeypatch):

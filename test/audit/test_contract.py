@@ -175,7 +175,8 @@ FAULTS = {
 def test_a_planted_fault_is_found(renderer, fault, monkeypatch):
     monkeypatch.setattr("llmrl.audit.contract.SLOW_S", 0.05)
     make, name, verdict = FAULTS[fault]
-    contract = check_env(make, renderer, num_groups=2 if name in ("groups", "resume") else 1, timeout_s=1.5)
+    num_groups = 2 if name in ("groups", "resume") else 1
+    contract = check_env(make, renderer, num_groups=num_groups, timeout_s=1.5 if "block" in fault else 60.0)
     found = {one.name: one for one in contract.checks}
     assert found[name].verdict is verdict, contract.to_json()
 
@@ -252,7 +253,7 @@ def test_a_reward_in_processes_of_its_own_keeps_the_contract_and_they_end(tmp_pa
     # An interpreter of its own: processes of tests are forked by one of another group.
     result = subprocess.run([sys.executable, "-m", "llmrl", *words], capture_output=True, text=True)
     assert result.returncode == 0 and json.loads(result.stdout)["verdict"] == "fine", result.stderr
-    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())), timeout_s=30)
+    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
 
 
 def test_the_facts_about_an_environment(tmp_path):

@@ -11,11 +11,11 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "sota-implementations" / "grpo" / "launch-ray.sh"
 # Stand-ins for other programs: each notes how it was called.
 FAKES = {
-    "ray": 'echo "ray $*" >> "$LOG"; [ "$1" = start ] || { echo secret; exit; }\n'
-    'trap \'echo "ended ${1:-} $2" >> "$LOG"; exit\' TERM; [ "$2" != --head ] || set -- head here; '
-    "while :; do sleep 0.1; done",
+    "ray": '[ "$1" != start ] || trap \'echo "ended" >> "$LOG"; exit\' TERM\n'
+    'echo "ray $*" >> "$LOG"; [ "$1" = start ] || { echo secret; exit; }\nwhile :; do sleep 0.1; done',
     "ssh": 'echo "ssh $1" >> "$LOG"; shift; exec setsid sh -c "$*"',
-    "python": 'if [ "$1" = -c ]; then grep -c "^ray start" "$LOG"; else echo "train $*" >> "$LOG"; exit 7; fi',
+    "python": 'if [ "$1" = -c ]; then until grep "^ray start --head" "$LOG"; do sleep 0.1; done >/dev/null; '
+    'grep -c "^ray start" "$LOG"; else echo "train $*" >> "$LOG"; exit 7; fi',
     "scontrol": "printf '%s\\n' \"$(hostname -s)\" node2",
 }
 

@@ -709,7 +709,9 @@ def test_a_run_that_learns_nothing_says_so_and_ends_with_an_error(ended, tmp_pat
     monkeypatch.setattr("llmrl.collectors.base.SIGNAL_PATIENCE", 2)
     output, metrics, error = ended(tmp_path / "constant", never)
     assert "step 1 has nothing to learn from: 16 groups in a row" in output and metrics == []
-    assert "'constant_rewards (length)': 32" in output and "nothing was left to learn from at step 1" in str(error)
+    counts = dict(re.findall(r"'constant_rewards( \(length\))?': (\d+)", output))  # a few answers may end themselves
+    assert sum(map(int, counts.values())) == 32 and " (length)" in counts
+    assert "nothing was left to learn from at step 1" in str(error)
 
     def skipped(loss, batch, optimizer, **options):
         return TrainStepReport(is_skipped=True, num_rows=batch.shape[0])

@@ -37,7 +37,8 @@ def sampled_log_probs(turns: TensorDictBase) -> list[torch.Tensor]:
 
 def test_our_turns_are_scored_by_torchrls_loss_as_they_were_sampled(model: Any, tokenizer: Any) -> None:
     llm = pytest.importorskip("torchrl.objectives.llm")
-    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 5})
+    sampling = {"max_new_tokens": 5, "ignore_eos": True}
+    policy = TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
     with set_list_to_stack(True):
         turns = policy(ChatEnv(batch_size=(2,)).reset(TensorDict(query=QUERIES, batch_size=(2,))))
         scorer = TransformersWrapper(model, tokenizer=tokenizer, generate=False)

@@ -8,6 +8,7 @@ import json
 import pytest
 from harbor_folders import DOCKERFILE, harbor_task, terminal_bench_task, write
 from typer.testing import CliRunner
+from waiting import patient
 
 from llmrl._utils.asynchronous import run_sync
 from llmrl.cli.app import app
@@ -126,10 +127,15 @@ def test_tests_that_give_no_reward_leave_the_rollout_unscored(tmp_path, play, sc
 
 
 def test_the_agents_time_is_that_of_its_commands(tmp_path, play):
-    env = HarborEnv(harbor_task(tmp_path, "towns", agent_seconds=1.5))
-    (rollout,) = play(env, [shell("echo Oslo > answer.txt; sleep 60", timeout=60), shell("rm answer.txt"), "Done."])
-    said = [message["content"] for message in rollout.messages if message["role"] == "tool"]
-    assert "[ended after" in said[0] and "time for this task is over" in said[1]
+    answers = [shell("echo Oslo > answer.txt; sleep 600", timeout=600), shell("rm answer.txt"), "Done."]
+
+    def attempt(limit):
+        (rollout,) = play(HarborEnv(harbor_task(tmp_path / str(limit), "towns", agent_seconds=limit)), answers)
+        said = [message["content"] for message in rollout.messages if message["role"] == "tool"]
+        assert "[ended after" in said[0] and "time for this task is over" in said[1]
+        return rollout if rollout.reward else None
+
+    rollout = patient(attempt)
     assert (rollout.reward, rollout.is_scored) == (1.0, True), "it is judged by what it had done"
 
 

@@ -75,7 +75,7 @@ class StandIn:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(240)
         self.process.stdout.close()
 
 

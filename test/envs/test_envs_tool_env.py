@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from tool_classes import Increment
+from waiting import patient
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus
@@ -112,11 +113,14 @@ class NeverBegins(GuessingGame):
 @pytest.mark.slow
 @pytest.mark.parametrize("rubric", [None, Rubric(RewardFn(lambda completion: 1.0, name="one"))], ids=["own", "rubric"])
 def test_a_conversation_that_is_cut_while_it_is_opened_has_no_score_and_says_so(renderer, rubric):
-    env = ToolEnv(NeverBegins, rows(1, 0), repeats=1, rubric=rubric)
-    cut, other = play(renderer, env, 2, rollout_timeout_seconds=3.0)
+    def attempt(limit):
+        env = ToolEnv(NeverBegins, rows(1, 0), repeats=1, rubric=rubric)
+        cut, other = play(renderer, env, 2, rollout_timeout_seconds=limit)
+        return cut if other.is_scored and not other.error else None
+
+    cut = patient(attempt)
     assert cut.status is RolloutStatus.TRUNCATED and cut.reason == "timeout" and not cut.is_scored
     assert cut.error == "The time limit of the rollout expired while its environment opened it."
-    assert other.is_scored and not other.error
 
 
 def test_messages_a_system_prompt_and_a_factory_with_arguments(renderer):

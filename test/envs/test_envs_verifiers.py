@@ -135,7 +135,7 @@ def test_a_worker_answers_and_is_ended_with_all_that_it_started(start):
         {ECHO}
         """
     )
-    assert worker.ask("echo", {"a": 1}).result(10) == {"a": 1}
+    assert worker.ask("echo", {"a": 1}).result(240) == {"a": 1}
     worker.close()
     wait_until(lambda: not is_running(worker.opened))
     with pytest.raises(WorkerDied, match="closed"):
@@ -154,7 +154,7 @@ def test_a_worker_answers_and_is_ended_with_all_that_it_started(start):
 )
 def test_a_worker_that_does_not_open_says_why(start, code, reason):
     with pytest.raises(WorkerDied, match=f"(?s){reason}"):
-        start(code, open_seconds=1.0 if "open" in reason else 30.0)
+        start(code, open_seconds=1.0 if "open" in reason else 240.0)
 
 
 def test_requests_in_flight_fail_with_their_worker(start):
@@ -163,7 +163,7 @@ def test_requests_in_flight_fail_with_their_worker(start):
     second = worker.ask("two", {})
     for request in (first, second):
         with pytest.raises(WorkerDied, match="exit code 7"):
-            request.result(10)
+            request.result(240)
     assert not worker.is_alive
 
 

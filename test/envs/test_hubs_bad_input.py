@@ -13,6 +13,7 @@ import time
 import pytest
 import textarena_stand_in
 from openenv_server import GuessingServer
+from waiting import patient
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus
@@ -22,7 +23,6 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.testing import ScriptedEngine
 
 FAULTS = ("raises", "exits", "nan", "hangs", "prints", "lacks a key")
-STEP_SECONDS = 3.0
 
 
 def go_wrong(fault):
@@ -32,7 +32,7 @@ def go_wrong(fault):
     if fault == "exits":
         raise SystemExit(3)
     if fault == "hangs":
-        _released.wait(60)
+        _released.wait(600)
     if fault == "prints":
         for _ in range(32):
             os.write(1, b"x" * (1 << 20))
@@ -88,28 +88,26 @@ class Heap(textarena_stand_in.Heap):
 stand_in = textarena_stand_in.stand_in  # a fixture
 
 
-def of_gymnasium(fault, monkeypatch):
+def of_gymnasium(fault, monkeypatch, limit):
     rows = [{"fault": fault}, {"fault": ""}]
     return MessageChatEnv(lambda row: GymnasiumTextEnv(TextEnv(row["fault"])), rows)
 
 
-def of_trl(fault, monkeypatch):
-    return ToolEnv(
-        ToolClass, [{"prompt": "Move.", "fault": fault}, {"prompt": "Move.", "fault": ""}], timeout=STEP_SECONDS
-    )
+def of_trl(fault, monkeypatch, limit):
+    return ToolEnv(ToolClass, [{"prompt": "Move.", "fault": fault}, {"prompt": "Move.", "fault": ""}], timeout=limit)
 
 
-def of_textarena(fault, monkeypatch):
+def of_textarena(fault, monkeypatch, limit):
     monkeypatch.setattr(textarena_stand_in, "Heap", Heap)
     monkeypatch.setattr(textarena, "_HOLD_SECONDS", 0.2)
     Heap.fault = fault
     return make_textarena_env("Heap-v0", num_players=1, seeds=[0, 1])
 
 
-def play(env, renderer, num_rollouts, answer="[2]"):
+def play(env, renderer, num_rollouts, answer="[2]", step_seconds=60.0):
     engine = ScriptedEngine(lambda prompt_ids: f"{answer}<|im_end|>", encode=renderer.encode)
     policy = LLMWrapperBase(engine, renderer=renderer)
-    limits = RolloutLimits(max_turns=9, step_timeout_seconds=STEP_SECONDS)
+    limits = RolloutLimits(max_turns=9, step_timeout_seconds=step_seconds)
     options = {"groups_per_batch": 1, "max_concurrent_rollouts": 1, "limits": limits}
     with LLMCollector(env, policy=policy, **options) as collector:
         return collector.play(num_rollouts)
@@ -121,11 +119,16 @@ def play(env, renderer, num_rollouts, answer="[2]"):
 def test_one_that_goes_wrong_ends_its_rollout_and_the_next_is_played(
     make, fault, renderer, monkeypatch, capfd, stand_in
 ):
-    _released.clear()
+    def attempt(limit):
+        _released.clear()
+        seconds = limit if fault == "hangs" else 60.0
+        wrong, fine = play(make(fault, monkeypatch, seconds), renderer, 2, step_seconds=seconds)
+        _released.set()
+        return (wrong, fine) if fault != "hangs" or (fine.is_scored and not fine.error) else None
+
     began = time.monotonic()
-    wrong, fine = play(make(fault, monkeypatch), renderer, 2)
-    _released.set()
-    assert time.monotonic() - began < 30
+    wrong, fine = patient(attempt, (1.0, 10.0, 60.0))
+    assert time.monotonic() - began < 300
     assert fine.status is RolloutStatus.COMPLETED and fine.is_scored and fine.reward == 1.0, fine.error
     if fault == "prints":
         assert (wrong.status, wrong.reward) == (RolloutStatus.COMPLETED, 1.0)
@@ -163,6 +166,6 @@ def test_a_server_that_sends_a_gigabyte_is_hung_up_on(renderer, monkeypatch):
 
     answer = GuessingServer._answer
     monkeypatch.setattr(GuessingServer, "_answer", flood)
-    [rollout] = play(OpenEnvChatEnv(server.url, [{"seed": 1}], timeout=20.0), renderer, 1, "3")
+    [rollout] = play(OpenEnvChatEnv(server.url, [{"seed": 1}], timeout=120.0), renderer, 1, "3")
     server.close()
     assert rollout.status is RolloutStatus.ERROR and "ended the session" in rollout.error and sum(sent) < 1 << 28

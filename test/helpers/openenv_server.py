@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 
-from aiohttp import web
+from aiohttp import WSMsgType, web
 
 from llmrl._utils.background_loop import BackgroundLoop
 
@@ -40,10 +39,11 @@ SCHEMA = {
 
 
 class GuessingServer:
-    """Speaks the protocol on loopback: a number is guessed, and some guesses do harm."""
+    """Speaks the protocol on loopback: a number is guessed, and some guesses do harm. A ping follows each answer."""
 
-    def __init__(self, max_sessions=8, schema=SCHEMA, seconds_between_pings=None):
-        self.max_sessions, self.schema, self.seconds_between_pings = max_sessions, schema, seconds_between_pings
+    def __init__(self, max_sessions=8, schema=SCHEMA):
+        self.max_sessions, self.schema = max_sessions, schema
+        self.num_pongs = 0
         self.events, self.resets = Counter(), []
         self.num_active = 0
         self.loop = BackgroundLoop("openenv")
@@ -61,8 +61,7 @@ class GuessingServer:
         return web.json_response(self.schema)
 
     async def _session(self, request):
-        # A ping goes unanswered if the client does not read the socket while the policy thinks; the session then ends.
-        ws = web.WebSocketResponse(heartbeat=self.seconds_between_pings)
+        ws = web.WebSocketResponse(autoping=False)
         await ws.prepare(request)
         if self.num_active >= self.max_sessions:
             self.events["full"] += 1
@@ -72,12 +71,16 @@ class GuessingServer:
         self.num_active += 1
         self.events["opened"] += 1
         async for message in ws:
+            if message.type is WSMsgType.PONG:
+                self.num_pongs += 1
+                continue
             question = json.loads(message.data)
             if question["type"] == "close":
                 self.events["closed"] += 1
                 break
             if (said := await self._answer(question, ws)) is not None:
                 await ws.send_str(said)
+                await ws.ping()
         self.num_active -= 1
         await ws.close()
         return ws
@@ -93,8 +96,8 @@ class GuessingServer:
         match data["message"]:
             case "many":
                 return NO_NUMBER
-            case "sleep":
-                return await asyncio.sleep(5)
+            case "silence":
+                return None
             case "leave":
                 return await ws.close(code=1011, message=b"keepalive")
             case "crash":

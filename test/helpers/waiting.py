@@ -17,6 +17,17 @@ def wait_until(condition, timeout_s=240.0):
         time.sleep(0.01)
 
 
+def patient(attempt, limits_s=(0.5, 5.0, 50.0)):
+    """Return the first result of `attempt(limit_s)` that is not None.
+
+    On a busy machine, the first limit can end an attempt before it has come to what the limit is to interrupt.
+    """
+    for limit_s in limits_s:
+        if (result := attempt(limit_s)) is not None:
+            return result
+    raise AssertionError(f"{limits_s[-1]:g} s were too short for it")
+
+
 async def begin(engine, prompt_ids, sampling, **options):
     """The task of a request that has its first tokens."""
     stream = TokenStream(lambda: None)

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cages import LEVELS, USERS, Cage, IsolationError
+from cages import HOSTILE, LEVELS, USERS, Cage, IsolationError
 from waiting import wait_until
 
 _COUNTED = "confinement checks"
@@ -46,11 +46,11 @@ def cage(shared_cage, num_checks):
 
 
 def hostile_processes():
-    """What attacks started to be left behind: it goes by that name."""
+    """What attacks of this process started to be left behind."""
     found = set()
     for process in Path("/proc").glob("[1-9]*"):
         with contextlib.suppress(OSError):
-            if b"hostile" in (process / "cmdline").read_bytes():
+            if HOSTILE.encode() in (process / "cmdline").read_bytes():
                 found.add(int(process.name))
     return found
 

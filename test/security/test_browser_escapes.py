@@ -6,7 +6,7 @@ import socket
 
 import pytest
 from tool_conversations import Chat
-from waiting import wait_until
+from waiting import patient, wait_until
 
 from llmrl.tools.browser_pages import find_chromium
 from llmrl.transforms import BrowserTransform
@@ -59,13 +59,16 @@ def test_conversations_share_no_cookies_and_their_pages_end_with_them(sites):
 
 
 def test_a_page_that_never_ends_costs_its_call_and_not_the_next(sites):
-    transform = BrowserTransform([sites[0].address], timeout=10.0)
-    try:
-        chat = Chat(transform)
-        assert chat.call("navigate", url=f"http://{sites[0].address}/loop").startswith("Error: ")
-        assert "More of it" in chat.call("navigate", url=f"http://{sites[0].address}/more")
-    finally:
-        transform.close()
+    def attempt(limit):
+        transform = BrowserTransform([sites[0].address], timeout=limit)
+        try:
+            chat = Chat(transform)
+            assert chat.call("navigate", url=f"http://{sites[0].address}/loop").startswith("Error: ")
+            return "More of it" in chat.call("navigate", url=f"http://{sites[0].address}/more") or None
+        finally:
+            transform.close()
+
+    assert patient(attempt, (5.0, 60.0))
 
 
 def test_pop_ups_open_in_the_one_page(chat, sites, browser):

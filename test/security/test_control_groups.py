@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,32 +56,46 @@ def test_memory_of_all_processes_together_is_bounded(cage):
     assert cage.lines("print('serves on')") == ["serves on"]
 
 
-def own_groups():
+@pytest.fixture
+def own(monkeypatch):
+    """A group for this test: below the delegated one, other processes make and remove groups."""
     try:
-        own, _ = delegated_group()
+        outer, version = delegated_group()
     except OSError as error:
         pytest.skip(str(error))
-    return own
+    own = outer / f"llmrl-test-{uuid.uuid4().hex[:8]}"
+    own.mkdir()
+    if version == 2:
+        (own / "cgroup.subtree_control").write_text("+memory")
+    monkeypatch.setattr(control_groups, "delegated_group", lambda: (own, version))
+    yield own
+    own.rmdir()
 
 
 def groups_in(own):
-    return set(own.glob("llmrl-python-*"))
+    return [path for path in own.iterdir() if path.is_dir()]
 
 
-def test_groups_are_as_many_as_interpreters_and_gone_with_the_service():
-    own = own_groups()
-    before = groups_in(own)
-    service = PythonExecutorService(num_ready=2, isolation="process")
-    (folder,) = groups_in(own) - before
+def test_groups_are_as_many_as_interpreters_and_gone_with_the_service(own):
+    service = PythonExecutorService(num_ready=2, timeout=60, isolation="process")
+    (folder,) = groups_in(own)
     for number in range(12):
         assert service.execute(f"print({number})")["stdout"] == f"{number}\n"
-    assert len([path for path in folder.iterdir() if path.is_dir()]) < 12
+    assert len(groups_in(folder)) < 12
     service.close()
     assert not folder.exists()
 
 
-def test_a_level_that_is_refused_leaves_no_group(monkeypatch):
-    before = groups_in(own_groups())
+def test_closing_ends_calls_in_progress_and_removes_their_groups(own):
+    service = PythonExecutorService(num_ready=1, isolation="process")
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(service.execute, "import time; time.sleep(600)", timeout=600)
+        time.sleep(0.3)
+        service.close()
+    assert groups_in(own) == [] and call.exception() is not None
+
+
+def test_a_level_that_is_refused_leaves_no_group(own, monkeypatch):
     monkeypatch.setattr(launch.shutil, "which", lambda name: None)
     with pytest.raises(IsolationError, match="not installed"):
         PythonExecutorService(isolation="bubblewrap")
@@ -88,12 +103,12 @@ def test_a_level_that_is_refused_leaves_no_group(monkeypatch):
     for level in ("namespaces", "process"):
         with pytest.raises(IsolationError, match="its process ended"):
             PythonExecutorService(isolation=level)
-    assert groups_in(own_groups()) == before
+    assert groups_in(own) == []
 
 
+@pytest.mark.usefixtures("own")
 def test_no_group_is_removed_before_its_interpreter_is_in_it():
-    own_groups()
-    service = PythonExecutorService(num_ready=8, isolation="process")
+    service = PythonExecutorService(num_ready=8, timeout=60, isolation="process")
     with ThreadPoolExecutor(32) as threads:
         results = list(threads.map(lambda number: service.execute(f"print({number})"), range(96)))
     assert [result["stdout"] for result in results] == [f"{number}\n" for number in range(96)]
@@ -101,12 +116,15 @@ def test_no_group_is_removed_before_its_interpreter_is_in_it():
     service.close()
 
 
-def test_groups_of_a_program_that_was_killed_are_removed_by_the_next():
-    own = own_groups()
-    code = (
-        "import os; from llmrl.sandbox.control_groups import MemoryGroups\n"
-        "print(MemoryGroups(1 << 30)._folder, flush=True); os.kill(os.getpid(), 9)"
-    )
+def test_groups_of_a_program_that_was_killed_are_removed_by_the_next(own):
+    code = f"""
+import os
+from pathlib import Path
+from llmrl.sandbox import control_groups
+control_groups.delegated_group = lambda: (Path({str(own)!r}), {control_groups.delegated_group()[1]})
+print(control_groups.MemoryGroups(1 << 30)._folder, flush=True)
+os.kill(os.getpid(), 9)
+"""
     left = Path(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip())
     assert left.parent == own and left.exists()
     MemoryGroups(1 << 30).close()

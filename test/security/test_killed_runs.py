@@ -79,17 +79,18 @@ def test_a_checkpoint_of_a_replayed_step_is_written_before_the_next_step_changes
 class SlowScheme(Scheme):
     """The engine has new weights when the run calls the next of what is watched; one update may fail."""
 
-    called: threading.Event
+    called = threading.Event()
     failing_update = -1
     num_updates = 0
 
     def start_update(self):
         update, self.num_updates = Future(), self.num_updates + 1
         number = self.num_updates
-        self.called.clear()
+        # A new event, as a thread that begins late could miss that the one of all updates was set.
+        called = SlowScheme.called = threading.Event()
 
         def load():
-            assert self.called.wait(60)
+            assert called.wait(600)
             if not update.set_running_or_notify_cancel():
                 return
             if number == self.failing_update:
@@ -104,7 +105,7 @@ class SlowScheme(Scheme):
 @pytest.fixture
 def watched(monkeypatch):
     """What the run did, in order: steps that came to their update, and versions that were evaluated."""
-    SlowScheme.called, events = threading.Event(), []
+    events = []
 
     def watch(owner, name, event):
         function = getattr(owner, name)

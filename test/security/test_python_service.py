@@ -27,7 +27,7 @@ from llmrl.sandbox.supervisor import remove_folder
 
 @pytest.fixture(scope="module")
 def service():
-    service = PythonExecutorService(num_ready=2)
+    service = PythonExecutorService(timeout=60, num_ready=2)
     yield service
     service.close()
 

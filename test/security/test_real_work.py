@@ -15,13 +15,14 @@ PIECES = {
     "print(np.allclose(np.linalg.inv(a) @ a, np.eye(300)))\nnp.save('a.npy', a)\n"
     "b = np.load('a.npy', mmap_mode='r+'); b[0, 0] = 1; b.flush(); print(b.shape)",
     "mathematics": "import sympy\nx = sympy.Symbol('x'); print(sympy.integrate(sympy.sin(x) ** 2, (x, 0, sympy.pi)))\n"
-    "from math_verify import parse, verify\nprint(verify(parse('$\\\\frac{1}{2}$'), parse('0.5'), timeout_seconds=5))",
+    "from math_verify import parse, verify\nprint(verify(parse('$\\\\frac{1}{2}$', parsing_timeout=99), "
+    "parse('0.5', parsing_timeout=99), timeout_seconds=99))",
     "threads": "import threading, queue, concurrent.futures as f\nq = queue.Queue()\n"
     "threads = [threading.Thread(target=q.put, args=(n,)) for n in range(8)]\n"
-    "[t.start() for t in threads]; [t.join(5) for t in threads]\nprint(q.qsize())\n"
+    "[t.start() for t in threads]; [t.join() for t in threads]\nprint(q.qsize())\n"
     "with f.ThreadPoolExecutor(4) as pool: print(sum(pool.map(abs, range(-9, 0))))",
     "processes": "import os\nimport multiprocessing as mp\nfork = mp.get_context('fork')\nours, theirs = fork.Pipe()\n"
-    "child = fork.Process(target=theirs.send, args=([1, 2],)); child.start()\nprint(ours.recv()); child.join(5)\n"
+    "child = fork.Process(target=theirs.send, args=([1, 2],)); child.start()\nprint(ours.recv()); child.join()\n"
     "print(child.exitcode, os.cpu_count() > 0, os.sysconf('SC_PHYS_PAGES') > 0)",
     "a database": "import sqlite3\nfor mode in ('delete', 'wal'):\n"
     "    c = sqlite3.connect('db'); c.execute(f'pragma journal_mode={mode}')\n"
@@ -53,7 +54,7 @@ SHELL = {
     " head -1 t; tail -1 t; cut -c1 t; tr a-z A-Z < t; uniq t; find . -name t; diff t t && cmp t t; stat -c %s t",
     "folders": "mkdir -p a/b; cp -r a c; echo 1 > t; cp t c/t; mv c d; ls -l d | wc -l;"
     " ln -s t l; readlink l; rm -r d; ls",
-    "time": "timeout 5 true && echo done; timeout 0.1 sleep 5; echo $?; date +%Y | wc -c;"
+    "time": "timeout 60 true && echo done; timeout 0.1 sleep 60; echo $?; date +%Y | wc -c;"
     " nproc >/dev/null && id -u | wc -l",
     "bash": "bash -c 'a=(1 2); for i in ${a[@]}; do (echo $i) & wait; done; cat <<< x; echo $((6*7))'",
     "archives": "echo x > f; tar --no-same-permissions -mczf f.tgz f && tar -tzf f.tgz; gzip f; zcat f.gz;"
@@ -96,21 +97,21 @@ def in_shell(name):
 
 def test_python_and_programs_of_the_system_do_their_work(cage):
     for name in [name for name in PIECES if name not in LIBRARIES]:
-        result = cage.run(PIECES[name], session=name, timeout=60.0)
+        result = cage.run(PIECES[name], session=name)
         cage.service.release(name)
         assert (result["stdout"], result["stderr"]) == (PRINTED[name], ""), name
     names = {*SHELL, *(name for name in ("git", "gcc") if shutil.which(name))}
     if (cage.user, cage.level) == ("ordinary", "process"):
         names -= {"git", "gcc", "archives"}  # which change modes and times of their files: that is refused there
     for name in names:
-        result = cage.run(in_shell(name), timeout=60.0)
+        result = cage.run(in_shell(name))
         assert (result["stdout"], result["stderr"]) == (PRINTED[name], ""), name
 
 
 def test_libraries_of_this_python_do_their_work():
     pytest.importorskip("math_verify")
-    service = PythonExecutorService(num_ready=1)
+    service = PythonExecutorService(timeout=100, num_ready=1)
     for name in LIBRARIES:
-        result = service.execute(PIECES[name], timeout=100.0)
+        result = service.execute(PIECES[name])
         assert (result["stdout"], result["stderr"]) == (PRINTED[name], ""), name
     service.close()

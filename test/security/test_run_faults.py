@@ -393,7 +393,7 @@ def errors_of(path):
 
 def test_a_flipped_bit_is_noticed_wherever_it_is(run_path, tmp_path):
     chosen = random.Random(0)
-    files = [run_path / "checkpoint.safetensors", *run_path.glob("batches/*.safetensors")]
+    files = [run_path / "checkpoint.safetensors", *sorted(run_path.glob("batches/*.safetensors"))]
     for number in range(60):
         file = files[number % len(files)]
         data = bytearray(file.read_bytes())

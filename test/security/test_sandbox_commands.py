@@ -6,6 +6,8 @@ import asyncio
 import time
 
 import pytest
+from cages import HOSTILE
+from waiting import patient
 
 from llmrl.sandbox.confined import ConfinedSandbox
 from llmrl.sandbox.launch import LEVELS, IsolationError, PythonLimits
@@ -20,7 +22,7 @@ LIMITS = PythonLimits(file_bytes=1 << 20)
 @pytest.fixture(scope="module", params=LEVELS)
 def service(request):
     try:
-        service = PythonExecutorService(isolation=request.param, num_ready=1, limits=LIMITS)
+        service = PythonExecutorService(isolation=request.param, timeout=60, num_ready=1, limits=LIMITS)
     except IsolationError as error:
         pytest.skip(str(error))
     yield service
@@ -62,19 +64,24 @@ def test_marks_that_unicode_calls_ends_of_lines_are_output(ask, mark):
 
 def test_a_child_that_keeps_the_output_ends_neither_the_command_nor_the_sandbox(ask):
     started = time.monotonic()
-    told = sh(ask, "setsid sh -c 'sleep 600 # hostile' & echo said", timeout=300)
+    told = sh(ask, f"setsid sh -c 'sleep 600 # {HOSTILE}' & echo said", timeout=300)
     assert (told.exit_code, told.stdout, told.timed_out) == (0, "said\n", False)
-    told = sh(ask, "setsid sh -c 'echo on; sleep 600 # hostile' & echo said; sleep 600", timeout=0.5)
+
+    def attempt(limit):
+        told = sh(ask, f"setsid sh -c 'echo on; sleep 600 # {HOSTILE}' & echo said; sleep 600", timeout=limit)
+        return told if len(told.stdout.split()) == 2 else None
+
+    told = patient(attempt)
     assert told.timed_out and sorted(told.stdout.split()) == ["on", "said"]
     assert time.monotonic() - started < 200
-    assert sh(ask, "ps ax 2>/dev/null | grep '[h]ostile'").stdout == ""
+    assert sh(ask, f"ps ax 2>/dev/null | grep '[h]{HOSTILE[1:]}'").stdout == ""
 
 
 def test_a_flood_of_output_keeps_its_ends_and_the_sandbox(ask):
     told = sh(ask, "echo first; yes | head -c 300000000; echo last; yes error | head -c 100000000 >&2", timeout=100)
     assert told.exit_code == 0 and told.stdout.startswith("first\ny\n") and told.stdout.endswith("y\nlast\n")
     assert len(told.stdout) + len(told.stderr) < LIMITS.output_bytes and "bytes left out" in told.stderr
-    told = sh(ask, "yes", timeout=0.5)
+    told = patient(lambda limit: told if (told := sh(ask, "yes", timeout=limit)).stdout else None)
     assert told.timed_out and told.stdout.startswith("y\ny\n")
     told = sh(ask, "head -c 2000000 /dev/zero")
     assert told.exit_code == 0 and told.stdout.startswith("\0\0")

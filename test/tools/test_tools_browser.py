@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from tool_conversations import Chat
+from waiting import patient
 
 from llmrl.tools.browser_pages import find_chromium
 from llmrl.transforms import BrowserTransform
@@ -31,16 +32,19 @@ def test_the_model_navigates_clicks_types_and_extracts(chat, sites, browser):
 
 
 def test_failures_are_reported_and_the_page_goes_on(sites):
-    transform = BrowserTransform([sites[0].address], timeout=15.0)
-    try:
-        chat = Chat(transform)
-        chat.call("navigate", url=f"http://{sites[0].address}/")
-        assert chat.call("click", selector="#absent").startswith("Error: ")
-        assert chat.call("extract", selector="h1") == "Welcome"
-        assert "argument 'selector' is missing" in chat.call("click")
-    finally:
-        transform.close()
-        transform.close()
+    def attempt(limit):
+        transform = BrowserTransform([sites[0].address], timeout=limit)
+        try:
+            chat = Chat(transform)
+            chat.call("navigate", url=f"http://{sites[0].address}/")
+            assert chat.call("click", selector="#absent").startswith("Error: ")
+            assert "argument 'selector' is missing" in chat.call("click")
+            return chat.call("extract", selector="h1") == "Welcome" or None
+        finally:
+            transform.close()
+            transform.close()
+
+    assert patient(attempt, (5.0, 60.0))
 
 
 def test_a_conversation_waits_for_a_page_until_another_ends(sites):

@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from waiting import wait_until
+from waiting import patient, wait_until
 
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus
@@ -32,7 +32,7 @@ from llmrl.transforms import RubricReward
 
 @pytest.fixture(scope="module")
 def service():
-    service = PythonExecutorService(num_ready=2)
+    service = PythonExecutorService(num_ready=2, timeout=60.0)
     yield service
     service.close()
 
@@ -135,7 +135,7 @@ def test_ours_takes_megabytes_of_input_and_refuses_more_without_loss(service):
     asyncio.run(play_on())
 
 
-@pytest.mark.parametrize("timeout", [math.inf, np.float64(5.0)])
+@pytest.mark.parametrize("timeout", [math.inf, np.float64(60.0)])
 def test_ours_takes_any_limit_of_time(service, timeout):
     async def played():
         sandbox = ConfinedSandbox(service)
@@ -228,17 +228,22 @@ def test_a_sandbox_that_does_not_start_ends_its_rollout_with_the_reason(renderer
 @pytest.mark.slow
 def test_python_runs_in_anybodys_sandbox(renderer, service):
     executor = SandboxExecutor(lambda: ConfinedSandbox(service))
-    env = DatasetChatEnv([{"query": "Go."}])
-    env = env.append_transform(PythonInterpreter(persistent=True, executor=executor, timeout=2.0))
     blocks = (
         "open('kept', 'w').write('7')",
         "print(open('kept').read(), 6 * 7)",
         "1 / 0",
-        "import time; time.sleep(9)",
+        "import time; time.sleep(900)",
     )
-    rollout, told = play(renderer, env, *(f"```python\n{block}\n```" for block in blocks))
+
+    def attempt(limit):
+        env = DatasetChatEnv([{"query": "Go."}])
+        env = env.append_transform(PythonInterpreter(persistent=True, executor=executor, timeout=limit))
+        rollout, told = play(renderer, env, *(f"```python\n{block}\n```" for block in blocks))
+        return (limit, rollout, told) if rollout.tool_calls["timeouts"] == 1 else None
+
+    limit, rollout, told = patient(attempt, (1.0, 10.0, 100.0))
     assert told[1] == "Code block 1 executed successfully:\n7 42\n"
-    assert "ZeroDivisionError" in told[2] and "longer than 2 s" in told[3]
+    assert "ZeroDivisionError" in told[2] and f"longer than {limit:g} s" in told[3]
     assert rollout.tool_calls == {"answered": 2, "failed": 1, "timeouts": 1}
     executor.close()
     executor.close()

@@ -136,10 +136,11 @@ def test_a_reset_that_fails_or_hangs_ends_its_rollout_with_the_traceback(rendere
 
         async def reset(self):
             """Wait."""
-            await asyncio.sleep(30)
+            await asyncio.sleep(300)
 
-    for tool, words in ((Needy, "purse"), (Slow, "TimeoutError: slow did not begin within 0.2 s")):
-        env = DatasetChatEnv(ROWS).append_transform(ToolTransform([tool], timeout=0.2))
+    slow = "TimeoutError: slow did not begin within 0.2 s"
+    for tool, timeout, words in ((Needy, 60.0, "purse"), (Slow, 0.2, slow)):
+        env = DatasetChatEnv(ROWS).append_transform(ToolTransform([tool], timeout=timeout))
         env = env.append_transform(RubricReward(length_of))
         [rollout] = played(env, ["No.<|im_end|>"], num_rollouts=1)
         assert rollout.status is RolloutStatus.ERROR and words in rollout.error and "Traceback" in rollout.traceback

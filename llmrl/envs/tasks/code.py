@@ -17,7 +17,9 @@ from llmrl.sandbox.service import PythonExecutorService
 from llmrl.transforms import RubricReward
 
 _SECONDS = 4.0
-"""Time limit of all tests of an answer together."""
+"""Limit of the processor time of all tests of an answer together."""
+_WAIT_SECONDS = 20.0
+"""Their time limit; longer, so that the answer is also judged correctly on a busy machine."""
 _LIMITS = PythonLimits(
     memory_bytes=512 << 20, cpu_seconds=_SECONDS, num_processes=8, file_bytes=1 << 20, folder_bytes=1 << 20
 )
@@ -44,7 +46,7 @@ for numbers in {inputs!r}:
 @functools.cache
 def _interpreters() -> PythonExecutorService:
     """Return the interpreters of this process, which all environments share."""
-    return PythonExecutorService(pool_size=4, timeout=_SECONDS, limits=_LIMITS, num_ready=2)
+    return PythonExecutorService(pool_size=4, timeout=_WAIT_SECONDS, limits=_LIMITS, num_ready=2)
 
 
 def code_of(completion: str, *, reasoning: bool = False) -> str | None:
@@ -83,7 +85,7 @@ async def run_tests(code: str, inputs: Sequence[object], expected: Sequence[str]
         raise ValueError(f"'expected' must have the JSON of each result, got {expected[right.index(None)]!r:.80}.")
     mark = secrets.token_hex(8)
     program = _PROGRAM.format(code=code, inputs=list(inputs), mark=mark)
-    result = await _interpreters().run(program, timeout=_SECONDS)
+    result = await _interpreters().run(program)
     lines = [line.removeprefix(mark) for line in result.stdout.split("\n") if line.startswith(mark)]
     given = [_canonical(line) for line in lines[: len(right)]]
     given += [None] * (len(right) - len(given))
@@ -138,9 +140,9 @@ class CodeReward(RubricReward):
 class CodeEnv(DeclaredTaskEnv):
     """Functions to write, judged by hidden tests; see `DeclaredTaskEnv` and `code_problems` for the arguments.
 
-    Answers run in confined interpreters (`PythonExecutorService`), with limits of 4 s for all tests and 512 MiB. The
-    interpreters get the inputs of the tests; results are compared outside. A custom dataset has the columns `query`,
-    `hidden` (the argument of each call of `solve`) and `expected` (the JSON of each result).
+    Answers run in confined interpreters (`PythonExecutorService`), with limits of 4 s of processor time for all tests
+    and 512 MiB. The interpreters get the inputs of the tests; results are compared outside. A custom dataset has the
+    columns `query`, `hidden` (the argument of each call of `solve`) and `expected` (the JSON of each result).
 
     Raises IsolationError if this machine cannot confine code.
 
