@@ -233,13 +233,17 @@ def test_the_model_gets_the_error_of_a_tool_that_escapes(make_policy):
 
 
 @pytest.mark.slow
-def test_a_tool_that_blocks_its_thread_stops_no_judge(make_policy):
-    goes_on = threading.Event()
+def test_a_tool_that_blocks_its_thread_stops_no_judge(make_policy, clock):
+    judging, is_blocked, goes_on = [], threading.Event(), threading.Event()
 
     class Blocking(Transform):
         async def before_step(self, element):
             if element["number"] == 0:
-                goes_on.wait(60)
+                while len(judging) < 3:
+                    await asyncio.sleep(0.01)
+                clock.move(600)
+                is_blocked.set()
+                assert goes_on.wait(240)
 
         def _step(self, tensordict, next_tensordict):
             return next_tensordict
@@ -248,18 +252,18 @@ def test_a_tool_that_blocks_its_thread_stops_no_judge(make_policy):
             return tensordict_reset
 
     async def judge(number):
-        await asyncio.sleep(1.5)
+        judging.append(number)
+        while not is_blocked.is_set():
+            await asyncio.sleep(0.01)
         return 1.0
 
     env = DatasetChatEnv(PROMPTS[:4]).append_transform(Blocking()).append_transform(RubricReward(judge))
-    latency_s = iter([1.0, 0.0, 0.0, 0.0])  # the others are with the judge by then
-    policy = make_policy(latency_s=lambda prompt, answer: next(latency_s))
     with LLMCollector(
-        env, policy=policy, groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=1.0)
+        env, policy=make_policy(), groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=600)
     ) as collector:
         blocked, *others = ends(lambda: collector.play(4))
         goes_on.set()
-    assert blocked.status is RolloutStatus.ERROR and "more than 1 s" in blocked.error
+    assert blocked.status is RolloutStatus.ERROR and "more than 600 s" in blocked.error
     assert all(rollout.is_scored for rollout in others)
 
 
@@ -425,17 +429,20 @@ def test_an_environment_speaks_after_the_tools(make_policy):
     assert rollout.status is RolloutStatus.COMPLETED
 
 
-def test_a_close_that_hangs_or_raises_harms_no_other_conversation(make_policy, caplog):
+def test_a_close_that_hangs_or_raises_harms_no_other_conversation(make_policy, clock, caplog):
     class Closing(Talk):
         async def close(self):
             if self.item["number"] == 0:
                 raise SystemExit(3)
             if self.item["number"] == 1:
-                await asyncio.sleep(1000)
+                while collector.num_played < 3:  # the others
+                    await asyncio.sleep(0.001)
+                clock.move(600)
+                await asyncio.Event().wait()
 
     env = MessageChatEnv(Closing, PROMPTS[:4])
     with LLMCollector(
-        env, policy=make_policy(), groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=0.3)
+        env, policy=make_policy(), groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=600)
     ) as collector:
         rollouts = ends(lambda: collector.play(4))
     assert [rollout.status for rollout in rollouts] == [RolloutStatus.COMPLETED] * 4

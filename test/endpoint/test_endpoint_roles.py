@@ -145,7 +145,7 @@ class OpeningFails(Transform):
         return tensordict_reset
 
 
-def test_a_run_that_is_cancelled_while_its_sessions_end_leaves_no_open_key(renderer, monkeypatch):
+def test_a_run_that_is_cancelled_while_its_sessions_end_leaves_no_open_key(renderer, clock, monkeypatch):
     models = []
 
     async def play(row, model):
@@ -153,11 +153,12 @@ def test_a_run_that_is_cancelled_while_its_sessions_end_leaves_no_open_key(rende
         return {"a": 1.0, "b": 0.0}
 
     async def waits_for_answers(self):
+        clock.move(600)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Session, "finish", waits_for_answers)
     env = AgentEnv(play, ROWS, roles=("a", "b"))
-    limits = RolloutLimits(rollout_timeout_seconds=0.2)
+    limits = RolloutLimits(rollout_timeout_seconds=600)
     with LLMCollector(env, policy=policy_of(renderer, "1"), groups_per_batch=1, limits=limits) as collector:
         rollouts = collector.play(2)
         assert {rollout.reason for rollout in rollouts} <= {"timeout", "environment_error"}
