@@ -431,7 +431,7 @@ def test_a_tool_that_blocks_its_thread_times_out_and_the_rest_goes_on(make_polic
 
     env = MessageChatEnv(Blocking, [{"num_turns": 99}, {"num_turns": 2}, {"num_turns": 2}])
     with LLMCollector(
-        env, policy=make_policy(), groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=0.5)
+        env, policy=make_policy(), groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=600)
     ) as collector:
         hung = collector.play(1)[0]
         fine = collector.play(2)
@@ -497,7 +497,10 @@ def test_every_rollout_is_accounted_for_whatever_breaks(make_policy):
 
 
 def test_a_replica_that_dies_costs_retries_and_nothing_else(renderer):
-    engines = [ScriptedEngine(["1<|im_end|>"], encode=renderer.encode, latency_s=0.1) for _ in range(3)]
+    engines = [
+        ScriptedEngine(["1<|im_end|>"], encode=renderer.encode, latency_s=latency_s)
+        for latency_s in (math.inf, 0.1, 0.1)
+    ]
     policy = LLMWrapperBase(EngineReplicas(engines), renderer=renderer)
     with LLMCollector(addition(4), policy=policy, groups_per_batch=6) as collector:
 
@@ -516,15 +519,27 @@ def test_a_replica_that_dies_costs_retries_and_nothing_else(renderer):
 
 
 def test_an_interrupted_wait_loses_no_batch(make_policy):
-    policy = make_policy(latency_s=0.3)
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    def interrupt():
+        wait_until(lambda: policy.engine.num_in_flight == 2)
+        time.sleep(0.1)  # the wait for the batch has begun, too
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    policy = make_policy()
+    policy.engine.pause()
     with LLMCollector(addition(), policy=policy, groups_per_batch=1) as collector:
-        previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        previous = signal.signal(signal.SIGUSR1, stop)  # SIGALRM is the tests' time limit
+        thread = threading.Thread(target=interrupt)
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(KeyboardInterrupt):
+                thread.start()
                 collector.next()
         finally:
-            signal.signal(signal.SIGALRM, previous)
+            thread.join()
+            signal.signal(signal.SIGUSR1, previous)
+        policy.engine.resume()
         assert list(collector.next()["rollout", "group_id"]) == ["train/0/0"] * 2
     assert len(policy.engine.requests) == 2
 
