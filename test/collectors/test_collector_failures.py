@@ -381,7 +381,7 @@ def test_an_init_that_is_slow_or_fails_is_its_own_conversation_s(make_policy):
         played.start()
         wait_until(lambda: {2, 3} <= set(closed))  # all of it, while the first waits
         may_open.set()
-        played.join(60)
+        played.join(240)
         rollouts = opened[-1]
         assert [rollout.status.name for rollout in rollouts] == ["COMPLETED", "ERROR", "COMPLETED", "COMPLETED"]
         assert rollouts[1].error == "ValueError: no such place" and "in init" in rollouts[1].traceback
@@ -404,10 +404,10 @@ def test_prompts_whose_conversations_open_are_in_the_state(make_policy):
     with LLMCollector(env, policy=make_policy(), groups_per_batch=4) as collector:
         waiting = threading.Thread(target=collector.next, daemon=True)
         waiting.start()
-        assert is_opening.wait(60)
+        assert is_opening.wait(240)
         state = ends(collector.state_dict)
         may_open.set()
-        waiting.join(60)
+        waiting.join(240)
     assert sorted(state["env"]["prompts"]["again"]) == [0, 1, 2, 3]
 
 
@@ -472,7 +472,7 @@ def test_updates_that_abort_end_no_request_that_only_waits(make_policy):
                 engine.pause("abort")
                 wait_until(lambda count=num_requests + 40: len(engine.requests) == count)
             engine.resume()
-        playing.join(60)
+        playing.join(240)
     assert [rollout.status for rollout in rollouts] == [RolloutStatus.COMPLETED] * 20
 
 
@@ -489,7 +489,7 @@ def test_two_collectors_share_an_engine(make_policy):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert [rollout.status for rollouts in results for rollout in rollouts] == [RolloutStatus.COMPLETED] * 14
 
 
@@ -512,7 +512,7 @@ def test_two_threads_get_each_batch_once(make_policy):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(240)
     assert Counter(seen) == Counter(f"train/0/{index}/0" for index in range(28))
 
 

@@ -380,7 +380,7 @@ def test_other_requests_are_answered_while_a_large_body_is_parsed(renderer, monk
     def parse(text):
         if len(text) > server_module._LARGE_BYTES:
             lengths.append(len(text))
-            assert is_answered.wait(30), "the event loop stood still"
+            assert is_answered.wait(120), "the event loop stood still"
         return parse_body(text)
 
     monkeypatch.setattr(server_module, "parse_body", parse)
