@@ -40,15 +40,15 @@ def rows(vllm_engine, renderer):
     """Rows of eight conversations of six turns; short budgets, so that some answers are cut and some end."""
     policy = vLLMWrapper(vllm_engine, renderer=renderer, generate_kwargs={"max_new_tokens": 24, "stop": ["."]})
     env = MessageChatEnv(Weather, repeats=8)
-    with LLMCollector(env, policy=policy, groups_per_batch=1, limits=RolloutLimits(max_turns=NUM_TURNS)) as collector:
-        rollouts = collector.play(8)
-        yield [rollout for rollout in rollouts if rollout.num_turns == NUM_TURNS]
+    limits = RolloutLimits(max_turns=NUM_TURNS, end_at_length=False)  # or few conversations have all turns
+    with LLMCollector(env, policy=policy, groups_per_batch=1, limits=limits) as collector:
+        yield collector.play(8)
 
 
 def test_every_trained_token_of_a_multi_turn_row_is_what_the_engine_sampled(rows):
     from llmrl.collectors import rollout_rows
 
-    assert len(rows) >= 4
+    assert [rollout.num_turns for rollout in rows] == [NUM_TURNS] * 8
     for rollout in rows:
         (row,) = rollout_rows(rollout)
         trained = row["tokens", "full"][row["masks", "all_assistant_mask"]].tolist()
@@ -71,7 +71,7 @@ def test_multi_turn_log_probs_agree_with_transformers_as_closely_as_single_turn_
         first_turn.append(difference[:num_first][mask[:num_first]])
         later_turns.append(difference[num_first:][mask[num_first:]])
     first, later = torch.cat(first_turn), torch.cat(later_turns)
-    assert len(later) > 4 * len(first) > 40
+    assert len(later) > len(first) > 10
     # Engine and trainer compute in float32: in any turn nothing but its rounding is left.
     assert first.mean() < 0.001 and later.mean() < 0.001
     assert later.max() < 0.02
