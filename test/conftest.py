@@ -136,6 +136,15 @@ def tokenizers():
         yield
 
 
+@pytest.fixture
+def clock():
+    """The clock of the event loops that a test makes, which it moves on so that limits pass."""
+    from moved_clock import moved_clock
+
+    with moved_clock() as clock:
+        yield clock
+
+
 @pytest.fixture(scope="session")
 def real_vllm():
     """Asked for by whatever starts a vLLM engine."""

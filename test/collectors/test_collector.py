@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import time
+import threading
 
 import pytest
 import torch
 from torchrl.envs import EnvBase, Transform
+from waiting import wait_until
 
 from llmrl.collectors import CollectionStalled, LLMCollector, RolloutLimits
 from llmrl.data import RolloutStatus, StopReason
@@ -152,18 +153,19 @@ def test_an_observation_that_overflows_the_context_truncates_and_keeps_the_turns
     assert len(rollout.messages) == 3 and row["tokens", "full"].shape[0] < 64
 
 
-@pytest.mark.slow
-def test_a_step_that_hangs_times_out_and_others_go_on(make_policy):
+def test_a_step_that_hangs_times_out_and_others_go_on(make_policy, clock):
     class Hanging(Asking):
         async def step(self, message):
             if self.turn == 1:
-                await asyncio.sleep(1.0)
+                while not collector.num_played:  # the other conversation
+                    await asyncio.sleep(0.001)
+                clock.move(600)
+                await asyncio.Event().wait()
             return await super().step(message)
 
     env = MessageChatEnv(Hanging, [{"num_turns": 1}, {"num_turns": 2}])
-    policy = make_policy(latency_s=lambda prompt, answer: 0.05 * len(policy.engine.requests))
     with LLMCollector(
-        env, policy=policy, groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=0.3)
+        env, policy=make_policy(), groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=600)
     ) as collector:
         fine, hung = collector.play(2)
         again = collector.play(1)[0]
@@ -173,13 +175,15 @@ def test_a_step_that_hangs_times_out_and_others_go_on(make_policy):
     assert again.status is RolloutStatus.COMPLETED
 
 
-@pytest.mark.slow
-def test_a_rollout_past_its_time_is_truncated_with_what_it_had(make_policy):
+def test_a_rollout_past_its_time_is_truncated_with_what_it_had(make_policy, clock):
     env = MessageChatEnv(Asking, [{"num_turns": 100}])
-    limits, num_requests = RolloutLimits(rollout_timeout_seconds=2.0), itertools.count()
+    limits, num_requests = RolloutLimits(rollout_timeout_seconds=600), itertools.count()
 
     def latency_s(prompt_ids, token_ids):
-        return 0.0 if next(num_requests) < 2 else math.inf
+        if next(num_requests) < 2:
+            return 0.0
+        clock.move(600)
+        return math.inf
 
     with LLMCollector(env, policy=make_policy(latency_s=latency_s), groups_per_batch=1, limits=limits) as collector:
         rollout = collector.play(1)[0]
@@ -224,17 +228,23 @@ def test_whatever_an_engine_raises_settles_the_rollout(make_policy):
     assert fine.status is RolloutStatus.COMPLETED
 
 
-@pytest.mark.slow
-def test_conversations_do_not_wait_for_each_other(make_policy):
-    delays = iter([2.0] + [0.01] * 100)
+def test_conversations_do_not_wait_for_each_other(make_policy, clock):
+    delays = iter([3600.0] + [0.0] * 100)
     policy = make_policy(latency_s=lambda prompt, answer: next(delays))
     env = MessageChatEnv(Asking, [{"num_turns": 8}])
+
+    def answer_at_last():
+        # A lock-step collector would wait for the first answer; here the other conversation is over before it.
+        wait_until(lambda: collector.num_played == 1)
+        clock.move(3600)
+
     with LLMCollector(env, policy=policy, groups_per_batch=1) as collector:
-        started = time.perf_counter()
+        thread = threading.Thread(target=answer_at_last)
+        thread.start()
         rollouts = collector.play(2)
-    # A lock-step collector would wait 2 s, then play seven turns; here the other one is done by then.
+        thread.join()
     assert all(r.num_turns == 8 for r in rollouts)
-    assert min(r.seconds for r in rollouts) < 2.0 < time.perf_counter() - started
+    assert min(r.seconds for r in rollouts) < 3600 <= max(r.seconds for r in rollouts)
 
 
 def test_concurrency_is_bounded(make_policy):

@@ -58,19 +58,16 @@ def settled(collector):
 
 
 class Talk(MessageEnv):
-    """Answers `num_turns` times, by a tool that takes `seconds`."""
+    """Answers `num_turns` times."""
 
     def __init__(self, item):
-        self.num_turns, self.seconds = item.get("num_turns", 2), item.get("seconds", 0.0)
-        self.turn = 0
+        self.num_turns, self.turn = item.get("num_turns", 2), 0
 
     async def init(self):
         return [{"role": "user", "content": "go"}]
 
     async def step(self, message):
         self.turn += 1
-        if self.seconds:
-            await asyncio.sleep(self.seconds)
         return MessageStep([{"role": "user", "content": "again"}], reward=1.0, is_done=self.turn >= self.num_turns)
 
 
@@ -291,27 +288,33 @@ def test_an_update_that_failed_is_raised_by_the_next_batch_unless_another_one_fo
         assert {int(row.max()) for row in batch.get(("policy_versions", "full"), as_list=True)} == {2}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("grammar", [None, "{}"])
-def test_aborted_completions_go_on_after_an_update_with_their_versions(make_policy, renderer, grammar):
+def test_aborted_completions_go_on_after_an_update_with_their_versions(make_policy, renderer, clock, grammar):
     full = renderer.encode("1 2 3 4 5 6 7 8 9 10 11 12<|im_end|>")
     opening = renderer.render([{"role": "user", "content": "0 + 1 ="}], add_generation_prompt=True)
 
     def script(prompt):
         return full[len(prompt) - len(opening) :]  # goes on where the prompt ends
 
-    seconds = [4.0]  # of a request, so that none has ended when the update comes
-    policy = make_policy(script, latency_s=lambda prompt, answer: seconds[0])
+    seconds = [4000.0]  # of a request, so that none has ended when the update comes
+    are_started = threading.Event()
+
+    def latency_s(prompt_ids, token_ids):
+        if len(engine.requests) == 2:
+            asyncio.get_running_loop().call_soon(are_started.set)  # after this request, the second one
+        return seconds[0]
+
+    policy = make_policy(script, latency_s=latency_s)
     policy.sampling = policy.sampling.with_changes(grammar=grammar)
     with LLMCollector(addition(), policy=policy, groups_per_batch=1) as collector:
         engine = policy.engine
 
         def update():
-            wait_until(lambda: engine.num_in_flight == 2)
-            time.sleep(1.0)  # a quarter of the tokens
+            assert are_started.wait(240)
+            clock.move(1000)  # a quarter of the tokens
+            seconds[0] = 0.0
             engine.pause("abort")
             engine.policy_version = 1
-            seconds[0] = 0.1
             engine.resume()
 
         thread = threading.Thread(target=update)
@@ -400,39 +403,52 @@ def test_start_needs_a_buffer(make_policy):
 # Faults: numbers in = numbers out
 
 
-@pytest.mark.slow
-def test_a_slow_tool_holds_up_no_other_conversation(make_policy):
-    env = MessageChatEnv(Talk, [{"num_turns": 1, "seconds": 2.0}, {"num_turns": 10}])
+def test_a_slow_tool_holds_up_no_other_conversation(make_policy, clock):
+    class Slow(Talk):
+        async def step(self, message):
+            if self.num_turns == 1:
+                while not collector.num_played:  # the other conversation
+                    await asyncio.sleep(0.001)
+                clock.move(3600)
+            return await super().step(message)
+
+    env = MessageChatEnv(Slow, [{"num_turns": 1}, {"num_turns": 10}])
     with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
         slow, quick = collector.play(2)
-    assert slow.seconds >= 2.0 > quick.seconds and quick.num_turns == 10
+    assert slow.seconds >= 3600 > quick.seconds and quick.num_turns == 10
 
 
 @pytest.mark.slow
-def test_a_tool_that_blocks_its_thread_times_out_and_the_rest_goes_on(make_policy):
+def test_a_tool_that_blocks_its_thread_times_out_and_the_rest_goes_on(make_policy, clock):
+    may_go_on = threading.Event()
+
     class Blocking(Talk):
         async def step(self, message):
             if self.num_turns == 99:
-                time.sleep(2.0)
+                clock.move(600)
+                assert may_go_on.wait(240)
             return await super().step(message)
 
     env = MessageChatEnv(Blocking, [{"num_turns": 99}, {"num_turns": 2}, {"num_turns": 2}])
     with LLMCollector(
-        env, policy=make_policy(), groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=0.5)
+        env, policy=make_policy(), groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=600)
     ) as collector:
         hung = collector.play(1)[0]
         fine = collector.play(2)
+        may_go_on.set()
     assert (hung.status, hung.reason) == (RolloutStatus.ERROR, StopReason.ENVIRONMENT_ERROR)
-    assert "more than 0.5 s" in hung.error
+    assert "more than 600 s" in hung.error
     assert [rollout.status for rollout in fine] == [RolloutStatus.COMPLETED] * 2
 
 
-def test_a_judge_that_times_out_costs_its_rollout_alone(make_policy):
+def test_a_judge_that_times_out_costs_its_rollout_alone(make_policy, clock):
     async def judge(completion):
-        await asyncio.sleep(30.0 if completion == "2" else 0.0)
+        if completion == "2":
+            clock.move(600)
+            await asyncio.Event().wait()
         return 1.0
 
-    rubric = Rubric(RewardFn(judge), timeout_seconds=0.2)
+    rubric = Rubric(RewardFn(judge), timeout_seconds=600)
     policy = make_policy(["1<|im_end|>", "2<|im_end|>"])
     with LLMCollector(addition(2, rubric), policy=policy, groups_per_batch=2, max_concurrent_rollouts=1) as collector:
         batch = next(iter(collector))
@@ -481,7 +497,10 @@ def test_every_rollout_is_accounted_for_whatever_breaks(make_policy):
 
 
 def test_a_replica_that_dies_costs_retries_and_nothing_else(renderer):
-    engines = [ScriptedEngine(["1<|im_end|>"], encode=renderer.encode, latency_s=0.1) for _ in range(3)]
+    engines = [
+        ScriptedEngine(["1<|im_end|>"], encode=renderer.encode, latency_s=latency_s)
+        for latency_s in (math.inf, 0.1, 0.1)
+    ]
     policy = LLMWrapperBase(EngineReplicas(engines), renderer=renderer)
     with LLMCollector(addition(4), policy=policy, groups_per_batch=6) as collector:
 
@@ -500,15 +519,27 @@ def test_a_replica_that_dies_costs_retries_and_nothing_else(renderer):
 
 
 def test_an_interrupted_wait_loses_no_batch(make_policy):
-    policy = make_policy(latency_s=0.3)
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    def interrupt():
+        wait_until(lambda: policy.engine.num_in_flight == 2)
+        time.sleep(0.1)  # the wait for the batch has begun, too
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    policy = make_policy()
+    policy.engine.pause()
     with LLMCollector(addition(), policy=policy, groups_per_batch=1) as collector:
-        previous = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        previous = signal.signal(signal.SIGUSR1, stop)  # SIGALRM is the tests' time limit
+        thread = threading.Thread(target=interrupt)
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(KeyboardInterrupt):
+                thread.start()
                 collector.next()
         finally:
-            signal.signal(signal.SIGALRM, previous)
+            thread.join()
+            signal.signal(signal.SIGUSR1, previous)
+        policy.engine.resume()
         assert list(collector.next()["rollout", "group_id"]) == ["train/0/0"] * 2
     assert len(policy.engine.requests) == 2
 

@@ -411,9 +411,10 @@ class Pair(Game):
 @pytest.mark.slow
 def test_the_limit_of_a_step_does_not_count_what_the_other_players_sample(renderer):
     env = GameEnv(Pair, roles=Pair.roles)
-    policy = make_policy(renderer, latency_s=0.8)
+    seconds = iter([0.0, 2.5, 0.0, 0.0])
+    policy = make_policy(renderer, latency_s=lambda prompt, answer: next(seconds))
     with LLMCollector(
-        env, policy=policy, groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=0.4)
+        env, policy=policy, groups_per_batch=1, limits=RolloutLimits(step_timeout_seconds=2.0)
     ) as collector:
         rollouts = collector.play(2)
     assert [(one.status.name, one.reward, one.error) for one in rollouts] == [
@@ -421,14 +422,14 @@ def test_the_limit_of_a_step_does_not_count_what_the_other_players_sample(render
     ]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_the_limit_of_a_step_holds_for_a_move_and_ends_the_game_for_all(renderer):
+def test_the_limit_of_a_step_holds_for_a_move_and_ends_the_game_for_all(renderer, clock):
     async def opponent(messages):
-        await asyncio.sleep(600)
+        clock.move(600)
+        await asyncio.Event().wait()
 
     env = GameEnv(Pair, roles=Pair.roles, opponents={"second": opponent})
-    [rollout] = play(renderer, env, 1, limits=RolloutLimits(step_timeout_seconds=0.5))
-    assert rollout.reason == "environment_error" and "it took more than 0.5 s" in rollout.error
+    [rollout] = play(renderer, env, 1, limits=RolloutLimits(step_timeout_seconds=600))
+    assert rollout.reason == "environment_error" and "it took more than 600 s" in rollout.error
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_in_the_background_a_full_queue_holds_collection_up(make_policy):
     ) as collector:
         collector.start()
         wait_until(items.full)
-        wait_until(lambda: len(policy.engine.requests) >= 16)
+        wait_until(lambda: len(policy.engine.requests) >= 16 and policy.engine.num_in_flight == 0)
         time.sleep(0.3)
         # A batch that is being written, one that is ready, and what was in flight when that became ready.
         assert len(policy.engine.requests) <= 8 + 8 + 8 and policy.engine.num_in_flight == 0

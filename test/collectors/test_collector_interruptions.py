@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -97,12 +98,18 @@ class Chatter(MessageEnv):
     ("script", "limits", "reason"),
     [
         (["1<|im_end|>"], {"max_prompt_tokens": 80}, "prompt_too_long"),
-        (["1<|im_end|>"], {"rollout_timeout_seconds": 0.3}, "timeout"),
+        (["1<|im_end|>"], {"rollout_timeout_seconds": 600}, "timeout"),
         (["1<|im_end|>"], {"max_turns": 2}, "max_turns"),
     ],
 )
-def test_a_conversation_that_ends_between_two_steps_is_done(renderer, script, limits, reason):
-    engine = ScriptedEngine(script, encode=renderer.encode, latency_s=0.05)
+def test_a_conversation_that_ends_between_two_steps_is_done(renderer, clock, script, limits, reason):
+    def latency_s(prompt_ids, token_ids):
+        if reason != "timeout" or len(engine.requests) < 3:
+            return 0.05
+        clock.move(600)
+        return math.inf
+
+    engine = ScriptedEngine(script, encode=renderer.encode, latency_s=latency_s)
     env = MessageChatEnv(Chatter, [{"query": "go"}] * 2)
     policy = LLMWrapperBase(engine, renderer=renderer)
     with LLMCollector(

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def make_env():
-    return DatasetChatEnv([{"query": PROMPT}] * 40, input_mode="tokens", repeats=GROUP_SIZE)
+    return DatasetChatEnv([{"query": PROMPT}] * 400, input_mode="tokens", repeats=GROUP_SIZE)
 
 
 def make_policy(latency_s):
@@ -85,7 +85,7 @@ def test_a_node_that_is_lost_costs_retries_and_nothing_else(ray_nodes):
         assert row["tokens", "full"].tolist() == [*PROMPT, 1, 2, 3]
         assert row["tokens", "full"].untyped_storage().nbytes() == 8 * row["tokens", "full"].numel()
         threading.Timer(0.1, ray_nodes.remove_node, (away,), {"allow_graceful": False}).start()
-        while not collector.num_restarts and len(seen) < 80:
+        while not collector.num_restarts and len(seen) < 800:
             batch = collector.next()
             assert len(batch) == 8
             assert collector.report.num_dropped_by_reason == {}

@@ -231,6 +231,8 @@ async def late_and_stubborn(completion):
 @pytest.mark.slow
 @pytest.mark.parametrize("judge", [late, late_and_stubborn])
 def test_a_late_judge_is_named_and_leaves_nothing_in_the_log(make_policy, judge, caplog):
+    gc.collect()  # what earlier tests left may be logged as it is freed
+    caplog.clear()
     env = DatasetChatEnv(DATASET * 8).append_transform(RubricReward(Rubric(judge, timeout_seconds=0.01)))
     with LLMCollector(env, policy=make_policy(), groups_per_batch=1) as collector:
         rollouts = collector.play(32)

@@ -221,18 +221,18 @@ def test_a_batch_that_was_not_handed_on_is_still_in_the_state(renderer):
         def extend(self, data):
             if len(self):
                 self.is_writing.set()
-                assert self.may_write.wait(10)
+                assert self.may_write.wait(240)
             return super().extend(data)
 
     buffer = Slow(storage=LazyStackStorage(100))
     with make(replay_buffer=buffer, total_dialog_turns=6) as collector:
         collector.start()
-        assert buffer.is_writing.wait(10)
+        assert buffer.is_writing.wait(240)
         states = []
         saving = threading.Thread(target=lambda: states.append((len(buffer), collector.state_dict())))
         saving.start()  # waits for the batch that is being written
         buffer.may_write.set()
-        saving.join(10)
+        saving.join(240)
         [(_, state)] = states
     assert (len(buffer), state["num_turns"]) == (6, 6)
     # A batch that was delivered and did not reach anybody is played again.

@@ -213,18 +213,19 @@ def test_a_budget_truncates_and_keeps_the_turns(renderer, catches):
     assert len(engine.log) == 4  # the reply asks SDKs not to try again
 
 
-@pytest.mark.slow
-def test_a_rollout_that_takes_too_long_is_truncated_and_its_agent_cancelled(renderer):
-    cancelled = []
+def test_a_rollout_that_takes_too_long_is_truncated_and_its_agent_cancelled(renderer, clock):
+    answered, cancelled = [], []
 
     async def play(row, model):
-        await ask_once(row, model)
+        answered.append(await ask_once(row, model))
         try:
-            await asyncio.sleep(600)
+            if len(answered) == 2:
+                clock.move(600)
+            await asyncio.Event().wait()
         finally:
             cancelled.append(row)
 
-    rollouts, _ = play_group(play, renderer, rubric=lambda_reward, limits=RolloutLimits(rollout_timeout_seconds=2.0))
+    rollouts, _ = play_group(play, renderer, rubric=lambda_reward, limits=RolloutLimits(rollout_timeout_seconds=600))
     for one in rollouts:
         assert (one.status, one.reason) == (RolloutStatus.TRUNCATED, "timeout")
         assert (one.num_turns, one.is_scored, one.reward) == (1, True, 1.0)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,16 @@ def test_a_program_is_an_agent(play, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_program_is_ended_with_all_that_it_started(play, tmp_path, monkeypatch):
+def test_a_program_is_ended_with_all_that_it_started(play, tmp_path, clock, monkeypatch):
     """Itself, a child in a session of its own, and both ignore SIGTERM."""
     monkeypatch.setattr(agent_command, "_TERM_SECONDS", 0.2)
+
+    def take_too_long():
+        wait_until((tmp_path / "pids").exists)
+        clock.move(3600)
+
+    thread = threading.Thread(target=take_too_long)
+    thread.start()
     rollout = play(
         """
         import signal, subprocess, time
@@ -85,14 +93,16 @@ def test_a_program_is_ended_with_all_that_it_started(play, tmp_path, monkeypatch
         ask({"role": "user", "content": "?"})
         sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
-        open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
         print("begun", flush=True)
+        open(sys.argv[1] + ".new", "w").write(f"{os.getpid()} {child.pid}")
+        os.rename(sys.argv[1] + ".new", sys.argv[1])
         time.sleep(600)
         """,
         words=str(tmp_path / "pids"),
-        timeout_seconds=3.0,
+        timeout_seconds=600.0,
         rubric=the_answer,
     )
+    thread.join()
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2 and not any(map(is_running, pids))
     assert (rollout.status, rollout.reason) == (RolloutStatus.TRUNCATED, "timeout")
@@ -233,7 +243,7 @@ def own_network():
     finally:
         subprocess.run(["ip", "link", "del", f"{name}a"], capture_output=True)
         holder.stdin.close()
-        holder.wait(10)
+        holder.wait()
 
 
 def test_a_program_in_a_network_of_its_own_is_an_agent(renderer, tmp_path, own_network):

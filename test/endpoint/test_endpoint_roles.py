@@ -13,6 +13,7 @@ from endpoint_agents import LoggingEngine
 from tensordict import lazy_stack
 from torchrl.envs import Transform
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 from llmrl import GRPOLoss, MCAdvantage, train_step
 from llmrl.collectors import LLMCollector, RolloutLimits
@@ -145,7 +146,7 @@ class OpeningFails(Transform):
         return tensordict_reset
 
 
-def test_a_run_that_is_cancelled_while_its_sessions_end_leaves_no_open_key(renderer, monkeypatch):
+def test_a_run_that_is_cancelled_while_its_sessions_end_leaves_no_open_key(renderer, clock, monkeypatch):
     models = []
 
     async def play(row, model):
@@ -153,11 +154,12 @@ def test_a_run_that_is_cancelled_while_its_sessions_end_leaves_no_open_key(rende
         return {"a": 1.0, "b": 0.0}
 
     async def waits_for_answers(self):
+        clock.move(600)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Session, "finish", waits_for_answers)
     env = AgentEnv(play, ROWS, roles=("a", "b"))
-    limits = RolloutLimits(rollout_timeout_seconds=0.2)
+    limits = RolloutLimits(rollout_timeout_seconds=600)
     with LLMCollector(env, policy=policy_of(renderer, "1"), groups_per_batch=1, limits=limits) as collector:
         rollouts = collector.play(2)
         assert {rollout.reason for rollout in rollouts} <= {"timeout", "environment_error"}
@@ -182,7 +184,7 @@ def test_a_run_of_which_roles_are_not_opened_is_forgotten_with_its_sessions(rend
             rollouts = collector.play(3)
             assert [one.status.is_success for one in rollouts] == [role not in opening.failing for role in range(3)]
             del rollouts
-        assert num_plays() == before
+        wait_until(lambda: num_plays() <= before)
 
 
 def test_what_is_wrong_with_roles_is_said_before_anything_starts(renderer):

@@ -51,7 +51,7 @@ def serve(renderer, act, *, answers=(ANSWER,), engine=None):
         server = EndpointServer(sessions)
         await server.start()
         try:
-            return await asyncio.wait_for(act(f"{server.url}/v1", sessions.add(session), session, log), 60)
+            return await asyncio.wait_for(act(f"{server.url}/v1", sessions.add(session), session, log), 240)
         finally:
             session.end()
             await server.close()

@@ -86,7 +86,7 @@ def test_drafted_tokens_are_sampled_and_reported_as_the_trainer_computes_them(re
             surprise = torch.where(shares > 0, of_all, 0)
             mean = (shares * surprise).sum(-1)
             variance = (shares * surprise**2).sum(-1) - mean**2
-            assert abs((of_sampled - mean).sum() / variance.sum().sqrt()) < 4
+            assert abs((of_sampled - mean).sum() / variance.sum().sqrt()) < 6
 
 
 def test_each_argument_of_the_lists_is_vllms(imports_vllm):

@@ -27,13 +27,14 @@ VLLM_OPTIONS = {"max_model_len": 2048, "kv_cache_memory": 1 << 26, "cpu_threads"
 SAMPLING = SamplingConfig(max_new_tokens=20, ignore_eos=True)
 
 
-SLOW = 6
-"""A prompt of this token takes seconds, so that what happens meanwhile does so on a busy machine too."""
+SLOW, ENDLESS, QUICK = 6, 7, 8
+"""A prompt of one of these tokens takes seconds, or an hour, so that what happens meanwhile does so
+on a busy machine too; or no time."""
 
 
 def start_scripted(latency_s=0.5, ray_options=RAY_OPTIONS):
     def latency(prompt_ids, token_ids):
-        return 4.0 if prompt_ids == [SLOW] else latency_s
+        return {SLOW: 4.0, ENDLESS: 3600.0, QUICK: 0.0}.get(prompt_ids[0], latency_s)
 
     make_engine = functools.partial(ScriptedEngine, [list(range(20))], latency_s=latency, max_model_len=100)
     return RayEngine.start(make_engine, ray_options=ray_options)
@@ -147,7 +148,7 @@ def test_many_requests_are_in_flight_at_once(engine):
 
 def test_abort_and_cancel_reach_the_actor(engine, ray_cluster):
     async def run():
-        tasks = [asyncio.create_task(engine.generate([SLOW], SAMPLING, request_id=name)) for name in "ab"]
+        tasks = [asyncio.create_task(engine.generate([ENDLESS], SAMPLING, request_id=name)) for name in "ab"]
         await asyncio.sleep(0.2)
         with pytest.raises(ValueError, match="in flight"):
             await engine.generate([5], SAMPLING, request_id="a")
@@ -180,8 +181,7 @@ class Watched(TokenStream):
 def test_tokens_are_reported_while_the_actor_samples_and_a_stop_reaches_it(engine, num_wanted):
     async def run():
         stream = Watched(num_wanted)
-        prompt_ids = [5] if num_wanted == math.inf else [SLOW]
-        return stream, await engine.generate(prompt_ids, SAMPLING, stream=stream)
+        return stream, await engine.generate([SLOW], SAMPLING, stream=stream)
 
     stream, completion = asyncio.run(run())
     assert engine.streams_tokens and len(stream.reports) > 2
@@ -198,7 +198,7 @@ def test_a_stream_that_is_refused_cancelled_or_whose_actor_dies_says_so(ray_clus
     async def run():
         with pytest.raises(ValueError, match="100"):
             await one.generate([5] * 100, SAMPLING, stream=Watched())
-        cancelled = asyncio.create_task(one.generate([SLOW], SAMPLING, stream=Watched()))
+        cancelled = asyncio.create_task(one.generate([ENDLESS], SAMPLING, stream=Watched()))
         await asyncio.sleep(0.2)
         cancelled.cancel()
         await asyncio.wait([cancelled])
@@ -248,8 +248,8 @@ def test_pause_resume_and_versions_reach_the_actor(engine):
 
 
 def test_deaths_of_every_kind_cost_retries_only(engine, ray_cluster, ray_nodes):
-    # Long enough that the death is heard of while every request is in flight, on a busy machine too.
-    start = functools.partial(start_scripted, latency_s=1.5)
+    # Long enough that every request is in flight until its engine dies, on a busy machine too.
+    start = functools.partial(start_scripted, latency_s=30.0)
     away = ray_nodes.add_node(num_cpus=0, resources={"away": 1})
     first = start(ray_options={"num_cpus": 0, "resources": {"away": 1}})
     engines = EngineReplicas([first, engine], restart=lambda index: start(), hang_timeout_seconds=5.0)
@@ -276,8 +276,10 @@ def test_deaths_of_every_kind_cost_retries_only(engine, ray_cluster, ray_nodes):
         tasks = [
             asyncio.create_task(engines.generate([5], SAMPLING, request_id=f"{victim}-{index}")) for index in range(16)
         ]
-        await asyncio.sleep(0.2)
+        while sum(engines.loads) < 16:
+            await asyncio.sleep(0)
         assert engines.loads == (8, 8)
+        await asyncio.sleep(0.2)
         await asyncio.to_thread(end, victim, pid)
         return await asyncio.gather(*tasks)
 
@@ -298,7 +300,7 @@ def test_deaths_of_every_kind_cost_retries_only(engine, ray_cluster, ray_nodes):
             dying.pause()
         wait_until(lambda pid=pid: not is_running(pid))
         # One that serves has made up for its deaths.
-        assert asyncio.run(engines.generate([5], SAMPLING, routing_key=victim)).versions == [3] * 20
+        assert asyncio.run(engines.generate([QUICK], SAMPLING, routing_key=victim)).versions == [3] * 20
         assert engines.router.assign("later", victim) == 0
         engines.router.release("later")
     assert engines.num_hangs == 1

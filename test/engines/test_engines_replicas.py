@@ -71,7 +71,7 @@ def test_a_dead_replica_is_left_out():
 
 def test_abort_reaches_the_right_replica_and_counts_return_to_zero():
     async def run():
-        engines = EngineReplicas([ScriptedEngine([list(range(10))], latency_s=5.0) for _ in range(2)])
+        engines = EngineReplicas([ScriptedEngine([list(range(10))], latency_s=1000.0) for _ in range(2)])
         tasks = [
             asyncio.create_task(engines.generate([1], SamplingConfig(max_new_tokens=10), request_id=name))
             for name in "ab"
@@ -196,7 +196,7 @@ def test_a_dead_replica_is_restarted_and_gets_the_current_weights_before_it_serv
     def bring_to_version(engine):
         assert engine is engines[0]
         seen.append((engine.policy_version, engines.serving))
-        assert may_finish.wait(10)
+        assert may_finish.wait(240)
         engine.policy_version = 5
 
     engines.before_serving.append(bring_to_version)
@@ -216,11 +216,11 @@ def test_requests_wait_where_all_replicas_are_being_restarted():
     may_start = threading.Event()
 
     def restart(index):
-        assert may_start.wait(10)
+        assert may_start.wait(240)
         return ScriptedEngine([[7 + index]])
 
     async def run():
-        engines = EngineReplicas([scripted(0, latency_s=5.0)() for _ in range(2)], restart=restart)
+        engines = EngineReplicas([scripted(0, latency_s=1000.0)() for _ in range(2)], restart=restart)
         tasks = [
             asyncio.create_task(engines.generate([9], SAMPLING, request_id=str(index), routing_key=str(index)))
             for index in range(6)
@@ -314,7 +314,7 @@ def test_shutdown_ends_engines_that_are_being_started_too():
     started, may_start = [], threading.Event()
 
     def restart(index):
-        assert may_start.wait(10)
+        assert may_start.wait(240)
         started.append(ScriptedEngine([[1]]))
         return started[0]
 

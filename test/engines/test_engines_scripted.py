@@ -114,7 +114,7 @@ def test_faults_on_command():
 
 def test_shutdown_fails_requests_in_flight_and_later_ones():
     async def run():
-        engine = ScriptedEngine([[1]], latency_s=5.0)
+        engine = ScriptedEngine([[1]], latency_s=1000.0)
         task = asyncio.create_task(engine.generate([1], SAMPLING))
         await asyncio.sleep(0.01)
         engine.shutdown()

@@ -103,7 +103,7 @@ def test_an_update_goes_on_without_a_server_that_stalls_and_takes_it_back(begin,
     assert sender.update_weights() == 2
     assert holds(second, 5) and not second.is_paused
     go_on(first, engines[0])
-    wait_until(lambda: engines.serving == {0, 1}, timeout_s=30)
+    wait_until(lambda: engines.serving == {0, 1})
     assert holds(first, 5) and not first.is_paused
     assert first.label == "2"
     assert {version for _ in range(4) for version in ask(engines).versions} == {2}
@@ -120,7 +120,7 @@ def test_the_only_server_that_stalls_fails_the_update_and_the_next_one_reaches_i
     with pytest.raises(EngineError, match="did not answer within"):
         sender.update_weights()
     go_on(only, engine)
-    wait_until(lambda: engine.is_alive, timeout_s=30)
+    wait_until(lambda: engine.is_alive)
     if engine.lacks_weights:
         for asked in (ask, lambda engine: asyncio.run(engine.score([1, 2, 3]))):
             with pytest.raises(EngineError, match="serves after the next update"):
@@ -162,7 +162,7 @@ def test_requests_of_a_server_that_hangs_go_elsewhere_and_it_serves_again_when_i
         engine.reply_timeout_seconds = None
     engines.replace_hanging(engines[0])
     assert not engines[0].is_alive
-    wait_until(lambda: engines.serving == {0, 1}, timeout_s=30)
+    wait_until(lambda: engines.serving == {0, 1})
     assert ask(engines).versions == [1, 1]
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import threading
-import time
 
 import pytest
 import torch
 from warm_processes import run_warm
 
 from llmrl.engines import Engine, EngineError, SamplingConfig, TransformersEngine
+from llmrl.engines.transformers.decoding import DecodingBatch
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [1, 2, 3]]
 SAMPLING = SamplingConfig(max_new_tokens=12, ignore_eos=True)
@@ -148,29 +149,29 @@ def test_the_models_own_end_token_ends_unless_it_is_to_be_ignored():
     assert len(ignored.token_ids) == 12
 
 
-@pytest.mark.slow
-def test_new_weights_hold_from_the_next_token_on_and_each_token_says_which(engine):
+def test_new_weights_hold_from_the_next_token_on_and_each_token_says_which(engine, monkeypatch):
     model, new = make_model(), make_model(seed=1)
-    forward, computed = engine.model.forward, threading.Semaphore(0)
+    sample, num_sampled = DecodingBatch.sample, itertools.count(1)
+    is_tenth, is_loaded = threading.Event(), threading.Event()
 
-    def slow_forward(*arguments, **options):
-        computed.release()
-        time.sleep(0.01)
-        return forward(*arguments, **options)
+    def held_sample(batch):
+        if next(num_sampled) == 10:
+            is_tenth.set()
+            assert is_loaded.wait(240)
+        sample(batch)
 
-    engine.model.forward = slow_forward
+    monkeypatch.setattr(DecodingBatch, "sample", held_sample)
 
     async def run():
         task = asyncio.create_task(engine.generate([1, 2], SAMPLING.with_changes(max_new_tokens=40)))
-        for _ in range(10):
-            await asyncio.to_thread(computed.acquire)
+        assert await asyncio.to_thread(is_tenth.wait, 240)
         assert await asyncio.to_thread(engine.load_weights, new.state_dict()) == 1
+        is_loaded.set()
         return await task
 
     completion = asyncio.run(run())
-    num_old = completion.versions.count(0)
+    num_old = 10
     assert completion.versions == [0] * num_old + [1] * (40 - num_old)
-    assert 5 < num_old < 20
     old = chosen(reference_logits(model, [1, 2], completion), completion)
     assert torch.allclose(torch.tensor(completion.log_probs)[:num_old], old[:num_old], atol=1e-4)
     [after] = generate_all(engine, [[1, 2]])
@@ -203,17 +204,16 @@ def test_weights_that_are_refused_leave_those_of_before(fault):
     assert torch.equal(engine.model.lm_head.weight, other.lm_head.weight)
 
 
-@pytest.mark.slow
 def test_requests_are_aborted_and_cancelled_alone():
     model = make_model()
-    forward, num_calls = model.forward, [0]
+    forward, num_calls, may_go_on = model.forward, [0], threading.Event()
 
-    def slow_forward(*arguments, **options):
+    def held_forward(*arguments, **options):
         num_calls[0] += 1
-        time.sleep(0.01)
+        assert num_calls[0] < 4 or may_go_on.wait(240)
         return forward(*arguments, **options)
 
-    model.forward = slow_forward
+    model.forward = held_forward
 
     async def run():
         with TransformersEngine(model, max_num_seqs=3) as engine:
@@ -228,6 +228,7 @@ def test_requests_are_aborted_and_cancelled_alone():
             await engine.abort("d")  # it waits for a place
             assert (await tasks[3]).token_ids == []
             await engine.abort("never seen")
+            may_go_on.set()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             return results, engine.num_in_flight
 
@@ -241,15 +242,26 @@ def test_requests_are_aborted_and_cancelled_alone():
 
 def test_shutdown_fails_what_is_in_flight_and_leaves_no_thread():
     model = make_model()
-    forward = model.forward
-    model.forward = lambda *arguments, **options: (time.sleep(0.01), forward(*arguments, **options))[1]
+    forward, is_computing, may_go_on = model.forward, threading.Event(), threading.Event()
+
+    def held_forward(*arguments, **options):
+        is_computing.set()
+        assert may_go_on.wait(240)
+        return forward(*arguments, **options)
+
+    model.forward = held_forward
+    others = set(threading.enumerate())
     engine = TransformersEngine(model, max_num_seqs=1)
 
     async def run():
         sampling = SAMPLING.with_changes(max_new_tokens=50)
         tasks = [asyncio.create_task(engine.generate([1], sampling)) for _ in range(3)]
-        await asyncio.sleep(0.05)
-        engine.shutdown()
+        assert await asyncio.to_thread(is_computing.wait, 240)
+        ending = asyncio.create_task(asyncio.to_thread(engine.shutdown))
+        while engine.is_alive:
+            await asyncio.sleep(0.001)
+        may_go_on.set()
+        await ending
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert [type(result) for result in asyncio.run(run())] == [EngineError] * 3
@@ -257,7 +269,7 @@ def test_shutdown_fails_what_is_in_flight_and_leaves_no_thread():
     assert not engine.is_alive
     with pytest.raises(EngineError, match="shut down"):
         generate_all(engine)
-    assert "llmrl-transformers-engine" not in {thread.name for thread in threading.enumerate()}
+    assert "llmrl-transformers-engine" not in {thread.name for thread in set(threading.enumerate()) - others}
 
 
 def test_a_model_that_fails_fails_its_requests_only():

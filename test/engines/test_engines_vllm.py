@@ -176,18 +176,13 @@ def test_abort_returns_what_it_has(shallow_engine, prompt_ids):
 def test_cancelling_aborts_in_the_engine(shallow_engine, prompt_ids):
     async def run():
         sampling = SamplingConfig(max_new_tokens=1500, ignore_eos=True)
-        task = asyncio.create_task(shallow_engine.generate(prompt_ids, sampling))
-        await asyncio.sleep(0.3)
+        task = await begin(shallow_engine, prompt_ids, sampling)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        for _ in range(100):
-            if not shallow_engine.llm.output_processor.request_states:
-                break
-            await asyncio.sleep(0.02)
 
     asyncio.run(run())
-    assert not shallow_engine.llm.output_processor.request_states
+    wait_until(lambda: not shallow_engine.llm.output_processor.request_states)
     assert shallow_engine.num_in_flight == 0
 
 

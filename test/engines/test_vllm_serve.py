@@ -39,10 +39,15 @@ VARIABLES = {
 }  # fmt: skip
 
 
+HELD = []
+
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that no other program is given: it stays bound here, where the server may listen."""
+    HELD.append(socket.socket())
+    HELD[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    HELD[-1].bind(("127.0.0.1", 0))
+    return HELD[-1].getsockname()[1]
 
 
 def start_server(path, port, *options, **variables):

@@ -250,7 +250,7 @@ def test_functions_by_their_names_answer_one_message_a_call():
             raise ValueError(f"Unknown operation: {operation}")
         return {"result": a + b}
 
-    env = ChatEnv(batch_size=(1,)).append_transform(SimpleToolTransform({"calculator": calculator}, timeout=5.0))
+    env = ChatEnv(batch_size=(1,)).append_transform(SimpleToolTransform({"calculator": calculator}, timeout=60.0))
     call = '<tool>calculator\n{"operation": "%s", "a": 2, "b": 3}</tool>'
     text = "I compute: " + call % "add" + call % "divide" + "<tool>calculator\nno json</tool><tool>other\n{}</tool>"
     data = env.reset(TensorDict(query=["2 + 3"], batch_size=(1,)))

@@ -215,7 +215,7 @@ def test_other_weights_are_found_at_the_first_token_with_another_log_prob(run_pa
     checkpoint = load_state(run_path / "checkpoint.safetensors", advice="")
     weights = checkpoint["tracked"]["model"]
     name = next(name for name in weights if name.endswith("down_proj.weight"))
-    weights[name] = weights[name] + 0.05
+    weights[name] = weights[name] + 1.0  # many times what is rounding
     save_state(run_path / "other.safetensors", checkpoint)
     (run_path / "other.safetensors").replace(run_path / "checkpoint.safetensors")
     called = call("replay", run_path, "--step", 4, "--quantities", "advantages,log_probs,metrics", "--json")

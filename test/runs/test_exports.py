@@ -92,13 +92,13 @@ def test_an_export_has_the_weights_of_its_step_though_training_goes_on_while_it_
 
     def slow_write(*arguments):
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(240)
         write(*arguments)
 
     monkeypatch.setattr(module, "write_model", slow_write)
     exports, folder, _ = make_exports()
     exports.start(3, model, {}, {})
-    assert begun.wait(30)  # the trainer is not held by the write
+    assert begun.wait(240)  # the trainer is not held by the write
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.add_(1) if tensor.is_floating_point() else None

@@ -81,7 +81,7 @@ def killed_and_resumed(tmp_path_factory, real_vllm):
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while any(map(is_running, children)) and time.monotonic() < deadline:
         time.sleep(0.2)
     orphans = [pid for pid in children if is_running(pid)]

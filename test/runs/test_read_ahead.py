@@ -32,7 +32,7 @@ def test_it_draws_no_further_than_one_beyond_the_one_that_waits():
     ahead = ReadAhead(drawn.append(number) or number for number in itertools.count())
     assert [ahead.take(wait=True) for _ in range(3)] == [0, 1, 2]
     ahead.close()
-    ahead._thread.join(5)
+    ahead._thread.join(240)
     assert not ahead._thread.is_alive() and len(drawn) <= 5
 
 

@@ -52,7 +52,7 @@ def start(monkeypatch, tmp_path):
     """Starts engines, as replicas or as a list, and a sender of weights by one of `WAYS`."""
     monkeypatch.setattr(StreamChannel, "connect", lambda channel, client: _Streamed(channel, client))
     monkeypatch.setattr("llmrl.weight_sync.scheme.AdapterWeights", _Matrices)
-    monkeypatch.setattr(channels, "_MEETING_SECONDS", 1.0)
+    monkeypatch.setattr(channels, "_MEETING_SECONDS", 60.0)
     ended = []
 
     def begin(way, labels, *, num_engines=2, version=0, is_list=False):
@@ -219,7 +219,7 @@ def test_a_version_is_that_of_the_same_weights_whichever_engines_die_when(start,
         wait_until(lambda replicas=replicas: not replicas.recovering)  # what is streamed is not held for later ones
         set_to(model, 100)
         version = sender.update_weights()
-        wait_until(lambda replicas=replicas: len(replicas.serving) == len(replicas), timeout_s=30)
+        wait_until(lambda replicas=replicas: len(replicas.serving) == len(replicas))
         labels.look()
         assert not labels.wrong, (seed, labels.wrong, labels.log)
         assert {(engine.policy_version, engine.held) for engine in replicas} == {(version, 100)}, (seed, labels.log)

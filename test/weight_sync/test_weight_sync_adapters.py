@@ -66,18 +66,19 @@ def held_by(engine):
 
 def test_requests_in_flight_over_three_versions_end_on_their_own(engine, model):
     sender = make_sender(SCHEME, model, engine)
-    sampling = SamplingConfig(max_new_tokens=200, ignore_eos=True)
+    # Each outlives the updates that follow it.
+    sampling = [SamplingConfig(max_new_tokens=500 - 100 * place, ignore_eos=True) for place in range(MAX_LORAS)]
     first = engine.policy_version
 
     async def run():
-        requests = [asyncio.create_task(engine.generate(PROMPT, sampling))]
+        requests = [asyncio.create_task(engine.generate(PROMPT, sampling[0]))]
         for seed in range(1, MAX_LORAS):
             tokens = await engine.progress() or 0
             while (await engine.progress() or 0) == tokens:  # the last one has begun
                 await asyncio.sleep(0.005)
             set_adapters(model, seed)
             assert await asyncio.to_thread(sender.update_weights) == first + seed
-            requests.append(asyncio.create_task(engine.generate(PROMPT, sampling)))
+            requests.append(asyncio.create_task(engine.generate(PROMPT, sampling[seed])))
         await asyncio.sleep(0)
         num_in_flight = engine.num_in_flight
         set_adapters(model, MAX_LORAS)
@@ -89,21 +90,22 @@ def test_requests_in_flight_over_three_versions_end_on_their_own(engine, model):
     assert num_in_flight == MAX_LORAS
     assert len(held) == MAX_LORAS
     for seed, completion in enumerate(completions):
-        assert completion.versions == [first + seed] * sampling.max_new_tokens
+        assert completion.versions == [first + seed] * sampling[seed].max_new_tokens
         set_adapters(model, seed)
         own = difference_of(model, PROMPT, completion).abs()
         set_adapters(model, (seed + 1) % MAX_LORAS)
         assert own.max() < 1e-3 < 0.1 < difference_of(model, PROMPT, completion).abs().mean(), (seed, own.max())
 
 
-@pytest.mark.parametrize(("pause_mode", "reason"), [("abort", "abort"), ("wait", "length")])
-def test_an_update_ends_or_awaits_requests_as_its_option_says(engine, model, pause_mode, reason):
+@pytest.mark.parametrize(("pause_mode", "reason", "max_new_tokens"), [("abort", "abort", 900), ("wait", "length", 200)])
+def test_an_update_ends_or_awaits_requests_as_its_option_says(engine, model, pause_mode, reason, max_new_tokens):
     sender = make_sender(VLLMWeightSyncScheme(lora="adapter", pause_mode=pause_mode), model, engine)
     set_adapters(model, 11)
     version = sender.update_weights()
 
     async def run():
-        request = asyncio.create_task(engine.generate(PROMPT, SamplingConfig(max_new_tokens=200, ignore_eos=True)))
+        sampling = SamplingConfig(max_new_tokens=max_new_tokens, ignore_eos=True)
+        request = asyncio.create_task(engine.generate(PROMPT, sampling))
         while not await engine.progress():
             await asyncio.sleep(0.005)
         set_adapters(model, 12)

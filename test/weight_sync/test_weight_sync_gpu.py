@@ -202,7 +202,6 @@ def test_nccl_makes_one_group_of_trainer_and_all_workers_and_weights_arrive(stan
     sender.shutdown()
 
 
-@pytest.mark.timeout(120)
 def test_a_worker_that_is_killed_or_stands_still_in_a_broadcast_ends_it_and_the_others_get_the_weights(
     stand_in, monkeypatch, own_programs
 ):

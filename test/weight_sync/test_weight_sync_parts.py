@@ -417,7 +417,7 @@ class TestUpdatesBesideTraining:
                 self.may_take = threading.Event()
 
             def update_weights(self, info):
-                assert self.may_take.wait(20)
+                assert self.may_take.wait(240)
                 super().update_weights(info)
 
         return SlowEngine()
@@ -430,9 +430,9 @@ class TestUpdatesBesideTraining:
         torch.nn.init.zeros_(model.weight)
         assert not update.done() and engine.policy_version == 0
         engine.may_take.set()
-        assert update.result(20) == 1 == engine.policy_version
+        assert update.result(240) == 1 == engine.policy_version
         assert torch.equal(engine.taken["weight"], sent)
-        assert sender.start_update().result(20) == 2
+        assert sender.start_update().result(240) == 2
         assert not engine.taken["weight"].any()
         sender.shutdown()
 
@@ -441,7 +441,7 @@ class TestUpdatesBesideTraining:
         engine.is_full = True
         engine.may_take.set()
         with pytest.raises(WeightSyncError, match=r"no room.*version 0 as before"):
-            sender.start_update().result(20)
+            sender.start_update().result(240)
         sender.shutdown()
         with pytest.raises(RuntimeError):
             sender.start_update()
@@ -476,7 +476,7 @@ class TestUpdatesBesideTraining:
         sender = make_sender(VLLMWeightSyncScheme(), model, FakeEngine())
         update = sender.start_update()
         assert update.done() or seen, "training would change weights that are still to be read"
-        assert update.result(20) == 1
+        assert update.result(240) == 1
         sender.shutdown()
 
 
