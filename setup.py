@@ -21,7 +21,7 @@ def described(readme: str, version: str) -> str:
         place = f"README.md{target}" if target.startswith("#") else target
         return f"{mark}[{words}]({SOURCE_URL}/{'raw' if mark else 'blob'}/v{version}/{place})"
 
-    return re.sub(r"(!?)\[([^\]\n]*)\]\((?!https?:)([^)\s]+)\)", replaced, readme)
+    return re.sub(r"(!?)\[([^\[\]]*)\]\((?!https?:)([^)\s]+)\)", replaced, readme)
 
 
 version = re.search(r'^__version__ = "(.+)"', (ROOT / "llmrl/__init__.py").read_text(encoding="utf-8"), re.MULTILINE)[1]

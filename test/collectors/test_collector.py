@@ -159,7 +159,7 @@ def test_a_step_that_hangs_times_out_and_others_go_on(make_policy, clock):
             if self.turn == 1:
                 while not collector.num_played:  # the other conversation
                     await asyncio.sleep(0.001)
-                clock.move(600)
+                clock.pass_limit(600)
                 await asyncio.Event().wait()
             return await super().step(message)
 
@@ -182,7 +182,7 @@ def test_a_rollout_past_its_time_is_truncated_with_what_it_had(make_policy, cloc
     def latency_s(prompt_ids, token_ids):
         if next(num_requests) < 2:
             return 0.0
-        clock.move(600)
+        clock.pass_limit(600)
         return math.inf
 
     with LLMCollector(env, policy=make_policy(latency_s=latency_s), groups_per_batch=1, limits=limits) as collector:

@@ -425,7 +425,7 @@ def test_a_tool_that_blocks_its_thread_times_out_and_the_rest_goes_on(make_polic
     class Blocking(Talk):
         async def step(self, message):
             if self.num_turns == 99:
-                clock.move(600)
+                clock.pass_limit(600)
                 assert may_go_on.wait(240)
             return await super().step(message)
 
@@ -444,7 +444,7 @@ def test_a_tool_that_blocks_its_thread_times_out_and_the_rest_goes_on(make_polic
 def test_a_judge_that_times_out_costs_its_rollout_alone(make_policy, clock):
     async def judge(completion):
         if completion == "2":
-            clock.move(600)
+            clock.pass_limit(600)
             await asyncio.Event().wait()
         return 1.0
 

@@ -424,7 +424,7 @@ def test_the_limit_of_a_step_does_not_count_what_the_other_players_sample(render
 
 def test_the_limit_of_a_step_holds_for_a_move_and_ends_the_game_for_all(renderer, clock):
     async def opponent(messages):
-        clock.move(600)
+        clock.pass_limit(600)
         await asyncio.Event().wait()
 
     env = GameEnv(Pair, roles=Pair.roles, opponents={"second": opponent})

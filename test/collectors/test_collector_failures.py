@@ -241,7 +241,7 @@ def test_a_tool_that_blocks_its_thread_stops_no_judge(make_policy, clock):
             if element["number"] == 0:
                 while len(judging) < 3:
                     await asyncio.sleep(0.01)
-                clock.move(600)
+                clock.pass_limit(600)
                 is_blocked.set()
                 assert goes_on.wait(240)
 
@@ -469,7 +469,7 @@ def test_a_close_that_hangs_or_raises_harms_no_other_conversation(make_policy, c
             if self.item["number"] == 1:
                 while collector.num_played < 3:  # the others
                     await asyncio.sleep(0.001)
-                clock.move(600)
+                clock.pass_limit(600)
                 await asyncio.Event().wait()
 
     env = MessageChatEnv(Closing, PROMPTS[:4])

@@ -106,7 +106,7 @@ def test_a_conversation_that_ends_between_two_steps_is_done(renderer, clock, scr
     def latency_s(prompt_ids, token_ids):
         if reason != "timeout" or len(engine.requests) < 3:
             return 0.05
-        clock.move(600)
+        clock.pass_limit(600)
         return math.inf
 
     engine = ScriptedEngine(script, encode=renderer.encode, latency_s=latency_s)

@@ -220,7 +220,7 @@ def test_a_rollout_that_takes_too_long_is_truncated_and_its_agent_cancelled(rend
         answered.append(await ask_once(row, model))
         try:
             if len(answered) == 2:
-                clock.move(600)
+                clock.pass_limit(600)
             await asyncio.Event().wait()
         finally:
             cancelled.append(row)

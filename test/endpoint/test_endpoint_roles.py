@@ -154,7 +154,7 @@ def test_a_run_that_is_cancelled_while_its_sessions_end_leaves_no_open_key(rende
         return {"a": 1.0, "b": 0.0}
 
     async def waits_for_answers(self):
-        clock.move(600)
+        clock.pass_limit(600)
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Session, "finish", waits_for_answers)

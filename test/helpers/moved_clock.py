@@ -12,6 +12,8 @@ import contextlib
 import time
 from unittest import mock
 
+from waiting import wait_until
+
 
 class MovedClock:
     """The time of the loops that are made from then on; others, such as an engine's, keep theirs."""
@@ -19,6 +21,14 @@ class MovedClock:
     def __init__(self):
         self.seconds = 0.0
         self.loops: set[asyncio.AbstractEventLoop] = set()
+
+    def pass_limit(self, seconds):
+        """Let a limit of so many seconds pass as soon as it counts: what it limits may begin before, in another loop."""
+        wait_until(lambda: any(seconds / 2 <= left <= seconds for left in self._seconds_left()))
+        self.move(seconds)
+
+    def _seconds_left(self):
+        return [timer.when() - loop.time() for loop in list(self.loops) for timer in list(loop._scheduled)]
 
     def move(self, seconds):
         """Let so many seconds have passed; may be called in any thread."""
