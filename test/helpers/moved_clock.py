@@ -23,7 +23,7 @@ class MovedClock:
         self.loops: set[asyncio.AbstractEventLoop] = set()
 
     def pass_limit(self, seconds):
-        """Let a limit of so many seconds pass as soon as it counts: what it limits may begin before, in another loop."""
+        """Let a limit pass as soon as it counts, in seconds: what it limits may begin before, in another loop."""
         wait_until(lambda: any(seconds / 2 <= left <= seconds for left in self._seconds_left()))
         self.move(seconds)
 
