@@ -69,6 +69,23 @@ def test_a_process_that_another_one_started_meanwhile_goes_on(tmp_path, own_prog
     assert answer.stdout.strip() == "goes on"
 
 
+@pytest.mark.parametrize(("name", "importing"), [("__mp_main__", 50_000), ("__main__", 700)])
+def test_an_engines_process_collects_garbage_rarely_while_it_imports(name, importing, own_programs):
+    program = f"""if True:
+        import gc, runpy
+        runpy.run_module("llmrl.engines.child_process", run_name={name!r})
+        print(gc.get_threshold()[0])
+        from llmrl.engines.child_process import register
+        register()
+        print(gc.get_threshold()[0])
+    """
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    answer = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.split() == [str(importing), "700"]
+
+
 def test_an_engines_process_is_quiet_while_it_imports_vllm(imports_vllm):
     """vLLM applies its log level after its imports, one of which warns of Triton on a CPU."""
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), "VLLM_LOGGING_LEVEL": "ERROR"}

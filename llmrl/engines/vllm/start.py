@@ -8,6 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from llmrl._utils.background_loop import BackgroundLoop
+from llmrl._utils.garbage import search_rarely
 from llmrl.engines.base import EngineError
 from llmrl.engines.engine_folder import FOLDER_VARIABLE, engine_folder
 from llmrl.engines.environment import available_cores, engine_variables, starting_environment, transfer_variables
@@ -76,7 +77,11 @@ async def _import_vllm() -> None:
 
     With a caller's frame they would hold its local variables, such as the engine, which would never be collected.
     """
-    from llmrl.engines.vllm.private import AsyncEngineArgs  # noqa: F401
+    search_often = search_rarely(asyncio.get_running_loop())  # otherwise a quarter of the time is garbage collection
+    try:
+        from llmrl.engines.vllm.private import AsyncEngineArgs  # noqa: F401
+    finally:
+        search_often()
 
 
 async def _hold(stack: contextlib.ExitStack) -> None:
