@@ -60,8 +60,9 @@ def as_dry_run(cfg: Config) -> Config:
     cfg.sync = replace(cfg.sync, transport="direct", folder=None)
     if isinstance(cfg, SFTConfig):
         cfg.conversations = replace(cfg.conversations, path=_conversations(), held_out=_conversations())
-    cfg.collect = replace(cfg.collect, groups_per_batch=2, max_new_tokens=8)
-    cfg.collect = replace(cfg.collect, num_collectors=None, cpus_per_collector=None)
+    cfg.collect = replace(
+        cfg.collect, groups_per_batch=2, max_new_tokens=8, num_collectors=None, cpus_per_collector=None
+    )
     if isinstance(cfg, GRPOConfig):
         cfg.collect = replace(cfg.collect, replace_constant_groups=False)  # all answers of the tiny model are wrong
     warmup_steps = min(cfg.train.warmup_steps, 1)

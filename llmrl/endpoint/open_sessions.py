@@ -69,7 +69,10 @@ class OpenSessions:
         return self._sessions[name]
 
     def look_up(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session that `find` would return, but do not keep it if it was not open, and take no turn."""
+        """Return the session that `find` would return, but do not keep it if it was not open, and take no turn.
+
+        Raises RefusedRequest if the key is wrong.
+        """
         self.check(api_key, session_id)
         name = next(iter(self._candidates(session_id, request)), "unnamed/counted")
         return self._sessions[name] if name in self._sessions else self._open_session(name)

@@ -49,13 +49,13 @@ def register() -> None:
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is None or int(parent) == os.getpid():
         return
-    gc.set_threshold(*_PYTHONS_THRESHOLDS)
     if sys.platform == "linux" and int(parent) == os.getppid():
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if int(parent) != os.getppid():
         if not is_running(int(parent)):  # the parent died before prctl took effect
             os.kill(os.getpid(), signal.SIGKILL)
         return  # the variable belongs to another process that starts at the same time
+    gc.set_threshold(*_PYTHONS_THRESHOLDS)
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the workers that this process starts
     if FOLDER_VARIABLE in os.environ:
         put_files_into(os.environ[FOLDER_VARIABLE])

@@ -302,8 +302,13 @@ class MLflowTracker:
 
     def close(self) -> None:
         """Mark the run as finished; as failed if an exception is being handled, and as killed if it is an interrupt."""
-        error = sys.exception()
-        status = "FINISHED" if error is None else "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        match sys.exception():
+            case None:
+                status = "FINISHED"
+            case KeyboardInterrupt():
+                status = "KILLED"
+            case _:
+                status = "FAILED"
         self._client.set_terminated(self._id, status)
 
 

@@ -267,28 +267,40 @@ def test_a_tool_that_blocks_its_thread_stops_no_judge(make_policy, clock):
     assert all(rollout.is_scored for rollout in others)
 
 
+class Waiting(Transform):
+    """Each step waits until it may go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def _step(self, tensordict, next_tensordict):
+        self.begun.set()
+        self.goes_on.wait(60)
+        return next_tensordict
+
+    def _reset(self, tensordict, tensordict_reset):
+        return tensordict_reset
+
+
+async def answered_prompt(stepper):
+    """A conversation of the stepper's environment that is ready for a step."""
+    element = await stepper.call(stepper.env.reset)
+    prompt = element["history"].prompt
+    element["history"] = ChatHistory(full=prompt.append({"role": "assistant", "content": "1"}), batch_size=())
+    return element
+
+
 def test_a_step_that_blocks_for_ever_loses_nothing_that_waits_for_its_thread():
-    goes_on = threading.Event()
+    waiting = Waiting()
     before = set(threading.enumerate())
 
     def own_threads():
         return [thread for thread in set(threading.enumerate()) - before if thread.name == "llmrl-env"]
 
-    class Blocking(Transform):
-        def _step(self, tensordict, next_tensordict):
-            goes_on.wait(60)
-            return next_tensordict
-
-        def _reset(self, tensordict, tensordict_reset):
-            return tensordict_reset
-
     async def main():
-        env = DatasetChatEnv(PROMPTS).append_transform(Blocking())
-        stepper = EnvStepper(env, timeout_seconds=0.2)
-        element = await stepper.call(env.reset)
-        prompt = element["history"].prompt
-        element["history"] = ChatHistory(full=prompt.append({"role": "assistant", "content": "1"}), batch_size=())
-        stepping = asyncio.ensure_future(stepper.step(element))
+        stepper = EnvStepper(DatasetChatEnv(PROMPTS).append_transform(waiting), timeout_seconds=0.2)
+        stepping = asyncio.ensure_future(stepper.step(await answered_prompt(stepper)))
         await asyncio.sleep(0.05)
         assert await stepper.call(max, 1, 2) == 2
         with pytest.raises(TimeoutError, match=r"more than 0\.2 s"):
@@ -297,33 +309,21 @@ def test_a_step_that_blocks_for_ever_loses_nothing_that_waits_for_its_thread():
         stepper.shutdown()
 
     ends(lambda: asyncio.run(main()))
-    goes_on.set()
+    waiting.goes_on.set()
     wait_until(lambda: not own_threads())
 
 
 def test_a_step_that_ended_in_time_is_not_late_if_the_loop_was_blocked():
-    begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
-
-    class Waiting(Transform):
-        def _step(self, tensordict, next_tensordict):
-            begun.set()
-            goes_on.wait(60)
-            return next_tensordict
-
-        def _reset(self, tensordict, tensordict_reset):
-            return tensordict_reset
+    waiting, ended = Waiting(), threading.Event()
 
     async def main():
-        env = DatasetChatEnv(PROMPTS).append_transform(Waiting())
-        stepper = EnvStepper(env, timeout_seconds=60.0)
-        element = await stepper.call(env.reset)
-        prompt = element["history"].prompt
-        element["history"] = ChatHistory(full=prompt.append({"role": "assistant", "content": "1"}), batch_size=())
+        stepper = EnvStepper(DatasetChatEnv(PROMPTS).append_transform(waiting), timeout_seconds=60.0)
+        element = await answered_prompt(stepper)
         stepping = asyncio.ensure_future(stepper.step(element))
-        await asyncio.to_thread(begun.wait, 60)
+        await asyncio.to_thread(waiting.begun.wait, 60)
         calling = asyncio.ensure_future(stepper.call(ended.set))  # begins when the step has ended
         await asyncio.sleep(0)
-        goes_on.set()
+        waiting.goes_on.set()
         assert ended.wait(60)
         asyncio.get_running_loop().time = lambda: time.monotonic() + 90  # as if it had been blocked for so long
         assert (await stepping)[0] is element
