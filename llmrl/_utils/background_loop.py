@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from llmrl._utils.failure import as_exception, describe, guarded
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from llmrl._utils.background_loop import BackgroundLoop, CrossLoopTask
 from llmrl._utils.failure import without_packages
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

@@ -27,7 +27,7 @@ from llmrl.engines.token_stream import TokenStream
 from llmrl.policies import LLMWrapperBase
 from llmrl.runs.run_folder import RunFolder, holds_run
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 10.0
 # The engine's thread waits this long for the interpreter with each request that it sends while this thread computes.

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from tensordict import TensorDictBase
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 0.2
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from llmrl._utils.arguments import check_least
 from llmrl.data import Rollout
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 
 class DropReason(StrEnum):

@@ -25,7 +25,7 @@ from llmrl.envs.primer import dataset_env_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.transforms import PolicyVersion, find_rubric_rewards
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 1 << 16
 """Maximum number of concurrent calls per actor."""

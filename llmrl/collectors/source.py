@@ -27,7 +27,7 @@ from llmrl.policies import LLMWrapperBase
 from llmrl.rewards import Rubric
 from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubric
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 
 class EnvSource:

@@ -27,7 +27,7 @@ from llmrl.rendering.tool_calls import Json
 if TYPE_CHECKING:
     from aiohttp import web
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_BYTES = 64 << 20

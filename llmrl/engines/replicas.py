@@ -31,7 +31,7 @@ from llmrl.engines.token_stream import TokenStream, is_streaming
 from llmrl.engines.vllm.arguments import EngineOptions
 from llmrl.engines.vllm.engine import AsyncVLLM
 
-_LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -383,7 +383,7 @@ class EngineReplicas(Sequence[EngineT]):
         with self._lock:
             for index, one in enumerate(self._engines):
                 if one is engine and index not in self._dead:
-                    _LOGGER.warning("Engine replica %d hung for %g s and is ended.", index, self.hang_timeout_seconds)
+                    logger.warning("Engine replica %d hung for %g s and is ended.", index, self.hang_timeout_seconds)
                     self.num_hangs += 1
                     return self._mark_dead(index, is_hanging=True)
         end_hanging(engine)  # the engine was just started, and is not a replica yet
@@ -407,7 +407,7 @@ class EngineReplicas(Sequence[EngineT]):
         self.router.forget_affinity(index)
         if self.is_shut_down:
             return
-        _LOGGER.warning("Engine replica %d died with %d requests.", index, self.router.loads[index])
+        logger.warning("Engine replica %d died with %d requests.", index, self.router.loads[index])
         # A hanging engine must be ended even if it is not replaced, so that its requests fail and are retried.
         if is_hanging or self._may_restart(index):
             self._recover_by(self._recover, index)
@@ -436,7 +436,7 @@ class EngineReplicas(Sequence[EngineT]):
                 if self._first_version is not None:
                     engine.policy_version = self._first_version
             except Exception:
-                _LOGGER.exception("Engine replica %d could not be restarted.", index)
+                logger.exception("Engine replica %d could not be restarted.", index)
         with self._lock:
             if engine is None:
                 self.recovering.pop(index)
@@ -451,7 +451,7 @@ class EngineReplicas(Sequence[EngineT]):
             try:
                 hook(engine)
             except Exception:
-                _LOGGER.exception("Engine replica %d was restarted without the current weights.", index)
+                logger.exception("Engine replica %d was restarted without the current weights.", index)
         with self._lock:
             del self.recovering[index]
             self._dead.discard(index)

@@ -25,7 +25,7 @@ from llmrl.envs.sampler import DrawOptions
 from llmrl.rewards import Score
 from llmrl.transforms import write_score
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 
 class AgentEnv(DatasetChatEnv):

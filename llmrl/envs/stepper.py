@@ -18,7 +18,7 @@ from llmrl.envs.chat import WRITTEN_BY_POLICIES, ChatEnv, unlock_batch_size
 from llmrl.envs.sampler import Drawn, PromptSampler
 from llmrl.transforms import environment_parts, is_ours, reads_turns
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Argument = TypeVar("Argument")

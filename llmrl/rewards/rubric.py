@@ -15,7 +15,7 @@ from llmrl._utils.spans import span
 from llmrl.data import RolloutStatus
 from llmrl.rewards.reward import RewardFn, RewardInput, UnknownRewardInput
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

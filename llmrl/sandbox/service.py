@@ -15,7 +15,7 @@ from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.sandbox import frames, kernel
 from llmrl.sandbox.launch import LEVELS, Isolation, IsolationError, Launcher, PythonLimits
 
-_logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 _ENVELOPE_BYTES = 1024  # for what is sent with the code
 # The supervisor enforces the timeout; if it is silent for longer, it is considered dead.
 _GRACE_SECONDS = 30.0
@@ -154,7 +154,7 @@ class PythonExecutorService:
         except BaseException:
             self._loop.close()
             raise
-        _logger.warning("Model-written Python runs with isolation %s.", self.description)
+        logger.warning("Model-written Python runs with isolation %s.", self.description)
 
     @property
     def isolation(self) -> Isolation:

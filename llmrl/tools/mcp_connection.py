@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mcp import Client, MCPError
     from mcp import types as mcp_types
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 _CLOSE_SECONDS = 5.0

@@ -16,7 +16,7 @@ from llmrl._utils.failure import as_exception
 from llmrl.data import Message
 from llmrl.data.tensordicts import plain
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 Release = Callable[[str], Future[None] | None]
 """Called with the id of a conversation that ends; a returned future is awaited."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 
 class ToolError(Exception):

@@ -238,6 +238,15 @@ def uses_of_any(path: Path) -> int:
 
 
 @pytest.mark.slow
+def test_a_modules_logger_has_its_name():
+    made = {}
+    for path in (ROOT / "llmrl").rglob("*.py"):
+        for line in path.read_text().splitlines():
+            if line[:1].strip() and "getLogger(" in line:  # at the top of the module
+                made[path] = line
+    assert made and set(made.values()) == {"logger = logging.getLogger(__name__)"}
+
+
 def test_annotations_say_more_than_any():
     lines, uses = Counter(), Counter()
     for path in SOURCES:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LOOK_AGAIN_S = 1.0
 _SUCCESSOR_SECONDS = 600.0
-_LOGGER = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RegistryActor:
@@ -88,7 +88,7 @@ class EngineRegistry:
                 try:
                     self.publish_once(replicas)
                 except Exception as error:  # the cluster or the registry is gone; collectors detect this themselves
-                    _LOGGER.warning("the registry of engines could not be written: %s", error)
+                    logger.warning("the registry of engines could not be written: %s", error)
                     return
                 published = serving
         watching.cancel()

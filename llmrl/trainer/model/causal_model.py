@@ -35,7 +35,7 @@ from llmrl.trainer.trained_model import trained_model
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-logger = logging.getLogger("llmrl")
+logger = logging.getLogger(__name__)
 
 _NUM_COMPILED = 32
 """Maximum number of compiled variants per layer."""
