@@ -23,15 +23,7 @@ import torch
 from tensordict.utils import NestedKey
 
 from llmrl._utils.arguments import check_least
-from llmrl.trainer.head.log_probs import (
-    MIN_LOG_PROB,
-    Head,
-    add_product,
-    default_chunk_size,
-    head_logits,
-    rounded_operand,
-    wide_product,
-)
+from llmrl.trainer.head.log_probs import MIN_LOG_PROB, Head, add_product, default_chunk_size, wide_product
 
 if TYPE_CHECKING:
     from llmrl.trainer.packing.packed_rows import PackedRows
@@ -101,14 +93,8 @@ def chunked_divergence(
     )
 
 
-def _rounded(head: Head) -> Head:
-    dtype = head.dtype or torch.promote_types(head.states.dtype, head.weight.dtype)
-    bias = None if head.bias is None else rounded_operand(head.bias, dtype)
-    return Head(rounded_operand(head.states, dtype), rounded_operand(head.weight, dtype), bias, head.transform, dtype)
-
-
-def _held(teacher: Head | TopK) -> Head | TopK:
-    return teacher if isinstance(teacher, TopK) else _rounded(teacher)
+def _rounded(teacher: Head | TopK) -> Head | TopK:
+    return teacher if isinstance(teacher, TopK) else teacher.rounded()
 
 
 @dataclass(slots=True)
@@ -128,7 +114,7 @@ class _Compared:
 
     @classmethod
     def of(cls, student: Head, teacher: Head | TopK, part: slice) -> _Compared:
-        ours, derivative = student.transform.apply(head_logits(student.states[part], student.weight, student.bias))
+        ours, derivative = student.logits(part)
         if isinstance(teacher, TopK):
             all_log_p = ours.log_softmax(-1)
             ids = teacher.token_ids[part]
@@ -137,7 +123,7 @@ class _Compared:
             log_q = teacher.log_probs[part].to(ours.dtype)
             left = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=_SMALLEST_TAIL).log()
             return cls(log_p, torch.cat([log_q, left], 1).clamp_(min=MIN_LOG_PROB), derivative, all_log_p, ids)
-        theirs, _ = teacher.transform.apply(head_logits(teacher.states[part], teacher.weight, teacher.bias))
+        theirs, _ = teacher.logits(part)
         width = min(ours.shape[-1], theirs.shape[-1])
         log_p = ours[:, :width].log_softmax(-1)
         log_q = theirs[:, :width].log_softmax(-1).to(ours.dtype)
@@ -189,11 +175,10 @@ class _ChunkedDivergence(torch.autograd.Function):
         beta: float,
         size: int,
     ) -> torch.Tensor:
-        ours = _rounded(student)
-        theirs = _held(teacher)
-        values = []
-        for start in range(0, len(states), size):
-            values.append(_Compared.of(ours, theirs, slice(start, start + size)).values(divergence, beta))
+        ours = student.rounded()
+        theirs = _rounded(teacher)
+        parts = [slice(start, start + size) for start in range(0, len(states), size)]
+        values = [_Compared.of(ours, theirs, part).values(divergence, beta) for part in parts]
         known = (
             (teacher.token_ids, teacher.log_probs)
             if isinstance(teacher, TopK)
@@ -209,8 +194,8 @@ class _ChunkedDivergence(torch.autograd.Function):
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight, bias, *known = ctx.saved_tensors
         divergence, beta, size = ctx.options
-        ours = _rounded(Head(states, weight, bias, *ctx.head))
-        theirs = _held(TopK(*known) if ctx.teachers is None else Head(*known, *ctx.teachers))
+        ours = Head(states, weight, bias, *ctx.head).rounded()
+        theirs = _rounded(TopK(*known) if ctx.teachers is None else Head(*known, *ctx.teachers))
         grad_states = torch.empty_like(states)
         # Sums over many chunks need at least float32.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -225,8 +210,9 @@ class _ChunkedDivergence(torch.autograd.Function):
             add_product(grad_weight[:width], grad_c.T, ours.states[part])
             if grad_bias is not None:
                 grad_bias[:width] += grad.sum(0)
-        bias_grad = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_states, grad_weight.to(weight.dtype), bias_grad, None, None, None, None, None
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_states, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
 
 
 @torch.no_grad()
@@ -242,11 +228,11 @@ def chunked_top_k(teacher: Head, top_k: int, *, chunk_size: int | None = None) -
     check_least(1, chunk_size=chunk_size)
     if not 1 <= top_k <= len(teacher.weight):
         raise ValueError(f"top_k must be from 1 to the {len(teacher.weight)} ids of the vocabulary, got {top_k}.")
-    head = _rounded(teacher)
+    head = teacher.rounded()
     found = []
     size = chunk_size or default_chunk_size(head.weight.shape[0], is_gpu=head.states.is_cuda)
-    for states in head.states.split(size):
-        logits, _ = head.transform.apply(head_logits(states, head.weight, head.bias))
+    for start in range(0, max(1, len(head.states)), size):
+        logits, _ = head.logits(slice(start, start + size))
         found.append(logits.log_softmax(-1).topk(top_k))
     return TopK(torch.cat([top.indices for top in found]), torch.cat([top.values for top in found]))
 
