@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack
 
 import torch
@@ -219,13 +218,14 @@ class TransformersWrapper(ScoresRows):
             head, positions = self.packed_head(packed)
             where = (head.states, head.weight, packed.targets)
             mask = packed.sampling_mask
-            bias = head.bias
-            transform = head.transform
             if self.head_kernel == "liger" and mask is None and not return_entropy:
-                return fused_log_probs(*where, positions=positions, bias=bias, transform=transform), None
-            score = chunked_log_probs if mask is None else partial(truncated_log_probs, sampling_mask=mask)
-            options = HeadOptions(bias=bias, transform=transform, chunk_size=self.chunk_size)
-            return score(*where, positions=positions, return_entropy=return_entropy, **options)
+                return fused_log_probs(*where, positions=positions, bias=head.bias, transform=head.transform), None
+            options = HeadOptions(
+                bias=head.bias, transform=head.transform, chunk_size=self.chunk_size, return_entropy=return_entropy
+            )
+            if mask is None:
+                return chunked_log_probs(*where, positions=positions, **options)
+            return truncated_log_probs(*where, positions=positions, sampling_mask=mask, **options)
 
     def packed_head(self, packed: PackedRows) -> tuple[Head, torch.Tensor]:
         """Return the head at the predicting positions, and each scored token's index into them, `[num_scored]`."""
