@@ -69,16 +69,17 @@ class Branches:
         lengths = packed.row_lengths.tolist()
         paths = np.split(packed.token_positions.cpu().numpy(), np.cumsum(lengths)[:-1])
         steps: list[_Step] = []
-        place_of: dict[_Segment, tuple[int, int]] = {}
+        # The step of each segment and its row there; a segment without a parent continues none.
+        place_of: dict[_Segment | None, tuple[int | None, int]] = {None: (None, 0)}
         seen = np.zeros(packed.num_packed_tokens, dtype=bool)
         waiting = list(_segments(paths, shortest))
         while waiting:
-            ready = [one for one in waiting if one.parent is None or one.parent in place_of]
-            waiting = [one for one in waiting if one.parent is not None and one.parent not in place_of]
+            ready = [one for one in waiting if one.parent in place_of]
+            waiting = [one for one in waiting if one.parent not in place_of]
             for parent, held in _steps(ready, place_of):
                 for row, segment in enumerate(held):
                     place_of[segment] = (len(steps), row)
-                rows = [0 if segment.parent is None else place_of[segment.parent][1] for segment in held]
+                rows = [place_of[segment.parent][1] for segment in held]
                 steps.append(_step_of(held, parent, rows, seen, packed.input_ids.device))
         return cls(tuple(steps))
 
@@ -105,12 +106,12 @@ def _segments(paths: list[np.ndarray], shortest: int) -> Iterator[_Segment]:
 
 
 def _steps(
-    ready: list[_Segment], place_of: Mapping[_Segment, tuple[int, int]]
+    ready: list[_Segment], place_of: Mapping[_Segment | None, tuple[int | None, int]]
 ) -> Iterator[tuple[int | None, list[_Segment]]]:
     """Yield segments to compute together: they have the same parent step and, if continued, the same length."""
     by_kind: dict[tuple[int | None, int], list[_Segment]] = {}
     for segment in ready:
-        parent = None if segment.parent is None else place_of[segment.parent][0]
+        parent, _ = place_of[segment.parent]
         # Padding would change the state at the end of a segment, so continued segments must not be padded.
         by_kind.setdefault((parent, len(segment.path) if segment.is_continued else 0), []).append(segment)
     for (parent, _), held in by_kind.items():

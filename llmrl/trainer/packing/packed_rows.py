@@ -24,7 +24,6 @@ Three rows, with scored tokens in brackets, make two tries in one bin:
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,10 +69,10 @@ class PackedRows:
     """[num_rows] int64: number of tokens of each row after its last predictor, which are not computed."""
     tails: torch.Tensor
     """[num_tail_tokens] int64: ids of those tokens, row after row."""
-    sequence_bounds: torch.Tensor | None
+    sequence_bounds: torch.Tensor | None = None
     """[num_sequences + 1] int32: flat bounds of independent sequences, each with plain causal attention; None if rows
     branch."""
-    longest_sequence: int
+    longest_sequence: int = 0
     """Largest number of tokens between two bounds; 0 without bounds."""
     sampling_mask: SamplingMask | None = None
     """Ids kept by truncation at the scored tokens; None if no token was sampled from a truncated distribution."""
@@ -112,11 +111,8 @@ class PackedRows:
 
     def to(self, device: torch.device | str) -> PackedRows:
         """Return a copy on `device`."""
-        moved = copy.copy(self)
-        for name in self.__dataclass_fields__:
-            if hasattr(part := getattr(self, name), "to"):
-                object.__setattr__(moved, name, part.to(device))
-        return moved
+        parts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if hasattr(part, "to")})
 
 
 def pack_rows(
@@ -340,15 +336,13 @@ def _with_scored_tokens(
         "tail_lengths": np.asarray([len(tails[index]) for index in held]),
         "tails": np.concatenate([tails[index] for index in held]),
     }
-    tensors: dict[str, Any] = {
-        name: torch.from_numpy(np.ascontiguousarray(c)).to(device) for name, c in columns.items()
-    }
+    longest = 0
     bounds = _sequence_bounds(position_ids.ravel(), positions)
-    return PackedRows(
-        **tensors,
-        sequence_bounds=None if bounds is None else torch.from_numpy(bounds).to(device),
-        longest_sequence=0 if bounds is None else int(np.diff(bounds).max()),
-    )
+    if bounds is not None:
+        columns["sequence_bounds"] = bounds
+        longest = int(np.diff(bounds).max())
+    tensors: dict[str, Any] = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
+    return PackedRows(**tensors, longest_sequence=longest)
 
 
 def _sequence_bounds(depth: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
