@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -140,20 +140,24 @@ def _identifier(row: TensorDictBase, key: NestedKey) -> Hashable:
     return value if isinstance(value, Hashable) else str(value)
 
 
+def grouped(
+    rows: Iterable[TensorDictBase], identify: Callable[[TensorDictBase], Hashable]
+) -> dict[Hashable, list[TensorDictBase]]:
+    """Return the rows with the same id by this id, in order of their first row."""
+    found: dict[Hashable, list[TensorDictBase]] = {}
+    for row in rows:
+        found.setdefault(identify(row), []).append(row)
+    return found
+
+
 def split_by_group(rows: list[TensorDictBase], keys: GroupKeys) -> list[list[TensorDictBase]]:
     """Return the rows of each group, or compared part of a group, in order of their first row."""
-    groups: dict[Hashable, list[TensorDictBase]] = {}
-    for row in rows:
-        groups.setdefault(keys.compared_id(row), []).append(row)
-    return list(groups.values())
+    return list(grouped(rows, keys.compared_id).values())
 
 
 def by_rollout(rows: Sequence[TensorDictBase], keys: GroupKeys) -> list[TensorDictBase]:
     """Return a batch of rows for each rollout."""
-    found: dict[Hashable, list[TensorDictBase]] = {}
-    for row in rows:
-        found.setdefault(keys.rollout_id(row), []).append(row)
-    return [lazy_stack(one, 0) for one in found.values()]
+    return [lazy_stack(found, 0) for found in grouped(rows, keys.rollout_id).values()]
 
 
 def add_to_rewards(tensordict: TensorDictBase, additions: Sequence[float], key: NestedKey) -> None:
