@@ -92,10 +92,8 @@ class LLMLoss(LossModule):
     @property
     def measures_entropy(self) -> bool:
         """Whether the output includes the entropy: the loss uses it, or the policy provides it."""
-        actor = self.actor_network
-        if self.needs_entropy or actor is None:
-            return self.needs_entropy
-        return getattr(actor, "measures_entropy", False) or "entropy" in getattr(actor, "out_keys", ())
+        is_given = getattr(self.actor_network, "measures_entropy", False)
+        return self.needs_entropy or is_given or "entropy" in getattr(self.actor_network, "out_keys", ())
 
     @abstractmethod
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
@@ -159,8 +157,7 @@ class LLMLoss(LossModule):
         return inputs
 
     def _device(self) -> torch.device | None:
-        parameter = next(iter(self.parameters()), None)
-        return None if parameter is None else parameter.device
+        return next((parameter.device for parameter in self.parameters()), None)
 
     def micro_losses(
         self,
@@ -218,18 +215,16 @@ class LLMLoss(LossModule):
         """Combine the micro-batches of one batch."""
         if not micro_losses:
             raise ValueError("The batch has no trained token: there is nothing to compute a loss from.")
-        flat_index = torch.cat([micro.flat_index for micro in micro_losses])
-        order = flat_index.argsort()
-        sequences = torch.cat([micro.sequence_index for micro in micro_losses])[order]
-        losses = {
-            name: self._reduce(name, torch.cat([micro.losses[name] for micro in micro_losses])[order], sequences)
-            for name in micro_losses[0].losses
-        }
-        measured = {
-            name: torch.cat([micro.measured[name] for micro in micro_losses])[order]
-            for name in micro_losses[0].measured
-        }
-        return self.output(losses, measured)
+        order = torch.cat([micro.flat_index for micro in micro_losses]).argsort()
+
+        def joined(columns: Iterable[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(list(columns))[order]
+
+        first = micro_losses[0]
+        losses = {name: joined(micro.losses[name] for micro in micro_losses) for name in first.losses}
+        measured = {name: joined(micro.measured[name] for micro in micro_losses) for name in first.measured}
+        sequences = joined(micro.sequence_index for micro in micro_losses)
+        return self.output({name: self._reduce(name, one, sequences) for name, one in losses.items()}, measured)
 
     def _reduce(self, name: str, losses: torch.Tensor, sequence_index: torch.Tensor) -> torch.Tensor:
         """Return the batch's loss from its weighted token losses in row order."""

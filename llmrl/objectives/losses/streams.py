@@ -232,13 +232,12 @@ class StreamsLoss(LLMLoss):
         """Exclude rows without gradient from each stream."""
         lengths = [len(ids) for ids in inputs.token_ids]
         for name, loss in self.streams.items():
-            own = _own_columns(inputs.columns, name)
-            key = f"{name}:is_scored"
-            masks = list(inputs.columns[key].split(lengths))
-            read = replace(inputs, columns=_loss_columns(own), scored_masks=masks)
+            own = _below(f"{name}:", inputs.columns)
             if "weight" in own:
+                masks = list(own["is_scored"].split(lengths))
+                read = replace(inputs, columns=_below("column:", own), scored_masks=masks)
                 loss.leave_out_idle_rows(read)
-                inputs.columns[key] = torch.cat(read.scored_masks)
+                inputs.columns[f"{name}:is_scored"] = torch.cat(read.scored_masks)
         self._join_masks(inputs)
 
     def token_loss(
@@ -250,8 +249,9 @@ class StreamsLoss(LLMLoss):
             chosen = tokens[f"{name}:is_scored"]
             if not bool(chosen.any()):
                 continue
-            own = {key: column[chosen] for key, column in _own_columns(tokens.columns, name).items()}
-            part = TokenInputs(_loss_columns(own), own["weight"], tokens.row_index[chosen], own["sequence_index"])
+            own = {key: column[chosen] for key, column in _below(f"{name}:", tokens.columns).items()}
+            columns = _below("column:", own)
+            part = TokenInputs(columns, own["weight"], tokens.row_index[chosen], own["sequence_index"])
             entropies = None if entropy is None else entropy[chosen]
             micro = loss._micro_loss(part, log_probs[chosen], entropies, flat_index[chosen])
             losses = {key: values * own["factor"] for key, values in micro.losses.items()}
@@ -277,12 +277,6 @@ class StreamsLoss(LLMLoss):
         raise NotImplementedError("use StreamsLoss.collect, which returns the output of each stream.")
 
 
-def _own_columns(columns: Mapping[str, torch.Tensor], stream: str) -> dict[str, torch.Tensor]:
-    """Return the columns of a stream."""
-    prefix = f"{stream}:"
+def _below(prefix: str, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the columns with names that begin with a prefix, by the rest of their names."""
     return {name.removeprefix(prefix): column for name, column in columns.items() if name.startswith(prefix)}
-
-
-def _loss_columns(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the columns that the stream's loss requested."""
-    return {name.removeprefix("column:"): column for name, column in own.items() if name.startswith("column:")}
