@@ -33,6 +33,11 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     return model.model if base is model and hasattr(model, "model") else base
 
 
+def without_adapters(model: object) -> Any:
+    """Return the base of a peft model, in which the adapted layers stay; any other model is returned unchanged."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def is_quantized(weight: torch.Tensor) -> bool:
     """Return whether a weight is quantized to 4 bits by bitsandbytes."""
     return getattr(weight, "quant_state", None) is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmrl._utils.model_parts import decoder_of, set_attention, text_config
+from llmrl._utils.model_parts import decoder_of, set_attention, text_config, without_adapters
 from llmrl.engines.transformers.expert_routers import Routers
 from llmrl.trainer.head.log_probs import Head, LogitTransform, compute_dtype_of
 from llmrl.trainer.head.output_head import OutputHead
@@ -53,7 +53,7 @@ class CausalModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model: PreTrainedModel = without_adapters(model)
         self.config = text_config(self.model)
         self.head = OutputHead(self.model.get_output_embeddings())
         set_scoring_mode(self.model)
