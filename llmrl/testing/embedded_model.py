@@ -41,8 +41,7 @@ def default_home() -> Path:
     chosen = os.environ.get("LLMRL_HOME")
     if chosen:
         return Path(chosen).expanduser().absolute()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache).expanduser().absolute() if cache else Path.home() / ".cache") / "llmrl"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "llmrl"
 
 
 def model_folder(home: str | os.PathLike[str] | None = None) -> Path:
@@ -116,8 +115,7 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 def _make(folder: Path, source: Path) -> None:
     """Convert into a temporary folder and rename it. The caller holds the lock, so other such folders are leftovers."""
-    for leftover in folder.parent.glob(f"{_TEMPORARY_PREFIX}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    _remove_leftovers(folder.parent)
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=folder.parent))
     try:
         _convert(source, temporary)
@@ -127,8 +125,12 @@ def _make(folder: Path, source: Path) -> None:
             folder.rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=folder.parent)) / "damaged")
         temporary.replace(folder)
     finally:
-        for leftover in folder.parent.glob(f"{_TEMPORARY_PREFIX}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        _remove_leftovers(folder.parent)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for leftover in folder.glob(f"{_TEMPORARY_PREFIX}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _convert(source: Path, target: Path) -> None:
