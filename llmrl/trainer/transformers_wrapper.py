@@ -22,6 +22,7 @@ from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, ragged_
 from llmrl.data.routed_experts import Replay
 from llmrl.data.sampling_mask import SamplingMask
 from llmrl.engines import TransformersEngine
+from llmrl.objectives.losses.inputs import masks_after_prompt
 from llmrl.policies import WrapperOptions
 from llmrl.policies.scored_rows import ScoresRows
 from llmrl.trainer.head.fused_head import check_fused_head, fused_log_probs
@@ -250,8 +251,9 @@ class TransformersWrapper(ScoresRows):
         token_ids, masks, replay = self.scored_tokens(scored)
         if not assistant_only:
             masks = [torch.ones_like(mask) for mask in masks]
-        row_starts = torch.tensor([0, *(ids.shape[0] for ids in token_ids)], device=self.device).cumsum(0)
-        log_probs = torch.zeros(int(row_starts[-1]), device=self.device)
+        lengths = [len(ids) for ids in token_ids]
+        row_starts = torch.tensor([0, *lengths], device=self.device).cumsum(0)
+        log_probs = torch.zeros(sum(lengths), device=self.device)
         micro_batches = self.pack(token_ids, masks, **replay)
         record = trained_model(self.model)
         place = (0, 1) if process_group is None else record.place
@@ -262,8 +264,7 @@ class TransformersWrapper(ScoresRows):
         if process_group is not None:
             log_probs = log_probs.detach()
             torch.distributed.all_reduce(log_probs, group=process_group)
-        columns = log_probs.split([ids.shape[0] for ids in token_ids])
-        self.write_scored(scored, self.log_probs_key, LogProbs, {"full": columns})
+        self.write_scored(scored, self.log_probs_key, LogProbs, {"full": log_probs.split(lengths)})
         return self._returned(tensordict, scored, ())
 
     def log_prob(self, data: TensorDictBase, **options: object) -> torch.Tensor | list[torch.Tensor]:
@@ -312,8 +313,7 @@ class TransformersWrapper(ScoresRows):
         batch = flat_batch(tensordict.copy())
         token_ids, masks, replay = self.scored_tokens(batch)
         if has_entry(batch, ("tokens", "prompt")):
-            prompts = ragged_column(batch, ("tokens", "prompt"))
-            masks = [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(token_ids, prompts, strict=True)]
+            masks = masks_after_prompt(batch, token_ids)
         return self._masked_dist(token_ids, masks, replay)
 
     def _get_rlhf_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:

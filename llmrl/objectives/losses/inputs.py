@@ -234,8 +234,13 @@ def _masks(
         return [mask.bool() for mask in ragged_column(batch, mask_key)]
     if masking_strategy == "generic":
         return [torch.ones_like(ids, dtype=torch.bool) for ids in token_ids]
+    return masks_after_prompt(batch, token_ids)
+
+
+def masks_after_prompt(batch: TensorDictBase, token_ids: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return masks of each row's tokens after `("tokens", "prompt")`, `[num_tokens]` bool."""
     prompts = ragged_column(batch, ("tokens", "prompt"))
-    return [torch.arange(ids.shape[0]) >= prompt.shape[0] for ids, prompt in zip(token_ids, prompts, strict=True)]
+    return [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(token_ids, prompts, strict=True)]
 
 
 def _flat(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torch.Tensor:
