@@ -124,7 +124,8 @@ class ExactnessProbe:
             if error <= self.tolerance and self.head.device.type in FUSED_DEVICES:
                 self._run_backward(implementation, is_packed=is_packed)
         except Exception as exception:  # any error of a model that does not support it
-            return f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"
+            first_line = (str(exception).splitlines() or [""])[0]
+            return f"{type(exception).__name__}: {first_line}"
         return None if error <= self.tolerance else f"logits off by {error:.2g} of their size"
 
     @torch.no_grad()
