@@ -292,14 +292,14 @@ class TransformersWrapper(ScoresRows):
     ) -> LLMMaskedCategorical:
         width = max(len(ids) for ids in token_ids)
         starts = torch.tensor([width - len(ids) for ids in token_ids], device=self.device)
-        weight = self.causal_model.head.weight()
-        bias = self.causal_model.head.bias()
+        weight = self.causal_model.head.weight().float()
+        bias = self.causal_model.head.bias(torch.float32)
         logits = torch.zeros(len(token_ids), width, weight.shape[0], device=self.device)
         is_scored = [torch.ones_like(ids).bool() for ids in token_ids]
         for packed in self.pack(token_ids, is_scored, **replay):
             with self._autocast():
                 hidden = self.causal_model.hidden_states(packed).flatten(0, 1)[packed.predictors]
-            product = torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+            product = torch.nn.functional.linear(hidden.float(), weight, bias)
             values, _ = self.causal_model.transform.apply(product)
             if packed.sampling_mask is not None:
                 values = kept_logits(values, packed.sampling_mask)

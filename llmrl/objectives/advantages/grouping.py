@@ -93,9 +93,10 @@ class GroupKeys:
         """Return the id of the row's group."""
         if has_entry(row, _TRAJECTORY_GROUP):
             return _identifier(row, _TRAJECTORY_GROUP)
+        if self.group is not None:
+            return _identifier(row, self.group)
         keys: tuple[NestedKey, ...] = (GROUP_ID_KEY, "query", ("text", "prompt"))
-        default = next((key for key in keys if has_entry(row, key)), "query")
-        return _identifier(row, default if self.group is None else self.group)
+        return _identifier(row, next((key for key in keys if has_entry(row, key)), "query"))
 
     def compared_id(self, row: TensorDictBase) -> Hashable:
         """Return the id of the group, or part of it, with which the row's rollout is compared."""

@@ -76,25 +76,23 @@ def chunked_divergence(
     num_taught = len(teacher.token_ids if isinstance(teacher, TopK) else teacher.states)
     if len(student.states) != num_taught:
         raise ValueError(f"student and teacher have {len(student.states)} and {num_taught} positions.")
-    if isinstance(teacher, TopK) and not 0 < teacher.token_ids.shape[1] < len(student.weight):
-        raise ValueError(
-            f"top_k must be at least 1 and less than the {len(student.weight)} ids of the vocabulary, got "
-            f"{teacher.token_ids.shape[1]}; pass the teacher's Head to compare whole distributions."
-        )
-    if isinstance(teacher, TopK) and num_taught and int(teacher.token_ids.max()) >= len(student.weight):
-        raise ValueError(
-            f"the teacher's most likely ids go up to {int(teacher.token_ids.max())}, beyond the student's "
-            f"{len(student.weight)} ids: they include padding of a larger head; use a smaller top_k."
-        )
+    if isinstance(teacher, TopK):
+        vocab_size = len(student.weight)
+        if not 0 < teacher.token_ids.shape[1] < vocab_size:
+            raise ValueError(
+                f"top_k must be at least 1 and less than the {vocab_size} ids of the vocabulary, got "
+                f"{teacher.token_ids.shape[1]}; pass the teacher's Head to compare whole distributions."
+            )
+        if num_taught and (largest := int(teacher.token_ids.max())) >= vocab_size:
+            raise ValueError(
+                f"the teacher's most likely ids go up to {largest}, beyond the student's {vocab_size} ids: they "
+                "include padding of a larger head; use a smaller top_k."
+            )
     check_least(1, chunk_size=chunk_size)
     size = chunk_size or default_chunk_size(student.weight.shape[0], is_gpu=student.states.is_cuda)
     return _ChunkedDivergence.apply(
         student.states, student.weight, student.bias, student, teacher, divergence, beta, size
     )
-
-
-def _rounded(teacher: Head | TopK) -> Head | TopK:
-    return teacher if isinstance(teacher, TopK) else teacher.rounded()
 
 
 @dataclass(slots=True)
@@ -147,17 +145,22 @@ class _Compared:
 
     def gradient(self, divergence: Divergence, beta: float) -> torch.Tensor:
         """Return the gradient with respect to the student's logits, `[num_positions, vocab_size]`."""
-        p = self.log_p.exp()
         if divergence == "forward":
-            grad = p - self.log_q.exp()
+            grad = self.log_p.exp() - self.log_q.exp()
+        elif divergence == "reverse":
+            grad = self._gradient_from(self.log_q)
         else:
-            gap = self.log_p - (self.log_q if divergence == "reverse" else self.log_mixture(beta))
-            grad = p * (gap - (p * gap).sum(-1, keepdim=True))
-            grad = grad if divergence == "reverse" else (1 - beta) * grad
+            grad = (1 - beta) * self._gradient_from(self.log_mixture(beta))
         if self.token_ids is not None:
             share = (self.log_p_of_all - self.log_p[:, -1:]).clamp_(max=0.0).exp_()  # share of each id in the tail
             grad = share.mul_(grad[:, -1:]).scatter_(1, self.token_ids, grad[:, :-1])
         return grad * self.derivative
+
+    def _gradient_from(self, log_r: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of KL(p || r) with a constant `r`."""
+        p = self.log_p.exp()
+        gap = self.log_p - log_r
+        return p * (gap - (p * gap).sum(-1, keepdim=True))
 
 
 class _ChunkedDivergence(torch.autograd.Function):
@@ -175,18 +178,17 @@ class _ChunkedDivergence(torch.autograd.Function):
         beta: float,
         size: int,
     ) -> torch.Tensor:
+        if isinstance(teacher, TopK):
+            ctx.save_for_backward(states, weight, bias, teacher.token_ids, teacher.log_probs)
+            ctx.teachers = None
+        else:
+            ctx.save_for_backward(states, weight, bias, teacher.states, teacher.weight, teacher.bias)
+            ctx.teachers = teacher.transform, teacher.dtype
+            teacher = teacher.rounded()
         ours = student.rounded()
-        theirs = _rounded(teacher)
         parts = [slice(start, start + size) for start in range(0, len(states), size)]
-        values = [_Compared.of(ours, theirs, part).values(divergence, beta) for part in parts]
-        known = (
-            (teacher.token_ids, teacher.log_probs)
-            if isinstance(teacher, TopK)
-            else (teacher.states, teacher.weight, teacher.bias)
-        )
-        ctx.save_for_backward(states, weight, bias, *known)
+        values = [_Compared.of(ours, teacher, part).values(divergence, beta) for part in parts]
         ctx.head = student.transform, student.dtype
-        ctx.teachers = None if isinstance(teacher, TopK) else (teacher.transform, teacher.dtype)
         ctx.options = divergence, beta, size
         return torch.cat(values)
 
@@ -195,7 +197,7 @@ class _ChunkedDivergence(torch.autograd.Function):
         states, weight, bias, *known = ctx.saved_tensors
         divergence, beta, size = ctx.options
         ours = Head(states, weight, bias, *ctx.head).rounded()
-        theirs = _rounded(TopK(*known) if ctx.teachers is None else Head(*known, *ctx.teachers))
+        theirs = TopK(*known) if ctx.teachers is None else Head(*known, *ctx.teachers).rounded()
         grad_states = torch.empty_like(states)
         # Sums over many chunks need at least float32.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)

@@ -226,9 +226,8 @@ class ExactnessProbe:
 
     def _product(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the head's output before the logit transform, `[num_tokens, vocab_size]`."""
-        bias = self.head.bias()
-        bias = None if bias is None else bias.to(hidden.dtype)
-        return torch.nn.functional.linear(hidden, self.head.weight(hidden.dtype), bias).float()
+        dtype = hidden.dtype
+        return torch.nn.functional.linear(hidden, self.head.weight(dtype), self.head.bias(dtype)).float()
 
     def _find_transform(self, expected: torch.Tensor) -> LogitTransform:
         """Return the configured scale and soft cap that reproduce the model's logits."""
