@@ -212,9 +212,6 @@ class TransformersWrapper(ScoresRows):
         self, packed: PackedRows, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probs of the scored tokens, `[num_scored]`, and their entropies if requested."""
-        if not packed.num_scored:
-            nothing = torch.zeros(0, device=self.device)
-            return nothing, nothing if return_entropy else None
         with self._autocast():
             head, positions = self.packed_head(packed)
             where = (head.states, head.weight, packed.targets)

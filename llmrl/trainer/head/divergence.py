@@ -262,8 +262,6 @@ class TeacherDistribution:
     ) -> torch.Tensor:
         """Return the divergence at each scored token, `[num_scored]`; raise ValueError for truncated distributions."""
         _check_whole(packed)
-        if not packed.num_scored:
-            return torch.zeros(0, device=student.device)
         ours, positions = student.packed_head(packed)
         with torch.no_grad():
             theirs, _ = self.policy.packed_head(replace(packed, routed_experts=None))  # these are the student's
@@ -302,8 +300,6 @@ class TeacherTopK:
         Raises ValueError if tokens were sampled from truncated distributions, or the teacher did not score them.
         """
         _check_whole(packed)
-        if not packed.num_scored:
-            return torch.zeros(0, device=student.device)
         if bool((token_ids < 0).any()):
             raise ValueError(
                 f"{self.in_keys[0]!r} has no ids at some of the trained tokens: write_top_k scores only the tokens of "

@@ -43,7 +43,10 @@ DEFAULT_TOKEN_BUDGET = 8192
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A micro-batch: bins of equal length with token tries. Position `p` is `input_ids.flatten()[p]`."""
+    """A micro-batch: bins of equal length with token tries. Position `p` is `input_ids.flatten()[p]`.
+
+    At least one token is scored.
+    """
 
     input_ids: torch.Tensor
     """[num_bins, bin_length] int64."""
@@ -62,13 +65,9 @@ class PackedRows:
     rows: torch.Tensor
     """[num_rows] int64: indices of the rows in this micro-batch, in the order of `token_positions`."""
     row_lengths: torch.Tensor
-    """[num_rows] int64: number of computed tokens of each row."""
+    """[num_rows] int64: number of computed tokens of each row; those after its last predictor are not computed."""
     token_positions: torch.Tensor
     """[num_row_tokens] int64: flat positions of the rows' computed tokens, row after row."""
-    tail_lengths: torch.Tensor
-    """[num_rows] int64: number of tokens of each row after its last predictor, which are not computed."""
-    tails: torch.Tensor
-    """[num_tail_tokens] int64: ids of those tokens, row after row."""
     sequence_bounds: torch.Tensor | None = None
     """[num_sequences + 1] int32: flat bounds of independent sequences, each with plain causal attention; None if rows
     branch."""
@@ -79,16 +78,6 @@ class PackedRows:
     routed_experts: torch.Tensor | None = None
     """[num_bins * bin_length, num_layers, top_k] int16: experts at each position, -1 if the router chooses; None if the
     router always chooses."""
-
-    @property
-    def num_scored(self) -> int:
-        """Number of scored tokens."""
-        return self.targets.shape[0]
-
-    @property
-    def num_row_tokens(self) -> int:
-        """Number of tokens of these rows; shared tokens count once per row."""
-        return self.token_positions.shape[0] + self.tails.shape[0]
 
     @property
     def num_packed_tokens(self) -> int:
@@ -102,12 +91,6 @@ class PackedRows:
         if window is not None:
             mask &= self.position_ids[:, :, None] - self.position_ids[:, None, :] < window
         return mask[:, None]
-
-    def unpack(self) -> list[torch.Tensor]:
-        """Return the rows, `[num_tokens]` each, in the order of `rows`."""
-        computed = self.input_ids.flatten()[self.token_positions].split(self.row_lengths.tolist())
-        tails = self.tails.split(self.tail_lengths.tolist())
-        return [torch.cat(parts) for parts in zip(computed, tails, strict=True)]
 
     def to(self, device: torch.device | str) -> PackedRows:
         """Return a copy on `device`."""
@@ -304,7 +287,6 @@ def _packed(
     positions = np.concatenate(paths)
     starts = np.cumsum(lengths) - lengths
     computed = list(zip(held, lengths.tolist(), strict=True))
-    tails = [whole[index][num:] for index, num in computed]
     # A computed token is a predictor if the row's next token is scored.
     places = np.flatnonzero(np.concatenate([scored[index][1 : num + 1] for index, num in computed]))
     next_ids = np.concatenate([whole[index][1 : num + 1] for index, num in computed])
@@ -318,8 +300,6 @@ def _packed(
         "rows": np.asarray(held, dtype=np.int64),
         "row_lengths": lengths,
         "token_positions": positions,
-        "tail_lengths": np.asarray([len(tail) for tail in tails]),
-        "tails": np.concatenate(tails),
     }
     longest = 0
     bounds = _sequence_bounds(nodes["position_ids"].ravel(), positions)
