@@ -61,9 +61,12 @@ def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
     if is_intact(folder):
         return folder
     source = _find_source()
+    import fcntl  # unavailable on Windows, where this module must be importable
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(folder.parent / f".{folder.name}.lock"):
+        with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock of a killed process
             if not is_intact(folder):  # another process may have created it while we waited
                 _make(folder, source)
     except OSError as error:
@@ -101,16 +104,6 @@ def _find_source() -> Path:
             advice += f" (found version {importlib.metadata.version(PACKAGE)})"
         raise EmbeddedModelError(f"the package {PACKAGE!r} has no {MODEL_NAME}*.gguf in {folder}. {advice}")
     return found[0]
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    import fcntl  # unavailable on Windows, where this module must be importable
-
-    with path.open("w") as file:
-        # The kernel releases the lock of a killed process.
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(folder: Path, source: Path) -> None:
