@@ -179,7 +179,8 @@ class ScriptedEngine:
         """
         if self._is_shut_down:
             raise EngineError("The scripted engine was shut down.")
-        request_id = f"scripted-{next(self._ids)}" if request_id is None else request_id
+        if request_id is None:
+            request_id = f"scripted-{next(self._ids)}"
         prompt = list(prompt_ids)
         check_request(request_id, prompt, self._in_flight)
         budget = completion_budget(len(prompt), sampling, self.max_model_len)

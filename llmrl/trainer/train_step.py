@@ -87,13 +87,15 @@ def train_step(
     rank, num_ranks = record.place
     started = time.perf_counter()
     report = TrainStepReport(num_rows=batch.batch_size.numel())
+    if not report.num_rows:
+        return _skipped(report, "no_trained_tokens", started)
     try:
-        inputs = loss_module.prepare(batch) if report.num_rows else None
+        inputs = loss_module.prepare(batch)
     except NonFiniteColumnError as error:
         # Not an error, which would end the run: a resumed run would read the same batch again.
         warnings.warn(f"The step is skipped. {error}", stacklevel=2)
         return _skipped(report, f"non_finite_{error.column}", started)
-    if inputs is None or not inputs.num_scored:
+    if not inputs.num_scored:
         return _skipped(report, "no_trained_tokens", started)
     loss_module.leave_out_idle_rows(inputs)
     if not inputs.num_scored:
@@ -127,9 +129,10 @@ def train_step(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     report.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
+    sizes = {"loss": report.loss, "gradient": report.grad_norm}
+    name = next((name for name, size in sizes.items() if not math.isfinite(size)), None)
+    if name is not None:
         optimizer.zero_grad(set_to_none=True)
-        name = "loss" if not math.isfinite(report.loss) else "gradient"
         if record.scaler is not None:
             is_overflow = name == "gradient" and record.scaler.get_scale() > 1
             record.scaler.update()

@@ -280,8 +280,9 @@ class TransformersWrapper(ScoresRows):
         self._check_scores("get_dist")
         batch = flat_batch(tensordict.copy())
         token_ids, _, replay = self.scored_tokens(batch)
-        is_all = mask_key is None or mask_key == ATTENTION_MASK_KEY
-        masks = [torch.ones_like(ids).bool() for ids in token_ids] if is_all else ragged_column(batch, mask_key)
+        masks = [torch.ones_like(ids).bool() for ids in token_ids]
+        if mask_key not in (None, ATTENTION_MASK_KEY):
+            masks = ragged_column(batch, mask_key)
         return self._masked_dist(token_ids, masks, replay)
 
     def _masked_dist(

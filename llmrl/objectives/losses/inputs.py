@@ -122,11 +122,12 @@ def read_inputs(
     masks = [mask.clone() for mask in _masks(batch, token_ids, masking_strategy, mask_key)]
     for mask in masks:
         mask[:1] = False
+    row_columns = row_columns or {}
     columns = {name: _flat(batch, key, lengths) for name, key in token_columns.items()}
-    columns |= {name: _spread(batch, key, lengths) for name, key in (row_columns or {}).items()}
+    columns |= {name: _spread(batch, key, lengths) for name, key in row_columns.items()}
     is_scored = torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool)
     repeats = torch.tensor(lengths, dtype=torch.int64)
-    for name, key in {**token_columns, **(row_columns or {})}.items():
+    for name, key in {**token_columns, **row_columns}.items():
         is_broken = is_scored.cpu() & ~columns[name].isfinite().cpu()
         if is_broken.any():
             rows = torch.arange(len(lengths)).repeat_interleave(repeats)[is_broken].unique().tolist()
@@ -135,7 +136,9 @@ def read_inputs(
         is_unmasked = is_scored & ~torch.cat([mask.bool() for mask in ragged_column(batch, mask_key)])
         _check_scored(columns, token_columns, is_unmasked.cpu(), masking_strategy)
     sequence_of_row, num_sequences = _numbered(batch, ROLLOUT_ID_KEY)
-    group_of_row, _ = _numbered(batch, GROUP_ID_KEY) if has_entry(batch, GROUP_ID_KEY) else (sequence_of_row, 0)
+    group_of_row = sequence_of_row
+    if has_entry(batch, GROUP_ID_KEY):
+        group_of_row, _ = _numbered(batch, GROUP_ID_KEY)
     return LossInputs(
         token_ids=token_ids,
         scored_masks=masks,

@@ -154,7 +154,7 @@ def pack_rows(
     scored = [mask.detach().cpu().numpy().astype(bool) for mask in scored_masks]
     for mask in scored:
         mask[0] = False
-    num_computed = [int(np.flatnonzero(mask)[-1]) if mask.any() else 0 for mask in scored]
+    num_computed = [int(np.flatnonzero(mask).max(initial=0)) for mask in scored]
     order = [index for index, num in enumerate(num_computed) if num]
     if not order:
         return []
