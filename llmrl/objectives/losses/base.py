@@ -185,9 +185,7 @@ class LLMLoss(LossModule):
     def packed_loss(self, inputs: LossInputs, packed: PackedTokens) -> MicroLoss:
         """Return the loss of one packed micro-batch of `inputs`."""
         log_probs, entropy = self.actor_network.packed_log_probs(packed, return_entropy=self.measures_entropy)
-        tokens = inputs.tokens(packed.row_index, packed.token_index)
-        flat_index = inputs.row_starts[packed.row_index] + packed.token_index
-        return self._micro_loss(tokens, log_probs, entropy, flat_index)
+        return self._micro_loss(inputs.tokens(packed.row_index, packed.token_index), log_probs, entropy)
 
     def _plain_policy_loss(self, inputs: LossInputs, tensordict: TensorDictBase) -> MicroLoss:
         """Return the loss from the log-probs and the entropy that a TensorDict module writes."""
@@ -197,12 +195,10 @@ class LLMLoss(LossModule):
         entropy = torch.cat(ragged_column(scored, "entropy"))[flat_index] if self.measures_entropy else None
         row_index = torch.searchsorted(inputs.row_starts, flat_index, right=True) - 1
         tokens = inputs.tokens(row_index, flat_index - inputs.row_starts[row_index])
-        return self._micro_loss(tokens, log_probs, entropy, flat_index)
+        return self._micro_loss(tokens, log_probs, entropy)
 
-    def _micro_loss(
-        self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
-    ) -> MicroLoss:
-        micro = self.token_loss(tokens, log_probs, entropy, flat_index)
+    def _micro_loss(self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> MicroLoss:
+        micro = self.token_loss(tokens, log_probs, entropy, tokens.flat_index)
         measured = micro.measured if entropy is None else {**micro.measured, "entropy": entropy.detach()}
         return replace(micro, measured=measured, log_probs=log_probs.detach())
 

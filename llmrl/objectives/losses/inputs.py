@@ -43,6 +43,8 @@ class TokenInputs:
     """Weight of each token in the batch's loss (`aggregation_weights`)."""
     row_index: torch.Tensor
     sequence_index: torch.Tensor
+    flat_index: torch.Tensor
+    """Position of each token in the batch's concatenated rows."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.columns[name]
@@ -88,7 +90,7 @@ class LossInputs:
         assert self.weights is not None
         flat = self.row_starts[row_index] + token_index
         chosen = {name: column[flat] for name, column in self.columns.items()}
-        return TokenInputs(chosen, self.weights[flat], row_index, self.sequence_index[flat])
+        return TokenInputs(chosen, self.weights[flat], row_index, self.sequence_index[flat], flat)
 
 
 def read_inputs(

@@ -250,10 +250,15 @@ class StreamsLoss(LLMLoss):
             if not bool(chosen.any()):
                 continue
             own = {key: column[chosen] for key, column in _below(f"{name}:", tokens.columns).items()}
-            columns = _below("column:", own)
-            part = TokenInputs(columns, own["weight"], tokens.row_index[chosen], own["sequence_index"])
+            part = TokenInputs(
+                columns=_below("column:", own),
+                weight=own["weight"],
+                row_index=tokens.row_index[chosen],
+                sequence_index=own["sequence_index"],
+                flat_index=flat_index[chosen],
+            )
             entropies = None if entropy is None else entropy[chosen]
-            micro = loss._micro_loss(part, log_probs[chosen], entropies, flat_index[chosen])
+            micro = loss._micro_loss(part, log_probs[chosen], entropies)
             losses = {key: values * own["factor"] for key, values in micro.losses.items()}
             streams[name] = replace(micro, losses=losses)
         return StreamsMicroLoss({}, {}, flat_index, tokens.sequence_index, streams=streams)
