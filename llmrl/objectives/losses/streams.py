@@ -186,22 +186,18 @@ class StreamsLoss(LLMLoss):
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
         """Read a whole batch; each stream reads the rows that belong to it."""
-        rows = flat_batch(tensordict).unbind(0)
-        # These rows have an empty mask: `read_inputs` gives ids and indices, and each stream adds its own columns.
-        mask_key = (LOSS_WEIGHTS, "")
-        lengths = [len(row.get(self.tensor_keys.action)) for row in rows]
-        shells = lazy_stack(
-            [row.exclude(LOSS_WEIGHTS).set(mask_key, torch.zeros(num)) for row, num in zip(rows, lengths, strict=True)]
-        )
         device = self._device()
+        # This gives ids and indices. Each stream adds its own columns and its mask.
         inputs = read_inputs(
-            shells,
+            tensordict,
             tokens_key=self.tensor_keys.action,
-            masking_strategy="rlhf",
-            mask_key=mask_key,
+            masking_strategy="generic",
+            mask_key=(LOSS_WEIGHTS, ""),  # no row has it
             token_columns={},
             device=device,
         )
+        rows = flat_batch(tensordict).unbind(0)
+        lengths = [len(ids) for ids in inputs.token_ids]
         for name, loss in self.streams.items():
             places = [index for index, row in enumerate(rows) if has_entry(row, (LOSS_WEIGHTS, name))]
             is_here = torch.cat([torch.full((num,), index in places) for index, num in enumerate(lengths)])
