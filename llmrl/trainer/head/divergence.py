@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tensordict.utils import NestedKey
 
 from llmrl._utils.arguments import check_least
-from llmrl.trainer.head.log_probs import MIN_LOG_PROB, Head, add_product, default_chunk_size, wide_product
+from llmrl.trainer.head.log_probs import MIN_LOG_PROB, Context, Head, add_product, default_chunk_size, wide_product
 
 if TYPE_CHECKING:
     from llmrl.trainer.packing.packed_rows import PackedRows
@@ -34,8 +34,6 @@ TOP_K_KEY = ("next", "teacher_top")
 """Key of a teacher's most likely ids in a batch."""
 _SMALLEST_TAIL = 2.0**-23
 """Smallest tail probability: the rounding error of a sum of float32 probabilities."""
-Context: TypeAlias = Any
-"""Autograd context, with our own attributes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from llmrl._utils.arguments import check_least
 
+Context: TypeAlias = Any
+"""Autograd context, with our own attributes."""
 MIN_LOG_PROB = -1e4
 """Lower bound of log-probs, at which `p log p` is 0 in any dtype; at minus infinity it would be NaN."""
 
@@ -130,7 +132,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -168,7 +170,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return log_probs, None if entropies is None else entropies[positions]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, positions, normalizers, entropies = ctx.saved_tensors
         grad_log_probs, grad_entropy = grads
         if grad_log_probs is None:

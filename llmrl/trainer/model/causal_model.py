@@ -53,7 +53,7 @@ class CausalModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
-        self.model: PreTrainedModel = without_adapters(model)
+        self.model = without_adapters(model)
         self.config = text_config(self.model)
         self.head = OutputHead(self.model.get_output_embeddings())
         set_scoring_mode(self.model)
