@@ -25,41 +25,24 @@ if TYPE_CHECKING:
     from llmrl.transforms import PolicyVersion, RubricReward
     from llmrl.weight_sync import VLLMWeightSyncScheme, get_model_metadata
 
-# Public name -> the module that exports it. The imports above are for type checkers and editors
-# only; `test/project/test_structure.py` checks that both agree.
-_EXPORTS = {
-    "AgentEnv": "llmrl.envs",
-    "AsyncVLLM": "llmrl.engines",
-    "ChatEnv": "llmrl.envs",
-    "DatasetChatEnv": "llmrl.envs",
-    "EngineReplicas": "llmrl.engines",
-    "GRPOLoss": "llmrl.objectives",
-    "History": "llmrl.data",
-    "GroupRules": "llmrl.collectors",
-    "LLMCollector": "llmrl.collectors",
-    "RayLLMCollector": "llmrl.collectors",
-    "MCAdvantage": "llmrl.objectives",
-    "MessageChatEnv": "llmrl.envs",
-    "MessageEnv": "llmrl.envs",
-    "MessageStep": "llmrl.envs",
-    "MixedEnv": "llmrl.envs",
-    "PolicyVersion": "llmrl.transforms",
-    "RewardFn": "llmrl.rewards",
-    "RolloutLimits": "llmrl.collectors",
-    "RolloutStatus": "llmrl.data",
-    "Rubric": "llmrl.rewards",
-    "RubricReward": "llmrl.transforms",
-    "SamplingConfig": "llmrl.engines",
-    "ServerEngine": "llmrl.engines",
-    "TransformersEngine": "llmrl.engines",
-    "TransformersWrapper": "llmrl.trainer",
-    "VLLMWeightSyncScheme": "llmrl.weight_sync",
-    "ensure_embedded_model": "llmrl.testing",
-    "get_model_metadata": "llmrl.weight_sync",
-    "train": "llmrl.scripts.train",
-    "train_step": "llmrl.trainer.train_step",
-    "vLLMWrapper": "llmrl.policies",
+# The imports above are for type checkers and editors only; `test/project/test_structure.py` checks that both agree.
+_NAMES_OF_MODULES = {
+    "llmrl.collectors": ("GroupRules", "LLMCollector", "RayLLMCollector", "RolloutLimits"),
+    "llmrl.data": ("History", "RolloutStatus"),
+    "llmrl.engines": ("AsyncVLLM", "EngineReplicas", "SamplingConfig", "ServerEngine", "TransformersEngine"),
+    "llmrl.envs": ("AgentEnv", "ChatEnv", "DatasetChatEnv", "MessageChatEnv", "MessageEnv", "MessageStep", "MixedEnv"),
+    "llmrl.objectives": ("GRPOLoss", "MCAdvantage"),
+    "llmrl.policies": ("vLLMWrapper",),
+    "llmrl.rewards": ("RewardFn", "Rubric"),
+    "llmrl.scripts.train": ("train",),
+    "llmrl.testing": ("ensure_embedded_model",),
+    "llmrl.trainer": ("TransformersWrapper",),
+    "llmrl.trainer.train_step": ("train_step",),
+    "llmrl.transforms": ("PolicyVersion", "RubricReward"),
+    "llmrl.weight_sync": ("VLLMWeightSyncScheme", "get_model_metadata"),
 }
+_EXPORTS = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names}
+"""Module that exports each public name."""
 
 __all__ = [
     "AgentEnv",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral
 from types import SimpleNamespace
@@ -120,6 +121,13 @@ def check_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be positive, got {value}.")
+
+
+def check_not_negative(**values: float | None) -> None:
+    """Raise ValueError if an argument, given by its name, is negative or not finite; None is not checked."""
+    for name, value in values.items():
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
 
 
 def check_choice(choices: Collection[object], **values: object) -> None:

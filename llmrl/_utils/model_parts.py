@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+Model = TypeVar("Model")
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -31,6 +33,11 @@ def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
         return decoder_of(decoder) if is_whole else decoder
     base = model.base_model
     return model.model if base is model and hasattr(model, "model") else base
+
+
+def without_adapters(model: Model) -> Model:
+    """Return the base of a peft model, in which the adapted layers stay; any other model is returned unchanged."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def is_quantized(weight: torch.Tensor) -> bool:

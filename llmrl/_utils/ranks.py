@@ -32,11 +32,19 @@ def share_of(micro_batches: Sequence[T], rank: int, num_ranks: int) -> Iterator[
         yield micro_batches[start if is_repeated else start + rank], is_repeated
 
 
+def gathered(value: T, process_group: torch.distributed.ProcessGroup | None) -> list[T]:
+    """Return the values of all ranks by rank, which are pickled; only this value without a group."""
+    _, num_ranks = rank_and_size(process_group)
+    values = [value] * num_ranks
+    if process_group is not None:
+        torch.distributed.all_gather_object(values, value, group=process_group)
+    return values
+
+
 def gather_or_fail(compute: Callable[[], T], process_group: torch.distributed.ProcessGroup | None) -> list[T]:
     """Return the results of all ranks by rank. Raises this rank's error, or RuntimeError if another rank failed."""
     if process_group is None:
         return [compute()]
-    rank, num_ranks = rank_and_size(process_group)
     failure: Exception | None = None
     own: tuple[list[T], str] = ([], "")
     try:
@@ -44,10 +52,10 @@ def gather_or_fail(compute: Callable[[], T], process_group: torch.distributed.Pr
     except Exception as error:
         failure = error
         own = ([], f"{type(error).__name__}: {error}")
-    parts: list[tuple[list[T], str]] = [own] * num_ranks
-    torch.distributed.all_gather_object(parts, own, group=process_group)
+    parts = gathered(own, process_group)
     if failure is not None:
         raise failure
+    rank, _ = rank_and_size(process_group)
     for number, (_, why) in enumerate(parts):
         if why:
             raise RuntimeError(f"rank {number} failed, so rank {rank} ends, too: {why}")

@@ -34,8 +34,7 @@ def masked_kl(
     log_probs: torch.Tensor, other_log_probs: torch.Tensor, mask: torch.Tensor, estimator: KLEstimator = "k1"
 ) -> torch.Tensor:
     """Return `kl_estimate` where the mask is true and 0 elsewhere, even if inputs are NaN there; all `[num_tokens]`."""
-    estimate = kl_estimate(log_probs, other_log_probs, estimator)
-    return torch.where(mask.bool(), estimate, torch.zeros_like(estimate))
+    return torch.where(mask.bool(), kl_estimate(log_probs, other_log_probs, estimator), 0.0)
 
 
 def k3_kl_token_estimate(target_log_prob: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:

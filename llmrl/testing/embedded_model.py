@@ -41,8 +41,7 @@ def default_home() -> Path:
     chosen = os.environ.get("LLMRL_HOME")
     if chosen:
         return Path(chosen).expanduser().absolute()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache).expanduser().absolute() if cache else Path.home() / ".cache") / "llmrl"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "llmrl"
 
 
 def model_folder(home: str | os.PathLike[str] | None = None) -> Path:
@@ -62,9 +61,12 @@ def ensure_embedded_model(home: str | os.PathLike[str] | None = None) -> Path:
     if is_intact(folder):
         return folder
     source = _find_source()
+    import fcntl  # unavailable on Windows, where this module must be importable
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(folder.parent / f".{folder.name}.lock"):
+        with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock of a killed process
             if not is_intact(folder):  # another process may have created it while we waited
                 _make(folder, source)
     except OSError as error:
@@ -104,20 +106,9 @@ def _find_source() -> Path:
     return found[0]
 
 
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    import fcntl  # unavailable on Windows, where this module must be importable
-
-    with path.open("w") as file:
-        # The kernel releases the lock of a killed process.
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _make(folder: Path, source: Path) -> None:
     """Convert into a temporary folder and rename it. The caller holds the lock, so other such folders are leftovers."""
-    for leftover in folder.parent.glob(f"{_TEMPORARY_PREFIX}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    _remove_leftovers(folder.parent)
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=folder.parent))
     try:
         _convert(source, temporary)
@@ -127,8 +118,12 @@ def _make(folder: Path, source: Path) -> None:
             folder.rename(Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=folder.parent)) / "damaged")
         temporary.replace(folder)
     finally:
-        for leftover in folder.parent.glob(f"{_TEMPORARY_PREFIX}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        _remove_leftovers(folder.parent)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for leftover in folder.glob(f"{_TEMPORARY_PREFIX}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _convert(source: Path, target: Path) -> None:

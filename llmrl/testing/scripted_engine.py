@@ -89,7 +89,7 @@ class ScriptedEngine:
         self._log_prob = log_prob
         self._latency_s = latency_s
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._max_num_seqs = math.inf if max_num_seqs is None else max_num_seqs
+        self._max_num_seqs = max_num_seqs or math.inf
         self._record_requests = record_requests
         self._policy_version = 0
         self._faults: list[BaseException] = []
@@ -158,8 +158,9 @@ class ScriptedEngine:
     def resume(self) -> None:
         """Continue after `pause`."""
         self._is_paused = False
-        for flight in list(self._in_flight.values()) if not self._is_hanging else ():
-            flight.release()
+        if not self._is_hanging:
+            for flight in list(self._in_flight.values()):
+                flight.release()
 
     async def generate(
         self,
@@ -178,7 +179,8 @@ class ScriptedEngine:
         """
         if self._is_shut_down:
             raise EngineError("The scripted engine was shut down.")
-        request_id = f"scripted-{next(self._ids)}" if request_id is None else request_id
+        if request_id is None:
+            request_id = f"scripted-{next(self._ids)}"
         prompt = list(prompt_ids)
         check_request(request_id, prompt, self._in_flight)
         budget = completion_budget(len(prompt), sampling, self.max_model_len)
@@ -191,20 +193,19 @@ class ScriptedEngine:
         if self._num_to_hang:
             self._num_to_hang -= 1
             latency_s = math.inf
-        num_tokens = len(token_ids)
-        flight = Flight(latency_s, self._policy_version, num_tokens)
+        flight = Flight(latency_s, self._policy_version, len(token_ids))
         if stream is not None:
             flight.show(token_ids, stream)
         await self._fly(request_id, flight)
-        self._num_tokens += num_tokens
+        self._num_tokens += flight.num_tokens
         if self._is_shut_down:
             raise EngineError("The scripted engine was shut down.")
         if flight.is_aborted:
             token_ids = token_ids[: flight.num_done()]
             finish_reason = "abort"
             stop_string = None
-        log_prob = self._log_prob
         mask = [array("i", [token_id]) for token_id in token_ids] if sampling.needs_sampling_mask else None
+        log_prob = self._log_prob
         return Completion(
             token_ids=token_ids,
             log_probs=list(log_prob(token_ids)) if callable(log_prob) else [log_prob] * len(token_ids),

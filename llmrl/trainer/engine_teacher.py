@@ -92,12 +92,13 @@ class EngineTeacher:
             masks = [mask.cpu().bool() for mask in ragged_column(rows, LOSS_MASK_KEY)]
         group = trained_model(self._student.model).process_group
         rank, num_ranks = rank_and_size(group)
-        own = [(ids, mask, top_k) for ids, mask in zip(token_ids, masks, strict=True)][rank::num_ranks]
-        parts = gather_or_fail(lambda: run_sync(self._scored(own)), group)
-        return [parts[index % num_ranks][index // num_ranks] for index in range(len(token_ids))]
+        own = list(zip(token_ids, masks, strict=True))[rank::num_ranks]
 
-    async def _scored(self, rows: list[tuple[torch.Tensor, torch.Tensor, int]]) -> list[TokenScores]:
-        return list(await asyncio.gather(*(self._scored_row(*row) for row in rows)))
+        async def scored() -> list[TokenScores]:
+            return list(await asyncio.gather(*(self._scored_row(ids, mask, top_k) for ids, mask in own)))
+
+        parts = gather_or_fail(lambda: run_sync(scored()), group)
+        return [parts[index % num_ranks][index // num_ranks] for index in range(len(token_ids))]
 
     async def _scored_row(self, ids: torch.Tensor, mask: torch.Tensor, top_k: int) -> TokenScores:
         mask = mask.clone()
@@ -115,9 +116,9 @@ class EngineTeacher:
 
 def check_same_tokenizer(ours: Tokenizer, theirs: Tokenizer, *, teacher: str) -> None:
     """Raise ValueError if a teacher's vocabulary differs from the student's, naming the first differing entry."""
-    entries = {*ours.get_vocab().items()} ^ {*theirs.get_vocab().items()}
-    if differing := sorted(entries, key=lambda entry: entry[1]):
-        token, number = differing[0]
+    differing = {*ours.get_vocab().items()} ^ {*theirs.get_vocab().items()}
+    if differing:
+        token, number = min(differing, key=lambda entry: entry[1])
         raise ValueError(
             f"the teacher {teacher!r} has another tokenizer than the student: {len(differing)} entries of their "
             f"vocabularies differ, the first is {token!r} with id {number}. The teacher would read the student's ids "

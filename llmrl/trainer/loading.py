@@ -94,9 +94,14 @@ def load_model(
     quantize = lora is not None and lora.quantize_base
     if quantize:
         require("bitsandbytes", extra="optim")
+
+    def prepare(model: PreTrainedModel) -> PreTrainedModel:
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        return model if lora is None else add_adapters(model, lora)
+
     if mesh is None:
-        model = load_language_model(path, dtype=torch.float32, device=device, quantize=quantize)
-        return _prepare(model, gradient_checkpointing=gradient_checkpointing, lora=lora)
+        return prepare(load_language_model(path, dtype=torch.float32, device=device, quantize=quantize))
     if quantize:
         raise ValueError("quantize_base=True is for one rank (mesh=None): 4-bit weights cannot be sharded.")
     prepared: list[PreTrainedModel] = []
@@ -105,7 +110,7 @@ def load_model(
     def distribute(model: PreTrainedModel) -> None:
         model.tie_weights()
         random_state = torch.get_rng_state()
-        prepared.append(_prepare(model, gradient_checkpointing=gradient_checkpointing, lora=lora))
+        prepared.append(prepare(model))
         torch.set_rng_state(random_state)  # `_draw_adapter` draws the adapters later from this state
         shard_model(prepared[0], mesh, compute_dtype=compute_dtype, context_ranks=context_ranks)
         # The files contain names without adapters, so base layers replace adapted layers while the files are read.
@@ -123,13 +128,6 @@ def load_model(
     return prepared[0]
 
 
-def _prepare(model: PreTrainedModel, *, gradient_checkpointing: bool, lora: LoRAConfig | None) -> PreTrainedModel:
-    """Return the model, with gradient checkpointing and adapters if requested."""
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    return model if lora is None else add_adapters(model, lora)
-
-
 def add_adapters(model: PreTrainedModel, lora: LoRAConfig) -> PreTrainedModel:
     """Add adapters in place and return the peft model around the model; raise the errors of `load_model`."""
     require("peft", extra="lora")
@@ -145,9 +143,10 @@ def add_adapters(model: PreTrainedModel, lora: LoRAConfig) -> PreTrainedModel:
 def _adapted_layers(model: torch.nn.Module) -> Iterator[_Adapted]:
     """Yield the layers with adapters and their places in the model."""
     for path, layer in model.named_modules():
-        parent, _, name = path.rpartition(".")
-        if hasattr(layer, "lora_A") and not hasattr(model.get_submodule(parent), "lora_A"):
-            yield model.get_submodule(parent), name, layer
+        parent_path, _, name = path.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        if hasattr(layer, "lora_A") and not hasattr(parent, "lora_A"):
+            yield parent, name, layer
 
 
 def _wrapped_by(layer: Any) -> list[Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 
 from tensordict import TensorDictBase
 
 from llmrl._utils.arguments import check_least
 from llmrl.data.keys import LOSS_MASK_KEY
 from llmrl.data.ragged import flat_batch
-from llmrl.objectives.advantages.grouping import GroupKeys, stack_rows
+from llmrl.objectives.advantages.grouping import GroupKeys, grouped, stack_rows
 from llmrl.objectives.losses.base import LLMLoss
 from llmrl.objectives.losses.streams import StreamsLoss
 from llmrl.trainer.scoring import write_log_probs
@@ -68,12 +68,9 @@ def _write_old_log_probs(loss_module: LLMLoss, rows: TensorDictBase) -> None:
 
 def _parts(rows: TensorDictBase, num_epochs: int, num_minibatches: int, seed: int) -> Iterator[TensorDictBase]:
     keys = GroupKeys()
-    elements = rows.unbind(0)
-    groups: dict[Hashable, dict[Hashable, list[TensorDictBase]]] = {}
-    for row in elements:
-        groups.setdefault(keys.group_id(row), {}).setdefault(keys.rollout_id(row), []).append(row)
+    groups = grouped(rows.unbind(0), keys.group_id).values()
     for epoch in range(num_epochs):
-        order = [list(group.values()) for group in groups.values()]
+        order = [list(grouped(group, keys.rollout_id).values()) for group in groups]
         generator = random.Random(f"{seed}/{epoch}")
         generator.shuffle(order)
         for group in order:

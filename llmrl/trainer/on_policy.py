@@ -15,7 +15,7 @@ from llmrl.objectives.losses.base import LLMLoss
 from llmrl.objectives.losses.streams import LOSS_WEIGHTS, StreamsLoss
 from llmrl.trainer.trained_model import TrainedModel
 
-_BOUNDS = {torch.bfloat16: 0.1, torch.float16: 0.02}
+_BOUNDS: dict[torch.dtype | None, float] = {torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest mean difference, in nats, that rounding explains; random models with sharp distributions reach half of it."""
 _FLOAT32_BOUND = 0.001
 _INT8_BOUND = 0.5
@@ -53,8 +53,9 @@ def sampled_tokens(
     """
     if hasattr(loss_module.tensor_keys, "policy_version"):
         return batch, log_probs, loss_module.tensor_keys
-    streams = loss_module.streams if isinstance(loss_module, StreamsLoss) else {}
-    for name, loss in streams.items():
+    if not isinstance(loss_module, StreamsLoss):
+        return None
+    for name, loss in loss_module.streams.items():
         key = (LOSS_WEIGHTS, name)
         found = [pair for pair in zip(flat_batch(batch).unbind(0), log_probs, strict=True) if has_entry(pair[0], key)]
         if found and hasattr(loss.tensor_keys, "policy_version"):
@@ -79,8 +80,10 @@ def on_policy_difference(
         torch.cat([column.reshape(-1) for column in ragged_column(rows, key)]).cpu()
         for key in (keys.sample_log_prob, keys.policy_version)
     )
-    is_trained = ~ours.isnan()
-    return (ours - sampler).abs()[is_trained if version is None else is_trained & (versions == version)]
+    is_chosen = ~ours.isnan()
+    if version is not None:
+        is_chosen &= versions == version
+    return (ours - sampler).abs()[is_chosen]
 
 
 def check_difference(
@@ -101,14 +104,14 @@ def check_difference(
     difference = on_policy_difference(batch, log_probs, keys, version)
     if difference.numel() < 2:
         return {}
-    dtype = record.coarsest_dtype
-    bound = _FLOAT32_BOUND if dtype is None else _BOUNDS.get(dtype, _FLOAT32_BOUND)
+    bound = _BOUNDS.get(record.coarsest_dtype, _FLOAT32_BOUND)
     mean = float(difference.mean())
     if version is None:  # the engine's initial weights may differ, for example if the trainer was resumed
         record.has_agreed |= mean <= bound
         return {}
     if record.is_engine_int8:  # the error of int8 depends on the model: 0.01 to 0.25 nats were observed
-        record.int8_difference = mean if record.int8_difference is None else record.int8_difference
+        if record.int8_difference is None:
+            record.int8_difference = mean
         bound = max(bound, min(2 * record.int8_difference, _INT8_BOUND))
     measured = {"on_policy_difference": mean, "on_policy_difference_bound": bound}
     # With few tokens, the excess must be significant.

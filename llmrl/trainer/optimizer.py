@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from llmrl._utils.arguments import check_choice
+from llmrl._utils.arguments import check_choice, check_not_negative
 from llmrl._utils.imports import require
 from llmrl._utils.types import StateDict
 
@@ -63,17 +63,17 @@ def make_optimizer(
     """
     if not 0 < learning_rate < math.inf:
         raise ValueError(f"learning_rate must be a positive number, got {learning_rate}.")
-    for name, value in (("weight_decay", weight_decay), ("warmup_steps", warmup_steps)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be a finite number of at least 0, got {value}.")
+    check_not_negative(weight_decay=weight_decay, warmup_steps=warmup_steps)
     check_choice(get_args(ScheduleName), schedule=schedule)
     check_choice(get_args(MomentsName), moments=moments)
-    if schedule != "constant" and num_steps is None:
-        raise ValueError(f"schedule={schedule!r} decays to 0 at the end of training: give num_steps.")
-    if num_steps is not None and schedule != "constant" and warmup_steps >= num_steps:
-        raise ValueError(
-            f"warmup_steps={warmup_steps} leaves no step of num_steps={num_steps} for the decay: use a smaller number."
-        )
+    if schedule != "constant":
+        if num_steps is None:
+            raise ValueError(f"schedule={schedule!r} decays to 0 at the end of training: give num_steps.")
+        if warmup_steps >= num_steps:
+            raise ValueError(
+                f"warmup_steps={warmup_steps} leaves no step of num_steps={num_steps} for the decay: "
+                "use a smaller number."
+            )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(f"no parameter of {type(model).__name__} requires a gradient; there is nothing to train.")
@@ -137,7 +137,7 @@ class WarmupSchedule(LRScheduler):
     ) -> None:
         self.schedule = schedule
         self.warmup_steps = warmup_steps
-        self.num_steps = num_steps
+        self._end = None if schedule == "constant" else num_steps
         self._weight_decays = [group["weight_decay"] for group in optimizer.param_groups]
         super().__init__(optimizer)
         optimizer.register_load_state_dict_post_hook(lambda _: self._write_rates())
@@ -146,10 +146,12 @@ class WarmupSchedule(LRScheduler):
         """Return the factor of the learning rate at a step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
-        if self.schedule == "constant" or self.num_steps is None:
+        if self._end is None:
             return 1.0
-        part = min(1.0, (step - self.warmup_steps) / (self.num_steps - self.warmup_steps))
-        return 1.0 - part if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * part))
+        part = min(1.0, (step - self.warmup_steps) / (self._end - self.warmup_steps))
+        if self.schedule == "linear":
+            return 1.0 - part
+        return 0.5 * (1.0 + math.cos(math.pi * part))
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each parameter group at the current step."""
@@ -159,8 +161,8 @@ class WarmupSchedule(LRScheduler):
         """Advance to the next step; raise ValueError if `epoch` is given or the decay has ended."""
         if epoch is not None:
             raise ValueError(f"the schedule counts steps itself: call step() without epoch={epoch!r}.")
-        if self.schedule != "constant" and self.num_steps is not None and self.last_epoch >= self.num_steps:
-            raise ValueError(f"the schedule has ended: its learning rate is 0 after num_steps={self.num_steps} steps.")
+        if self._end is not None and self.last_epoch >= self._end:
+            raise ValueError(f"the schedule has ended: its learning rate is 0 after num_steps={self._end} steps.")
         self.last_epoch += 1
         self._write_rates()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -64,12 +64,11 @@ def write_log_probs(
     if isinstance(policy, EngineTeacher):
         if disable_adapter:
             raise TypeError("disable_adapter needs a peft model, got an EngineTeacher; leave disable_adapter out.")
-        scores = policy.scores(batch, assistant_only=assistant_only)
-        write_column(batch, key, [row.log_probs for row in scores])
-        return batch
-    with adapters_off(policy.model) if disable_adapter else contextlib.nullcontext():
+        scored = [row.log_probs for row in policy.scores(batch, assistant_only=assistant_only)]
+    else:
         group = trained_model(policy.model).process_group
-        scored = log_probs_of(policy, batch, assistant_only=assistant_only, process_group=group)
+        with _adapters_off(policy.model) if disable_adapter else contextlib.nullcontext():
+            scored = log_probs_of(policy, batch, assistant_only=assistant_only, process_group=group)
     write_column(batch, key, scored)
     return batch
 
@@ -94,8 +93,7 @@ def write_top_k(
     """
     check_least(1, top_k=top_k)
     if isinstance(teacher, EngineTeacher):
-        scores = teacher.scores(batch, top_k=top_k)
-        columns = [(row.top_ids, row.top_log_probs) for row in scores]
+        columns = [(row.top_ids, row.top_log_probs) for row in teacher.scores(batch, top_k=top_k)]
     else:
         columns = _top_k_of(teacher, flat_batch(batch), top_k)
     for name, rows in zip(("token_ids", "log_probs"), zip(*columns, strict=True), strict=True):
@@ -115,10 +113,9 @@ def _top_k_of(
             "sample with top_p=1, top_k=0 and min_p=0."
         )
     starts = torch.tensor([0, *lengths], device=teacher.device).cumsum(0)
-    ids = torch.zeros(sum(lengths), top_k, dtype=torch.int64, device=teacher.device)
     log_probs = torch.zeros(sum(lengths), top_k, device=teacher.device)
+    ids = torch.zeros_like(log_probs, dtype=torch.int64)
     record = trained_model(teacher.model)
-    group = record.process_group
     for packed, is_repeated in share_of(teacher.pack(token_ids, masks), *record.place):
         head, positions = teacher.packed_head(packed)
         if record.is_reporting and not is_repeated:
@@ -126,9 +123,9 @@ def _top_k_of(
             flat = starts[packed.row_index] + packed.token_index
             ids[flat] = found.token_ids[positions]
             log_probs[flat] = found.log_probs[positions].float()
-    if group is not None:
+    if record.process_group is not None:
         for column in (ids, log_probs):
-            torch.distributed.all_reduce(column, group=group)
+            torch.distributed.all_reduce(column, group=record.process_group)
     ids[~torch.cat(masks).to(ids.device)] = -1
     ids[starts[:-1]] = -1
     return list(zip(ids.split(lengths), log_probs.split(lengths), strict=True))
@@ -197,12 +194,9 @@ def _with_prompt(row: TensorDictBase, num_replaced: int, prompt_ids: list[int]) 
     return replaced
 
 
-@contextlib.contextmanager
-def adapters_off(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Disable a peft model's adapters within the context; raise TypeError if the model has none."""
+def _adapters_off(model: PreTrainedModel | PeftModel) -> contextlib.AbstractContextManager[object]:
     if not hasattr(model, "disable_adapter"):
         raise TypeError(
             f"disable_adapter needs a peft model, got {type(model).__name__}; score with a reference model instead."
         )
-    with model.disable_adapter():
-        yield
+    return model.disable_adapter()

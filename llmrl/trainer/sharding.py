@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from llmrl._utils.model_parts import decoder_of, text_config
+from llmrl._utils.model_parts import decoder_of, text_config, without_adapters
 from llmrl.trainer.context import ContextRanks
 from llmrl.trainer.packing.attention import CONTEXT_RANKS
 from llmrl.trainer.trained_model import trained_model
@@ -48,7 +48,7 @@ def shard_model(
     num_ranks = torch.distributed.get_world_size() if mesh is None else mesh.size()
     if context_ranks < 1 or num_ranks % context_ranks:  # before anything is sharded
         raise ValueError(f"context_ranks={context_ranks} does not divide the {num_ranks} ranks of the model.")
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     decoder = decoder_of(base)
     layers = getattr(decoder, "layers", None)
     if layers is None:
@@ -56,9 +56,9 @@ def shard_model(
     num_heads = getattr(text_config(base), "num_attention_heads", 0)
     if context_ranks > 1 and (not num_heads or num_heads % context_ranks):
         raise ValueError(f"context_ranks={context_ranks} does not divide the model's {num_heads} attention heads.")
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
-    )
+    policy = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     head = base.get_output_embeddings()
     embedding = base.get_input_embeddings()
     is_tied = getattr(head, "weight", None) is embedding.weight

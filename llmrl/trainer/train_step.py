@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 
+from llmrl._utils.ranks import gathered
 from llmrl.objectives.losses.base import LLMLoss, MicroLoss
 from llmrl.objectives.losses.inputs import LossInputs, NonFiniteColumnError
 from llmrl.trainer.on_policy import check_difference, sampled_tokens
@@ -86,13 +87,15 @@ def train_step(
     rank, num_ranks = record.place
     started = time.perf_counter()
     report = TrainStepReport(num_rows=batch.batch_size.numel())
+    if not report.num_rows:
+        return _skipped(report, "no_trained_tokens", started)
     try:
-        inputs = loss_module.prepare(batch) if report.num_rows else None
+        inputs = loss_module.prepare(batch)
     except NonFiniteColumnError as error:
         # Not an error, which would end the run: a resumed run would read the same batch again.
         warnings.warn(f"The step is skipped. {error}", stacklevel=2)
         return _skipped(report, f"non_finite_{error.column}", started)
-    if inputs is None or not inputs.num_scored:
+    if not inputs.num_scored:
         return _skipped(report, "no_trained_tokens", started)
     loss_module.leave_out_idle_rows(inputs)
     if not inputs.num_scored:
@@ -108,25 +111,28 @@ def train_step(
         if record.is_reporting and not micro.is_repeated:
             done.append(micro.detached())
     if record.process_group is not None:
-        done = _gathered(done, record.process_group)
+        parts = gathered([micro.to("cpu") for micro in done], record.process_group)
+        done = [micro for part in parts for micro in part]
     report.num_micro_batches = len(done)
     output = loss_module.collect(done)
     report.loss = float(output.total_loss())
     report.measurements = output.measurements()
     if record.routing is not None:
         report.measurements |= record.routing.summed(record.process_group).to_metrics()
-    report.log_probs = _rows_of([(micro.flat_index, micro.log_probs) for micro in done], inputs)
+    report.log_probs = _log_probs_of_rows(done, inputs)
     if (sampled := sampled_tokens(loss_module, batch, report.log_probs)) is not None:
         report.measurements |= check_difference(record, *sampled)
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if record.scaler is not None:
         report.measurements |= {"loss_scale": record.scaler.get_scale(), "num_overflows": 0.0}
         record.scaler.unscale_(optimizer)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
     report.grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
+    sizes = {"loss": report.loss, "gradient": report.grad_norm}
+    name = next((name for name, size in sizes.items() if not math.isfinite(size)), None)
+    if name is not None:
         optimizer.zero_grad(set_to_none=True)
-        name = "loss" if not math.isfinite(report.loss) else "gradient"
         if record.scaler is not None:
             is_overflow = name == "gradient" and record.scaler.get_scale() > 1
             record.scaler.update()
@@ -136,7 +142,8 @@ def train_step(
         warnings.warn(f"The step is skipped: the {name} of the batch is not finite.", stacklevel=2)
         return _skipped(report, f"non_finite_{name}", started)
     if max_grad_norm is not None and report.grad_norm > max_grad_norm:
-        _scale_gradients(parameters, max_grad_norm / report.grad_norm)
+        for gradient in gradients:
+            gradient.mul_(max_grad_norm / report.grad_norm)
     if record.scaler is None:
         optimizer.step()
     else:
@@ -148,11 +155,11 @@ def train_step(
     return report
 
 
-def _rows_of(parts: Iterable[tuple[torch.Tensor, torch.Tensor | None]], inputs: LossInputs) -> list[torch.Tensor]:
+def _log_probs_of_rows(micro_losses: Iterable[MicroLoss], inputs: LossInputs) -> list[torch.Tensor]:
     column = torch.full((inputs.is_scored.shape[0],), torch.nan)
-    for flat_index, values in parts:
-        if values is not None:
-            column[flat_index.cpu()] = values.float().cpu()
+    for micro in micro_losses:
+        if micro.log_probs is not None:
+            column[micro.flat_index.cpu()] = micro.log_probs.float().cpu()
     return list(column.split([len(token_ids) for token_ids in inputs.token_ids]))
 
 
@@ -161,15 +168,3 @@ def _skipped(report: TrainStepReport, reason: str, started: float) -> TrainStepR
     report.skip_reason = reason
     report.seconds = time.perf_counter() - started
     return report
-
-
-def _gathered(micro_losses: list[MicroLoss], process_group: torch.distributed.ProcessGroup) -> list[MicroLoss]:
-    held: list[list[MicroLoss]] = [[] for _ in range(torch.distributed.get_world_size(process_group))]
-    torch.distributed.all_gather_object(held, [micro.to("cpu") for micro in micro_losses], group=process_group)
-    return [micro for part in held for micro in part]
-
-
-def _scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
-    for parameter in parameters:
-        assert parameter.grad is not None
-        parameter.grad.mul_(factor)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
+from llmrl._utils.model_parts import without_adapters
 from llmrl._utils.ranks import rank_and_size
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ _known: WeakKeyDictionary[torch.nn.Module, TrainedModel] = WeakKeyDictionary()
 
 def trained_model(model: torch.nn.Module) -> TrainedModel:
     """Return the record of a model; a peft model and its base share one."""
-    get_base: Callable[[], torch.nn.Module] = getattr(model, "get_base_model", lambda: model)  # peft's method
-    return _known.setdefault(get_base(), TrainedModel())
+    return _known.setdefault(without_adapters(model), TrainedModel())
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Literal, Unpack
 
 import torch
@@ -23,6 +22,7 @@ from llmrl.data.ragged import ATTENTION_MASK_KEY, flat_batch, has_entry, ragged_
 from llmrl.data.routed_experts import Replay
 from llmrl.data.sampling_mask import SamplingMask
 from llmrl.engines import TransformersEngine
+from llmrl.objectives.losses.inputs import masks_after_prompt
 from llmrl.policies import WrapperOptions
 from llmrl.policies.scored_rows import ScoresRows
 from llmrl.trainer.head.fused_head import check_fused_head, fused_log_probs
@@ -212,20 +212,18 @@ class TransformersWrapper(ScoresRows):
         self, packed: PackedRows, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the log-probs of the scored tokens, `[num_scored]`, and their entropies if requested."""
-        if not packed.num_scored:
-            nothing = torch.zeros(0, device=self.device)
-            return nothing, nothing if return_entropy else None
         with self._autocast():
             head, positions = self.packed_head(packed)
             where = (head.states, head.weight, packed.targets)
             mask = packed.sampling_mask
-            bias = head.bias
-            transform = head.transform
             if self.head_kernel == "liger" and mask is None and not return_entropy:
-                return fused_log_probs(*where, positions=positions, bias=bias, transform=transform), None
-            score = chunked_log_probs if mask is None else partial(truncated_log_probs, sampling_mask=mask)
-            options = HeadOptions(bias=bias, transform=transform, chunk_size=self.chunk_size)
-            return score(*where, positions=positions, return_entropy=return_entropy, **options)
+                return fused_log_probs(*where, positions=positions, bias=head.bias, transform=head.transform), None
+            options = HeadOptions(
+                bias=head.bias, transform=head.transform, chunk_size=self.chunk_size, return_entropy=return_entropy
+            )
+            if mask is None:
+                return chunked_log_probs(*where, positions=positions, **options)
+            return truncated_log_probs(*where, positions=positions, sampling_mask=mask, **options)
 
     def packed_head(self, packed: PackedRows) -> tuple[Head, torch.Tensor]:
         """Return the head at the predicting positions, and each scored token's index into them, `[num_scored]`."""
@@ -250,8 +248,9 @@ class TransformersWrapper(ScoresRows):
         token_ids, masks, replay = self.scored_tokens(scored)
         if not assistant_only:
             masks = [torch.ones_like(mask) for mask in masks]
-        row_starts = torch.tensor([0, *(ids.shape[0] for ids in token_ids)], device=self.device).cumsum(0)
-        log_probs = torch.zeros(int(row_starts[-1]), device=self.device)
+        lengths = [len(ids) for ids in token_ids]
+        row_starts = torch.tensor([0, *lengths], device=self.device).cumsum(0)
+        log_probs = torch.zeros(sum(lengths), device=self.device)
         micro_batches = self.pack(token_ids, masks, **replay)
         record = trained_model(self.model)
         place = (0, 1) if process_group is None else record.place
@@ -262,8 +261,7 @@ class TransformersWrapper(ScoresRows):
         if process_group is not None:
             log_probs = log_probs.detach()
             torch.distributed.all_reduce(log_probs, group=process_group)
-        columns = log_probs.split([ids.shape[0] for ids in token_ids])
-        self.write_scored(scored, self.log_probs_key, LogProbs, {"full": columns})
+        self.write_scored(scored, self.log_probs_key, LogProbs, {"full": log_probs.split(lengths)})
         return self._returned(tensordict, scored, ())
 
     def log_prob(self, data: TensorDictBase, **options: object) -> torch.Tensor | list[torch.Tensor]:
@@ -282,8 +280,9 @@ class TransformersWrapper(ScoresRows):
         self._check_scores("get_dist")
         batch = flat_batch(tensordict.copy())
         token_ids, _, replay = self.scored_tokens(batch)
-        is_all = mask_key is None or mask_key == ATTENTION_MASK_KEY
-        masks = [torch.ones_like(ids).bool() for ids in token_ids] if is_all else ragged_column(batch, mask_key)
+        masks = [torch.ones_like(ids).bool() for ids in token_ids]
+        if mask_key not in (None, ATTENTION_MASK_KEY):
+            masks = ragged_column(batch, mask_key)
         return self._masked_dist(token_ids, masks, replay)
 
     def _masked_dist(
@@ -291,14 +290,14 @@ class TransformersWrapper(ScoresRows):
     ) -> LLMMaskedCategorical:
         width = max(len(ids) for ids in token_ids)
         starts = torch.tensor([width - len(ids) for ids in token_ids], device=self.device)
-        weight = self.causal_model.head.weight()
-        bias = self.causal_model.head.bias()
+        weight = self.causal_model.head.weight().float()
+        bias = self.causal_model.head.bias(torch.float32)
         logits = torch.zeros(len(token_ids), width, weight.shape[0], device=self.device)
         is_scored = [torch.ones_like(ids).bool() for ids in token_ids]
         for packed in self.pack(token_ids, is_scored, **replay):
             with self._autocast():
                 hidden = self.causal_model.hidden_states(packed).flatten(0, 1)[packed.predictors]
-            product = torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+            product = torch.nn.functional.linear(hidden.float(), weight, bias)
             values, _ = self.causal_model.transform.apply(product)
             if packed.sampling_mask is not None:
                 values = kept_logits(values, packed.sampling_mask)
@@ -312,8 +311,7 @@ class TransformersWrapper(ScoresRows):
         batch = flat_batch(tensordict.copy())
         token_ids, masks, replay = self.scored_tokens(batch)
         if has_entry(batch, ("tokens", "prompt")):
-            prompts = ragged_column(batch, ("tokens", "prompt"))
-            masks = [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(token_ids, prompts, strict=True)]
+            masks = masks_after_prompt(batch, token_ids)
         return self._masked_dist(token_ids, masks, replay)
 
     def _get_rlhf_dist(self, tensordict: TensorDictBase) -> LLMMaskedCategorical:

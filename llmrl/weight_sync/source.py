@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from llmrl._utils.model_parts import dequantized, has_encoders, is_quantized, language_parameters
+from llmrl._utils.model_parts import dequantized, has_encoders, is_quantized, language_parameters, without_adapters
 
 if TYPE_CHECKING:
     from llmrl.trainer.model.checkpoint_format import CheckpointWeights
@@ -231,7 +231,7 @@ def base_of(model: object) -> object:
     """Return a model without the wrappers of DDP, torch.compile and peft; other objects are returned unchanged."""
     model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
     model = getattr(model, "_orig_mod", model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return without_adapters(model)
 
 
 def _named_weights(

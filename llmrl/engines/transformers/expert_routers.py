@@ -80,10 +80,10 @@ class Routers:
                 self.num_experts = router.num_experts
                 self.top_k = router.top_k
                 self._places.append(place)
-                _hook_once(router.register_forward_hook, router._forward_hooks, _after_router)
+                hook_once(router.register_forward_hook, router._forward_hooks, _after_router)
             index = None if router is None else self.num_layers
             self.num_layers += router is not None
-            _hook_once(layer.register_forward_pre_hook, layer._forward_pre_hooks, _before_layer, index)
+            hook_once(layer.register_forward_pre_hook, layer._forward_pre_hooks, _before_layer, index)
 
     def checked(self, routed_experts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
         """Return each row's experts, `[num_tokens, num_layers, top_k]`, for this model's routers; None if it has none.
@@ -138,7 +138,7 @@ def _is_router(module: torch.nn.Module) -> bool:
     return is_sized and "router" in type(module).__name__.lower()
 
 
-def _hook_once(
+def hook_once(
     register: Callable[..., object], hooks: Mapping[int, object], hook: Callable[..., object], *bound: object
 ) -> None:
     """Add a hook unless the module has it already, as a copy of a module with the hook does."""

@@ -91,13 +91,14 @@ class MCAdvantageSelector(KnownArguments):
         extremes = [ordered[:num_low] + ordered[num - size + num_low :] for num_low in range(size + 1)]
         if self.strategy == "max_variance":
             return sorted(max(extremes, key=lambda subset: _squares([returns[index] for index in subset])))
-        low, high = bounds or (0.0, 0.0)
+        assert bounds is not None  # otherwise the choice is uniform
+        middle = sum(bounds) / 2
         is_few = math.comb(num, size) <= self.max_combinations
         subsets: Iterable[Iterable[int]] = combinations(range(num), size) if is_few else extremes
 
         def badness(subset: Iterable[int]) -> tuple[float, float]:
             values = [returns[index] for index in subset]
-            return abs(sum(values) / size - (low + high) / 2), min(values) - max(values)
+            return abs(sum(values) / size - middle), min(values) - max(values)
 
         return sorted(min(subsets, key=badness))
 

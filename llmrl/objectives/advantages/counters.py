@@ -58,11 +58,15 @@ class GroupCounters(Transform):
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_manager": None}
 
+    @property
+    def _waiting(self) -> MutableMapping[Hashable, list[TensorDictBase]]:
+        """Rows of each incomplete group."""
+        return {} if self.queue is None else self.queue.waiting
+
     def get_extra_state(self) -> dict[str, object]:
         """Return the counters and the rows of incomplete groups, which a replay buffer saves with its own rows."""
         with self._lock:
-            waiting = [] if self.queue is None else list(self.queue.waiting.values())
-            return {"counters": dict(self._stats), "waiting": waiting}
+            return {"counters": dict(self._stats), "waiting": list(self._waiting.values())}
 
     def set_extra_state(self, state: StateDict) -> None:
         """Restore the counters and the rows of incomplete groups."""
@@ -101,7 +105,7 @@ class GroupCounters(Transform):
     @property
     def queued_groups(self) -> int:
         """Number of incomplete groups."""
-        return 0 if self.queue is None else len(self.queue.waiting)
+        return len(self._waiting)
 
     @property
     def queued_trajectories(self) -> int:
@@ -116,8 +120,7 @@ class GroupCounters(Transform):
     def clear_queues(self) -> None:
         """Remove all incomplete groups."""
         with self._lock:
-            if self.queue is not None:
-                self.queue.waiting.clear()
+            self._waiting.clear()
 
     @property
     def is_shared(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, MutableMapping
 
 from tensordict import TensorDictBase
 
-from llmrl.objectives.advantages.grouping import GroupKeys, by_rollout
+from llmrl.objectives.advantages.grouping import GroupKeys, by_rollout, grouped
 
 
 class PickledRows(MutableMapping[Hashable, list[TensorDictBase]]):
@@ -73,12 +73,9 @@ class GroupQueue:
 
     def push(self, rows: list[TensorDictBase]) -> list[TensorDictBase]:
         """Add rows and return all rows of groups that are now complete."""
-        touched: dict[Hashable, list[TensorDictBase]] = {}
-        for row in rows:
-            touched.setdefault(self.keys.group_id(row), []).append(row)
         ready: list[TensorDictBase] = []
         # Groups are checked only after all rows are added, so that the rows of a rollout stay together.
-        for group, new in touched.items():
+        for group, new in grouped(rows, self.keys.group_id).items():
             known = [*self.waiting.get(group, ()), *new]
             if len(set(map(self.keys.rollout_id, known))) < self.keys.size(new[-1], self.num_rollouts):
                 self.waiting[group] = known

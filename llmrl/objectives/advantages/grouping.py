@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,9 +93,10 @@ class GroupKeys:
         """Return the id of the row's group."""
         if has_entry(row, _TRAJECTORY_GROUP):
             return _identifier(row, _TRAJECTORY_GROUP)
+        if self.group is not None:
+            return _identifier(row, self.group)
         keys: tuple[NestedKey, ...] = (GROUP_ID_KEY, "query", ("text", "prompt"))
-        default = next((key for key in keys if has_entry(row, key)), "query")
-        return _identifier(row, default if self.group is None else self.group)
+        return _identifier(row, next((key for key in keys if has_entry(row, key)), "query"))
 
     def compared_id(self, row: TensorDictBase) -> Hashable:
         """Return the id of the group, or part of it, with which the row's rollout is compared."""
@@ -140,20 +141,24 @@ def _identifier(row: TensorDictBase, key: NestedKey) -> Hashable:
     return value if isinstance(value, Hashable) else str(value)
 
 
+def grouped(
+    rows: Iterable[TensorDictBase], identify: Callable[[TensorDictBase], Hashable]
+) -> dict[Hashable, list[TensorDictBase]]:
+    """Return the rows with the same id by this id, in order of their first row."""
+    found: dict[Hashable, list[TensorDictBase]] = {}
+    for row in rows:
+        found.setdefault(identify(row), []).append(row)
+    return found
+
+
 def split_by_group(rows: list[TensorDictBase], keys: GroupKeys) -> list[list[TensorDictBase]]:
     """Return the rows of each group, or compared part of a group, in order of their first row."""
-    groups: dict[Hashable, list[TensorDictBase]] = {}
-    for row in rows:
-        groups.setdefault(keys.compared_id(row), []).append(row)
-    return list(groups.values())
+    return list(grouped(rows, keys.compared_id).values())
 
 
 def by_rollout(rows: Sequence[TensorDictBase], keys: GroupKeys) -> list[TensorDictBase]:
     """Return a batch of rows for each rollout."""
-    found: dict[Hashable, list[TensorDictBase]] = {}
-    for row in rows:
-        found.setdefault(keys.rollout_id(row), []).append(row)
-    return [lazy_stack(one, 0) for one in found.values()]
+    return [lazy_stack(found, 0) for found in grouped(rows, keys.rollout_id).values()]
 
 
 def add_to_rewards(tensordict: TensorDictBase, additions: Sequence[float], key: NestedKey) -> None:

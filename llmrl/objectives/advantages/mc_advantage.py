@@ -289,9 +289,8 @@ class MCAdvantage(KnownArguments, GroupCounters):
         names = [names[index] for index in chosen]
         values = [self.keys.rollout_values(scored, key, turns) for key in keys]
         columns = [[column[name] for name in names] for column in values]
-        is_dropped = self._is_dropped(columns)
-        advantages = dict(zip(names, self.baseline.advantages(columns), strict=True))
-        return advantages, set() if is_dropped else set(names)
+        kept = self._kept(names, columns)
+        return dict(zip(names, self.baseline.advantages(columns), strict=True)), kept
 
     def _settle_turns(self, rows: list[TensorDictBase]) -> Settled:
         """Compare each turn's reward with the rewards of all turns of its group."""
@@ -307,11 +306,12 @@ class MCAdvantage(KnownArguments, GroupCounters):
             return {}, set()
         rewards = [row.get(self.keys.rewards) for row in rows]
         values = torch.cat([reward.flatten() for reward in rewards]).tolist()
-        is_dropped = self._is_dropped([values])
-        parts = torch.tensor(group_advantages(values, self.baseline.normalization)).split([r.numel() for r in rewards])
+        kept = self._kept(map(self.keys.rollout_id, rows), [values])
+        advantages = torch.tensor(group_advantages(values, self.baseline.normalization))
+        parts = advantages.split([reward.numel() for reward in rewards])
         for row, reward, part in zip(rows, rewards, parts, strict=True):
             row.set(self.advantage_key, part.reshape(reward.shape))
-        return {}, set() if is_dropped else {self.keys.rollout_id(row) for row in rows}
+        return {}, kept
 
     def _settle_by_turn(self, rows: list[TensorDictBase], gamma: float) -> Settled:
         """Compare each turn's return with those of the same turn in the group's other rollouts."""
@@ -319,20 +319,20 @@ class MCAdvantage(KnownArguments, GroupCounters):
             raise ValueError("gamma applies to training rows; for turns use trajectory_return.")
         returns = {self.keys.rollout_id(row): turn_returns(row, gamma) for row in rows if self.keys.scored(row)}
         self._count(unscored_trajectories=len({self.keys.rollout_id(row) for row in rows} - returns.keys()))
-        is_dropped = self._is_dropped(turns_of(list(returns.values())))
+        kept = self._kept(returns, turns_of(list(returns.values())))
         advantages = turn_advantages(returns, self.baseline.normalization)
         scales = turn_scales(returns, self.baseline.normalization)
         for row in rows:
             if (rollout_id := self.keys.rollout_id(row)) in advantages:
                 row.set(self.advantage_key, on_tokens(row, advantages[rollout_id], scales, LOSS_MASK_KEY))
-        return {}, set() if is_dropped else set(returns)
+        return {}, kept
 
-    def _is_dropped(self, columns: Sequence[Sequence[float]]) -> bool:
-        """Count a group and return whether it is dropped, given the numbers to compare."""
+    def _kept(self, rollouts: Iterable[Hashable], columns: Sequence[Sequence[float]]) -> set[Hashable]:
+        """Count a group and return its rollouts, or none if the group is dropped, given the numbers to compare."""
         is_constant = self._is_constant(columns)
         is_dropped = is_constant and self.drop_constant_groups
         self._decided(is_constant=is_constant, is_dropped=is_dropped)
-        return is_dropped
+        return set() if is_dropped else set(rollouts)
 
     def _is_constant(self, columns: Sequence[Sequence[float]]) -> bool:
         """Return whether a group has no signal; with a KL penalty every group has signal."""

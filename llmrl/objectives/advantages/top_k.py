@@ -8,7 +8,7 @@ from torchrl.envs.transforms import Transform
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl.objectives.advantages.group_queue import GroupQueue
-from llmrl.objectives.advantages.grouping import GroupKeys, split_by_group, stack_rows
+from llmrl.objectives.advantages.grouping import GroupKeys, grouped, split_by_group, stack_rows
 
 
 class TopKRewardSelector(KnownArguments, Transform):
@@ -73,6 +73,6 @@ class TopKRewardSelector(KnownArguments, Transform):
                 continue
             mean = sum(rewards.values()) / len(rewards)
             best = [name for name in sorted(rewards, key=lambda name: -rewards[name]) if rewards[name] > mean]
-            for name in best[: self.topk_size]:
-                kept += [row for row in scored if self.keys.rollout_id(row) == name]
+            by_name = grouped(scored, self.keys.rollout_id)
+            kept += [row for name in best[: self.topk_size] for row in by_name[name]]
         return stack_rows(kept)

@@ -76,11 +76,14 @@ def turn_scales(returns: Mapping[Hashable, Sequence[float]], normalization: Norm
     """
     scales: list[float] = []
     for values in turns_of(list(returns.values())):
-        is_constant = normalization != "none" and max(values) == min(values)
-        scale = max(stdev(values), 1e-6) if normalization == "std" and not is_constant else 1.0
-        if normalization == "relative":
+        scale = 1.0
+        if normalization != "none" and max(values) == min(values):
+            scale = math.inf
+        elif normalization == "std":
+            scale = max(stdev(values), 1e-6)
+        elif normalization == "relative":
             scale = fmean(values)
-        scales.append(math.inf if is_constant else scale)
+        scales.append(scale)
     return scales
 
 

@@ -47,9 +47,10 @@ def aggregation_weights(
         lengths = torch.bincount(sequence_index, minlength=num_sequences)
         return 1.0 / (num_sequences * lengths[sequence_index])
     if aggregation == "group_mean":
-        groups = sequence_index if group_of_sequence is None else group_of_sequence[sequence_index]
-        num_groups = num_sequences if group_of_sequence is None else group_of_sequence.unique().shape[0]
-        return 1.0 / (num_groups * torch.bincount(groups)[groups])
+        if group_of_sequence is None:
+            group_of_sequence = torch.arange(num_sequences, device=sequence_index.device)
+        groups = group_of_sequence[sequence_index]
+        return 1.0 / (len(group_of_sequence.unique()) * torch.bincount(groups)[groups])
     if aggregation == "fixed_length":
         if fixed_length is None or fixed_length < 1:
             raise ValueError(f"aggregation='fixed_length' needs fixed_length of at least 1, got {fixed_length!r}.")

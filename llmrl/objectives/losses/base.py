@@ -92,10 +92,8 @@ class LLMLoss(LossModule):
     @property
     def measures_entropy(self) -> bool:
         """Whether the output includes the entropy: the loss uses it, or the policy provides it."""
-        actor = self.actor_network
-        if self.needs_entropy or actor is None:
-            return self.needs_entropy
-        return getattr(actor, "measures_entropy", False) or "entropy" in getattr(actor, "out_keys", ())
+        is_given = getattr(self.actor_network, "measures_entropy", False)
+        return self.needs_entropy or is_given or "entropy" in getattr(self.actor_network, "out_keys", ())
 
     @abstractmethod
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
@@ -159,8 +157,7 @@ class LLMLoss(LossModule):
         return inputs
 
     def _device(self) -> torch.device | None:
-        parameter = next(iter(self.parameters()), None)
-        return None if parameter is None else parameter.device
+        return next((parameter.device for parameter in self.parameters()), None)
 
     def micro_losses(
         self,
@@ -188,9 +185,7 @@ class LLMLoss(LossModule):
     def packed_loss(self, inputs: LossInputs, packed: PackedTokens) -> MicroLoss:
         """Return the loss of one packed micro-batch of `inputs`."""
         log_probs, entropy = self.actor_network.packed_log_probs(packed, return_entropy=self.measures_entropy)
-        tokens = inputs.tokens(packed.row_index, packed.token_index)
-        flat_index = inputs.row_starts[packed.row_index] + packed.token_index
-        return self._micro_loss(tokens, log_probs, entropy, flat_index)
+        return self._micro_loss(inputs.tokens(packed.row_index, packed.token_index), log_probs, entropy)
 
     def _plain_policy_loss(self, inputs: LossInputs, tensordict: TensorDictBase) -> MicroLoss:
         """Return the loss from the log-probs and the entropy that a TensorDict module writes."""
@@ -200,12 +195,10 @@ class LLMLoss(LossModule):
         entropy = torch.cat(ragged_column(scored, "entropy"))[flat_index] if self.measures_entropy else None
         row_index = torch.searchsorted(inputs.row_starts, flat_index, right=True) - 1
         tokens = inputs.tokens(row_index, flat_index - inputs.row_starts[row_index])
-        return self._micro_loss(tokens, log_probs, entropy, flat_index)
+        return self._micro_loss(tokens, log_probs, entropy)
 
-    def _micro_loss(
-        self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor
-    ) -> MicroLoss:
-        micro = self.token_loss(tokens, log_probs, entropy, flat_index)
+    def _micro_loss(self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> MicroLoss:
+        micro = self.token_loss(tokens, log_probs, entropy, tokens.flat_index)
         measured = micro.measured if entropy is None else {**micro.measured, "entropy": entropy.detach()}
         return replace(micro, measured=measured, log_probs=log_probs.detach())
 
@@ -218,18 +211,16 @@ class LLMLoss(LossModule):
         """Combine the micro-batches of one batch."""
         if not micro_losses:
             raise ValueError("The batch has no trained token: there is nothing to compute a loss from.")
-        flat_index = torch.cat([micro.flat_index for micro in micro_losses])
-        order = flat_index.argsort()
-        sequences = torch.cat([micro.sequence_index for micro in micro_losses])[order]
-        losses = {
-            name: self._reduce(name, torch.cat([micro.losses[name] for micro in micro_losses])[order], sequences)
-            for name in micro_losses[0].losses
-        }
-        measured = {
-            name: torch.cat([micro.measured[name] for micro in micro_losses])[order]
-            for name in micro_losses[0].measured
-        }
-        return self.output(losses, measured)
+        order = torch.cat([micro.flat_index for micro in micro_losses]).argsort()
+
+        def joined(columns: Iterable[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(list(columns))[order]
+
+        first = micro_losses[0]
+        losses = {name: joined(micro.losses[name] for micro in micro_losses) for name in first.losses}
+        measured = {name: joined(micro.measured[name] for micro in micro_losses) for name in first.measured}
+        sequences = joined(micro.sequence_index for micro in micro_losses)
+        return self.output({name: self._reduce(name, one, sequences) for name, one in losses.items()}, measured)
 
     def _reduce(self, name: str, losses: torch.Tensor, sequence_index: torch.Tensor) -> torch.Tensor:
         """Return the batch's loss from its weighted token losses in row order."""

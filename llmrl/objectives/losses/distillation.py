@@ -148,10 +148,9 @@ class DistillationLoss(KnownArguments, SequenceLoss):
         tokens = inputs.tokens(packed.row_index, packed.token_index)
         read = [tokens[str(key)] for key in self.teacher.in_keys]
         divergence = self.teacher.packed_divergence(self.actor_network, packed, self.kl_direction, *read)
-        flat_index = inputs.row_starts[packed.row_index] + packed.token_index
         losses = {"loss_distill": divergence * tokens.weight}
         measured = {"kl_to_teacher": divergence.detach()}
-        return MicroLoss(losses, measured, flat_index, tokens.sequence_index)
+        return MicroLoss(losses, measured, tokens.flat_index, tokens.sequence_index)
 
     def token_loss(
         self, tokens: TokenInputs, log_probs: torch.Tensor, entropy: torch.Tensor | None, flat_index: torch.Tensor

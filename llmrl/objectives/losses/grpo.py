@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -13,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torchrl.objectives.common import LossModule
 
-from llmrl._utils.arguments import check_choice, refuse_unknown
+from llmrl._utils.arguments import check_choice, check_not_negative, refuse_unknown
 from llmrl._utils.other_libraries import instead_of
 from llmrl.objectives.kl import KLEstimator, kl_term
 from llmrl.objectives.losses.aggregation import Aggregation, aggregation_weights
@@ -105,15 +104,13 @@ class GRPOLoss(LLMLoss):
         refuse_unknown(type(self).__name__, unknown, known, instead_of("GRPOLoss"))
         check_choice(get_args(KLEstimator), kl_estimator=kl_estimator)
         check_choice(get_args(MaskingStrategy), masking_strategy=masking_strategy)
-        for name, number in (
-            ("kl_mask_threshold", kl_mask_threshold),
-            ("max_staleness", max_staleness),
-            ("entropy_coeff", entropy_coeff),
-            ("kl_to_ref_coeff", kl_to_ref_coeff),
-            ("kl_to_inference_coeff", kl_to_inference_coeff),
-        ):
-            if number is not None and not 0 <= number < math.inf:
-                raise ValueError(f"{name} must be a finite number of at least 0, got {number}.")
+        check_not_negative(
+            kl_mask_threshold=kl_mask_threshold,
+            max_staleness=max_staleness,
+            entropy_coeff=entropy_coeff,
+            kl_to_ref_coeff=kl_to_ref_coeff,
+            kl_to_inference_coeff=kl_to_inference_coeff,
+        )
         if dual_clip is not None and not dual_clip > 1:
             raise ValueError(f"dual_clip must be above 1, got {dual_clip}.")
         if fixed_length is not None and aggregation != "fixed_length":

@@ -43,6 +43,8 @@ class TokenInputs:
     """Weight of each token in the batch's loss (`aggregation_weights`)."""
     row_index: torch.Tensor
     sequence_index: torch.Tensor
+    flat_index: torch.Tensor
+    """Position of each token in the batch's concatenated rows."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.columns[name]
@@ -88,7 +90,7 @@ class LossInputs:
         assert self.weights is not None
         flat = self.row_starts[row_index] + token_index
         chosen = {name: column[flat] for name, column in self.columns.items()}
-        return TokenInputs(chosen, self.weights[flat], row_index, self.sequence_index[flat])
+        return TokenInputs(chosen, self.weights[flat], row_index, self.sequence_index[flat], flat)
 
 
 def read_inputs(
@@ -122,11 +124,12 @@ def read_inputs(
     masks = [mask.clone() for mask in _masks(batch, token_ids, masking_strategy, mask_key)]
     for mask in masks:
         mask[:1] = False
+    row_columns = row_columns or {}
     columns = {name: _flat(batch, key, lengths) for name, key in token_columns.items()}
-    columns |= {name: _spread(batch, key, lengths) for name, key in (row_columns or {}).items()}
+    columns |= {name: _spread(batch, key, lengths) for name, key in row_columns.items()}
     is_scored = torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool)
     repeats = torch.tensor(lengths, dtype=torch.int64)
-    for name, key in {**token_columns, **(row_columns or {})}.items():
+    for name, key in {**token_columns, **row_columns}.items():
         is_broken = is_scored.cpu() & ~columns[name].isfinite().cpu()
         if is_broken.any():
             rows = torch.arange(len(lengths)).repeat_interleave(repeats)[is_broken].unique().tolist()
@@ -135,7 +138,9 @@ def read_inputs(
         is_unmasked = is_scored & ~torch.cat([mask.bool() for mask in ragged_column(batch, mask_key)])
         _check_scored(columns, token_columns, is_unmasked.cpu(), masking_strategy)
     sequence_of_row, num_sequences = _numbered(batch, ROLLOUT_ID_KEY)
-    group_of_row, _ = _numbered(batch, GROUP_ID_KEY) if has_entry(batch, GROUP_ID_KEY) else (sequence_of_row, 0)
+    group_of_row = sequence_of_row
+    if has_entry(batch, GROUP_ID_KEY):
+        group_of_row, _ = _numbered(batch, GROUP_ID_KEY)
     return LossInputs(
         token_ids=token_ids,
         scored_masks=masks,
@@ -234,8 +239,13 @@ def _masks(
         return [mask.bool() for mask in ragged_column(batch, mask_key)]
     if masking_strategy == "generic":
         return [torch.ones_like(ids, dtype=torch.bool) for ids in token_ids]
+    return masks_after_prompt(batch, token_ids)
+
+
+def masks_after_prompt(batch: TensorDictBase, token_ids: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return masks of each row's tokens after `("tokens", "prompt")`, `[num_tokens]` bool."""
     prompts = ragged_column(batch, ("tokens", "prompt"))
-    return [torch.arange(ids.shape[0]) >= prompt.shape[0] for ids, prompt in zip(token_ids, prompts, strict=True)]
+    return [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(token_ids, prompts, strict=True)]
 
 
 def _flat(batch: TensorDictBase, key: NestedKey, lengths: Sequence[int]) -> torch.Tensor:

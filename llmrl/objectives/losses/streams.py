@@ -186,22 +186,18 @@ class StreamsLoss(LLMLoss):
 
     def prepare(self, tensordict: TensorDictBase) -> LossInputs:
         """Read a whole batch; each stream reads the rows that belong to it."""
-        rows = flat_batch(tensordict).unbind(0)
-        # These rows have an empty mask: `read_inputs` gives ids and indices, and each stream adds its own columns.
-        mask_key = (LOSS_WEIGHTS, "")
-        lengths = [len(row.get(self.tensor_keys.action)) for row in rows]
-        shells = lazy_stack(
-            [row.exclude(LOSS_WEIGHTS).set(mask_key, torch.zeros(num)) for row, num in zip(rows, lengths, strict=True)]
-        )
         device = self._device()
+        # This gives ids and indices. Each stream adds its own columns and its mask.
         inputs = read_inputs(
-            shells,
+            tensordict,
             tokens_key=self.tensor_keys.action,
-            masking_strategy="rlhf",
-            mask_key=mask_key,
+            masking_strategy="generic",
+            mask_key=(LOSS_WEIGHTS, ""),  # no row has it
             token_columns={},
             device=device,
         )
+        rows = flat_batch(tensordict).unbind(0)
+        lengths = [len(ids) for ids in inputs.token_ids]
         for name, loss in self.streams.items():
             places = [index for index, row in enumerate(rows) if has_entry(row, (LOSS_WEIGHTS, name))]
             is_here = torch.cat([torch.full((num,), index in places) for index, num in enumerate(lengths)])
@@ -232,13 +228,12 @@ class StreamsLoss(LLMLoss):
         """Exclude rows without gradient from each stream."""
         lengths = [len(ids) for ids in inputs.token_ids]
         for name, loss in self.streams.items():
-            own = _own_columns(inputs.columns, name)
-            key = f"{name}:is_scored"
-            masks = list(inputs.columns[key].split(lengths))
-            read = replace(inputs, columns=_loss_columns(own), scored_masks=masks)
+            own = _below(f"{name}:", inputs.columns)
             if "weight" in own:
+                masks = list(own["is_scored"].split(lengths))
+                read = replace(inputs, columns=_below("column:", own), scored_masks=masks)
                 loss.leave_out_idle_rows(read)
-                inputs.columns[key] = torch.cat(read.scored_masks)
+                inputs.columns[f"{name}:is_scored"] = torch.cat(read.scored_masks)
         self._join_masks(inputs)
 
     def token_loss(
@@ -250,10 +245,16 @@ class StreamsLoss(LLMLoss):
             chosen = tokens[f"{name}:is_scored"]
             if not bool(chosen.any()):
                 continue
-            own = {key: column[chosen] for key, column in _own_columns(tokens.columns, name).items()}
-            part = TokenInputs(_loss_columns(own), own["weight"], tokens.row_index[chosen], own["sequence_index"])
+            own = {key: column[chosen] for key, column in _below(f"{name}:", tokens.columns).items()}
+            part = TokenInputs(
+                columns=_below("column:", own),
+                weight=own["weight"],
+                row_index=tokens.row_index[chosen],
+                sequence_index=own["sequence_index"],
+                flat_index=flat_index[chosen],
+            )
             entropies = None if entropy is None else entropy[chosen]
-            micro = loss._micro_loss(part, log_probs[chosen], entropies, flat_index[chosen])
+            micro = loss._micro_loss(part, log_probs[chosen], entropies)
             losses = {key: values * own["factor"] for key, values in micro.losses.items()}
             streams[name] = replace(micro, losses=losses)
         return StreamsMicroLoss({}, {}, flat_index, tokens.sequence_index, streams=streams)
@@ -277,12 +278,6 @@ class StreamsLoss(LLMLoss):
         raise NotImplementedError("use StreamsLoss.collect, which returns the output of each stream.")
 
 
-def _own_columns(columns: Mapping[str, torch.Tensor], stream: str) -> dict[str, torch.Tensor]:
-    """Return the columns of a stream."""
-    prefix = f"{stream}:"
+def _below(prefix: str, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the columns with names that begin with a prefix, by the rest of their names."""
     return {name.removeprefix(prefix): column for name, column in columns.items() if name.startswith(prefix)}
-
-
-def _loss_columns(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the columns that the stream's loss requested."""
-    return {name.removeprefix("column:"): column for name, column in own.items() if name.startswith("column:")}

@@ -67,8 +67,7 @@ class KLPenalty(Transform):
         totals: dict[Hashable, torch.Tensor] = {}
         for row, divergences in zip(rows, self._divergences(batch), strict=True):
             name = self.keys.rollout_id(row)
-            divergence = divergences.sum()
-            totals[name] = totals[name] + divergence if name in totals else divergence
+            totals[name] = totals.get(name, 0.0) + divergences.sum()
         of_rows = [totals[self.keys.rollout_id(row)] for row in rows]
         written = [one.to(row[_REWARD].dtype).reshape(1, 1) for one, row in zip(of_rows, rows, strict=True)]
         add_to_rewards(tensordict, [-self.coeff * float(one.detach()) for one in of_rows], _REWARD)
@@ -126,8 +125,5 @@ def dense_reward(
     dense = 0.0 - coeff * divergences.unsqueeze(-1)  # no negative zeros
     if reward.shape == dense.shape:
         return dense + reward
-    sampled = mask.nonzero()
-    last = len(mask) - 1
-    if len(sampled):
-        last = int(sampled[-1])
-    return dense.index_add(0, torch.tensor([last], device=dense.device), reward.sum().reshape(1, 1))
+    sampled = mask.nonzero().flatten().tolist() or [len(mask) - 1]
+    return dense.index_add(0, torch.tensor(sampled[-1:], device=dense.device), reward.sum().reshape(1, 1))

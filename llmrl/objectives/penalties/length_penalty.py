@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import NoReturn
@@ -86,12 +87,11 @@ class LengthPenalty(Transform):
         if not batch.batch_size.numel() or has_entry(batch, _WRITTEN):
             return tensordict
         rows = self.keys.rows(batch)
-        lengths: dict[Hashable, int] = {}
         if self.keys.are_turns(rows):
             raise ValueError("LengthPenalty changes rewards of rollouts, but these rows are turns: pass training rows.")
+        lengths: Counter[Hashable] = Counter()
         for row, mask in zip(rows, ragged_column(batch, LOSS_MASK_KEY), strict=True):
-            name = self.keys.rollout_id(row)
-            lengths[name] = lengths.get(name, 0) + int(mask.sum())
+            lengths[self.keys.rollout_id(row)] += int(mask.sum())
         added: dict[Hashable, float] = {}
         for group in split_by_group(rows, self.keys):
             rewards = self.keys.rollout_values([row for row in group if self.keys.scored(row)], self.keys.rewards)

@@ -17,21 +17,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tensordict.utils import NestedKey
 
 from llmrl._utils.arguments import check_least
-from llmrl.trainer.head.log_probs import (
-    MIN_LOG_PROB,
-    Head,
-    add_product,
-    default_chunk_size,
-    head_logits,
-    rounded_operand,
-    wide_product,
-)
+from llmrl.trainer.head.log_probs import MIN_LOG_PROB, Context, Head, add_product, default_chunk_size, wide_product
 
 if TYPE_CHECKING:
     from llmrl.trainer.packing.packed_rows import PackedRows
@@ -42,8 +34,6 @@ TOP_K_KEY = ("next", "teacher_top")
 """Key of a teacher's most likely ids in a batch."""
 _SMALLEST_TAIL = 2.0**-23
 """Smallest tail probability: the rounding error of a sum of float32 probabilities."""
-Context: TypeAlias = Any
-"""Autograd context, with our own attributes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,31 +74,23 @@ def chunked_divergence(
     num_taught = len(teacher.token_ids if isinstance(teacher, TopK) else teacher.states)
     if len(student.states) != num_taught:
         raise ValueError(f"student and teacher have {len(student.states)} and {num_taught} positions.")
-    if isinstance(teacher, TopK) and not 0 < teacher.token_ids.shape[1] < len(student.weight):
-        raise ValueError(
-            f"top_k must be at least 1 and less than the {len(student.weight)} ids of the vocabulary, got "
-            f"{teacher.token_ids.shape[1]}; pass the teacher's Head to compare whole distributions."
-        )
-    if isinstance(teacher, TopK) and num_taught and int(teacher.token_ids.max()) >= len(student.weight):
-        raise ValueError(
-            f"the teacher's most likely ids go up to {int(teacher.token_ids.max())}, beyond the student's "
-            f"{len(student.weight)} ids: they include padding of a larger head; use a smaller top_k."
-        )
+    if isinstance(teacher, TopK):
+        vocab_size = len(student.weight)
+        if not 0 < teacher.token_ids.shape[1] < vocab_size:
+            raise ValueError(
+                f"top_k must be at least 1 and less than the {vocab_size} ids of the vocabulary, got "
+                f"{teacher.token_ids.shape[1]}; pass the teacher's Head to compare whole distributions."
+            )
+        if num_taught and (largest := int(teacher.token_ids.max())) >= vocab_size:
+            raise ValueError(
+                f"the teacher's most likely ids go up to {largest}, beyond the student's {vocab_size} ids: they "
+                "include padding of a larger head; use a smaller top_k."
+            )
     check_least(1, chunk_size=chunk_size)
     size = chunk_size or default_chunk_size(student.weight.shape[0], is_gpu=student.states.is_cuda)
     return _ChunkedDivergence.apply(
         student.states, student.weight, student.bias, student, teacher, divergence, beta, size
     )
-
-
-def _rounded(head: Head) -> Head:
-    dtype = head.dtype or torch.promote_types(head.states.dtype, head.weight.dtype)
-    bias = None if head.bias is None else rounded_operand(head.bias, dtype)
-    return Head(rounded_operand(head.states, dtype), rounded_operand(head.weight, dtype), bias, head.transform, dtype)
-
-
-def _held(teacher: Head | TopK) -> Head | TopK:
-    return teacher if isinstance(teacher, TopK) else _rounded(teacher)
 
 
 @dataclass(slots=True)
@@ -128,7 +110,7 @@ class _Compared:
 
     @classmethod
     def of(cls, student: Head, teacher: Head | TopK, part: slice) -> _Compared:
-        ours, derivative = student.transform.apply(head_logits(student.states[part], student.weight, student.bias))
+        ours, derivative = student.logits(part)
         if isinstance(teacher, TopK):
             all_log_p = ours.log_softmax(-1)
             ids = teacher.token_ids[part]
@@ -137,7 +119,7 @@ class _Compared:
             log_q = teacher.log_probs[part].to(ours.dtype)
             left = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=_SMALLEST_TAIL).log()
             return cls(log_p, torch.cat([log_q, left], 1).clamp_(min=MIN_LOG_PROB), derivative, all_log_p, ids)
-        theirs, _ = teacher.transform.apply(head_logits(teacher.states[part], teacher.weight, teacher.bias))
+        theirs, _ = teacher.logits(part)
         width = min(ours.shape[-1], theirs.shape[-1])
         log_p = ours[:, :width].log_softmax(-1)
         log_q = theirs[:, :width].log_softmax(-1).to(ours.dtype)
@@ -161,17 +143,22 @@ class _Compared:
 
     def gradient(self, divergence: Divergence, beta: float) -> torch.Tensor:
         """Return the gradient with respect to the student's logits, `[num_positions, vocab_size]`."""
-        p = self.log_p.exp()
         if divergence == "forward":
-            grad = p - self.log_q.exp()
+            grad = self.log_p.exp() - self.log_q.exp()
+        elif divergence == "reverse":
+            grad = self._gradient_from(self.log_q)
         else:
-            gap = self.log_p - (self.log_q if divergence == "reverse" else self.log_mixture(beta))
-            grad = p * (gap - (p * gap).sum(-1, keepdim=True))
-            grad = grad if divergence == "reverse" else (1 - beta) * grad
+            grad = (1 - beta) * self._gradient_from(self.log_mixture(beta))
         if self.token_ids is not None:
             share = (self.log_p_of_all - self.log_p[:, -1:]).clamp_(max=0.0).exp_()  # share of each id in the tail
             grad = share.mul_(grad[:, -1:]).scatter_(1, self.token_ids, grad[:, :-1])
         return grad * self.derivative
+
+    def _gradient_from(self, log_r: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of KL(p || r) with a constant `r`."""
+        p = self.log_p.exp()
+        gap = self.log_p - log_r
+        return p * (gap - (p * gap).sum(-1, keepdim=True))
 
 
 class _ChunkedDivergence(torch.autograd.Function):
@@ -189,19 +176,17 @@ class _ChunkedDivergence(torch.autograd.Function):
         beta: float,
         size: int,
     ) -> torch.Tensor:
-        ours = _rounded(student)
-        theirs = _held(teacher)
-        values = []
-        for start in range(0, len(states), size):
-            values.append(_Compared.of(ours, theirs, slice(start, start + size)).values(divergence, beta))
-        known = (
-            (teacher.token_ids, teacher.log_probs)
-            if isinstance(teacher, TopK)
-            else (teacher.states, teacher.weight, teacher.bias)
-        )
-        ctx.save_for_backward(states, weight, bias, *known)
+        if isinstance(teacher, TopK):
+            ctx.save_for_backward(states, weight, bias, teacher.token_ids, teacher.log_probs)
+            ctx.teachers = None
+        else:
+            ctx.save_for_backward(states, weight, bias, teacher.states, teacher.weight, teacher.bias)
+            ctx.teachers = teacher.transform, teacher.dtype
+            teacher = teacher.rounded()
+        ours = student.rounded()
+        parts = [slice(start, start + size) for start in range(0, len(states), size)]
+        values = [_Compared.of(ours, teacher, part).values(divergence, beta) for part in parts]
         ctx.head = student.transform, student.dtype
-        ctx.teachers = None if isinstance(teacher, TopK) else (teacher.transform, teacher.dtype)
         ctx.options = divergence, beta, size
         return torch.cat(values)
 
@@ -209,8 +194,8 @@ class _ChunkedDivergence(torch.autograd.Function):
     def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight, bias, *known = ctx.saved_tensors
         divergence, beta, size = ctx.options
-        ours = _rounded(Head(states, weight, bias, *ctx.head))
-        theirs = _held(TopK(*known) if ctx.teachers is None else Head(*known, *ctx.teachers))
+        ours = Head(states, weight, bias, *ctx.head).rounded()
+        theirs = TopK(*known) if ctx.teachers is None else Head(*known, *ctx.teachers).rounded()
         grad_states = torch.empty_like(states)
         # Sums over many chunks need at least float32.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -225,8 +210,9 @@ class _ChunkedDivergence(torch.autograd.Function):
             add_product(grad_weight[:width], grad_c.T, ours.states[part])
             if grad_bias is not None:
                 grad_bias[:width] += grad.sum(0)
-        bias_grad = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_states, grad_weight.to(weight.dtype), bias_grad, None, None, None, None, None
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_states, grad_weight.to(weight.dtype), grad_bias, None, None, None, None, None
 
 
 @torch.no_grad()
@@ -242,11 +228,11 @@ def chunked_top_k(teacher: Head, top_k: int, *, chunk_size: int | None = None) -
     check_least(1, chunk_size=chunk_size)
     if not 1 <= top_k <= len(teacher.weight):
         raise ValueError(f"top_k must be from 1 to the {len(teacher.weight)} ids of the vocabulary, got {top_k}.")
-    head = _rounded(teacher)
+    head = teacher.rounded()
     found = []
     size = chunk_size or default_chunk_size(head.weight.shape[0], is_gpu=head.states.is_cuda)
-    for states in head.states.split(size):
-        logits, _ = head.transform.apply(head_logits(states, head.weight, head.bias))
+    for start in range(0, max(1, len(head.states)), size):
+        logits, _ = head.logits(slice(start, start + size))
         found.append(logits.log_softmax(-1).topk(top_k))
     return TopK(torch.cat([top.indices for top in found]), torch.cat([top.values for top in found]))
 
@@ -274,8 +260,6 @@ class TeacherDistribution:
     ) -> torch.Tensor:
         """Return the divergence at each scored token, `[num_scored]`; raise ValueError for truncated distributions."""
         _check_whole(packed)
-        if not packed.num_scored:
-            return torch.zeros(0, device=student.device)
         ours, positions = student.packed_head(packed)
         with torch.no_grad():
             theirs, _ = self.policy.packed_head(replace(packed, routed_experts=None))  # these are the student's
@@ -314,8 +298,6 @@ class TeacherTopK:
         Raises ValueError if tokens were sampled from truncated distributions, or the teacher did not score them.
         """
         _check_whole(packed)
-        if not packed.num_scored:
-            return torch.zeros(0, device=student.device)
         if bool((token_ids < 0).any()):
             raise ValueError(
                 f"{self.in_keys[0]!r} has no ids at some of the trained tokens: write_top_k scores only the tokens of "

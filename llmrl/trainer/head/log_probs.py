@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from llmrl._utils.arguments import check_least
 
+Context: TypeAlias = Any
+"""Autograd context, with our own attributes."""
 MIN_LOG_PROB = -1e4
 """Lower bound of log-probs, at which `p log p` is 0 in any dtype; at minus infinity it would be NaN."""
 
@@ -70,6 +72,23 @@ class Head:
     dtype: torch.dtype | None = None
     """dtype to which states and weight are rounded; None keeps theirs."""
 
+    def rounded(self) -> Head:
+        """Return the head with states, weight and bias in one dtype."""
+        dtype = self.dtype or torch.promote_types(self.states.dtype, self.weight.dtype)
+        bias = None if self.bias is None else _rounded_operand(self.bias, dtype)
+        states = _rounded_operand(self.states, dtype)
+        return Head(states, _rounded_operand(self.weight, dtype), bias, self.transform, dtype)
+
+    def logits(self, part: slice) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """Return the transformed logits of some positions of a `rounded` head, and the derivative of the transform.
+
+        The logits are `[num_positions, vocab_size]` in at least float32.
+        """
+        product = wide_product(self.states[part], self.weight.T)
+        if self.bias is not None:
+            product.add_(self.bias)
+        return self.transform.apply(product)
+
 
 def compute_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """Return the dtype in which the product of both is computed: autocast's, if autocast is on."""
@@ -78,7 +97,7 @@ def compute_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
-def rounded_operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded_operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round a tensor to the compute dtype; off GPU, half-precision values are returned in float32."""
     rounded = tensor.to(dtype)
     return rounded.float() if dtype.itemsize < 4 and not tensor.is_cuda else rounded
@@ -99,12 +118,6 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
             torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
-def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return `[num_positions, vocab_size]` in at least float32, from operands in one dtype."""
-    logits = wide_product(hidden, weight.T)
-    return logits if bias is None else logits.add_(bias)
-
-
 class Removed(NamedTuple):
     """Ids that are excluded from the distributions of some positions."""
 
@@ -119,7 +132,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -131,16 +144,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
         removed: Removed | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = compute_dtype_of(hidden, weight)
-        hidden_c = rounded_operand(hidden, dtype)
-        weight_c = rounded_operand(weight, dtype)
-        bias_c = None if bias is None else rounded_operand(bias, dtype)
+        head = Head(hidden, weight, bias, transform, dtype).rounded()
         result_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         log_probs = torch.empty(targets.shape[0], dtype=result_dtype, device=hidden.device)
         normalizers = torch.empty(hidden.shape[0], dtype=result_dtype, device=hidden.device)
         entropies = torch.empty_like(normalizers) if return_entropy else None
         bounds = _chunk_bounds(positions, hidden.shape[0], chunk_size)
         for (start, first), (end, last) in pairwise(bounds):
-            logits, _ = transform.apply(head_logits(hidden_c[start:end], weight_c, bias_c))
+            logits, _ = head.logits(slice(start, end))
             _remove(logits, removed, start, end)
             normalizer = logits.logsumexp(-1)
             normalizers[start:end] = normalizer
@@ -159,9 +170,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return log_probs, None if entropies is None else entropies[positions]
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, positions, normalizers, entropies = ctx.saved_tensors
-        dtype = ctx.dtype
         grad_log_probs, grad_entropy = grads
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(targets, dtype=normalizers.dtype)
@@ -170,9 +180,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy_per_position = None
         if grad_entropy is not None and entropies is not None:
             entropy_per_position = torch.zeros_like(normalizers).index_add_(0, positions, grad_entropy)
-        hidden_c = rounded_operand(hidden, dtype)
-        weight_c = rounded_operand(weight, dtype)
-        bias_c = None if bias is None else rounded_operand(bias, dtype)
+        head = Head(hidden, weight, bias, ctx.transform, ctx.dtype).rounded()
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Sums over many chunks need at least float32.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -181,7 +189,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if bias is not None and ctx.needs_input_grad[2]:
             grad_bias = torch.zeros_like(bias, dtype=sum_dtype)
         for (start, first), (end, last) in pairwise(ctx.bounds):
-            logits, derivative = ctx.transform.apply(head_logits(hidden_c[start:end], weight_c, bias_c))
+            logits, derivative = head.logits(slice(start, end))
             _remove(logits, ctx.removed, start, end)
             log_p = logits.sub_(normalizers[start:end, None])
             if entropy_per_position is None:
@@ -194,11 +202,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad.index_put_((local, targets[first:last]), grad_log_probs[first:last], accumulate=True)
             if not isinstance(derivative, float) or derivative != 1.0:
                 grad.mul_(derivative)
-            grad_c = grad.to(weight_c.dtype)
+            grad_c = grad.to(head.weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[start:end] = wide_product(grad_c, weight_c)
+                grad_hidden[start:end] = wide_product(grad_c, head.weight)
             if grad_weight is not None:
-                add_product(grad_weight, grad_c.T, hidden_c[start:end])
+                add_product(grad_weight, grad_c.T, head.states[start:end])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         if grad_weight is not None:

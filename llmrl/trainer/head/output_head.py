@@ -55,12 +55,12 @@ class OutputHead:
                 if name in head.lora_A:
                     update = _whole(head.lora_B[name].weight) @ _whole(head.lora_A[name].weight)
                     weight = weight + update * head.scaling[name]
-        return weight if dtype is None else weight.to(dtype)
+        return weight.to(dtype=dtype)
 
-    def bias(self) -> torch.Tensor | None:
+    def bias(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """Return the bias `[vocab_size]`, or None if the head has none."""
         bias = self._linear().bias
-        return None if bias is None else _whole(bias)
+        return None if bias is None else _whole(bias).to(dtype=dtype)
 
 
 class _Gathered(torch.autograd.Function):

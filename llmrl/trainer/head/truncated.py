@@ -23,6 +23,7 @@ class HeadOptions(TypedDict, total=False):
     bias: torch.Tensor | None
     transform: LogitTransform | None
     chunk_size: int | None
+    return_entropy: bool
 
 
 def truncated_log_probs(
@@ -32,7 +33,6 @@ def truncated_log_probs(
     *,
     sampling_mask: SamplingMask,
     positions: torch.Tensor,
-    return_entropy: bool = False,
     **options: Unpack[HeadOptions],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return each target's log-prob within the kept ids, and the entropy if requested; both are differentiable.
@@ -53,9 +53,7 @@ def truncated_log_probs(
     """
     is_listed = sampling_mask.lists_removed()
     if not is_listed.any():
-        return _among_kept(
-            hidden, weight, targets, sampling_mask, positions=positions, return_entropy=return_entropy, **options
-        )
+        return _among_kept(hidden, weight, targets, sampling_mask, positions, **options)
     # Tokens that share a position may have different masks, so each token with removed ids gets its own position.
     of_listed = is_listed.nonzero()[:, 0]
     of_others = (~is_listed).nonzero()[:, 0]
@@ -64,32 +62,14 @@ def truncated_log_probs(
     removed = Removed(owner, ~listed.token_ids.long())
     if bool((removed.token_ids == targets[of_listed][owner]).any()):
         raise ValueError(_NOT_THEIRS)
-    scored = [
-        chunked_log_probs(
-            hidden[positions[of_listed]],
-            weight,
-            targets[of_listed],
-            return_entropy=return_entropy,
-            removed=removed,
-            **options,
-        )
-    ]
+    states = hidden[positions[of_listed]]
+    scored = [chunked_log_probs(states, weight, targets[of_listed], removed=removed, **options)]
     if len(of_others):
         others = sampling_mask.chosen(of_others)
-        scored.append(
-            _among_kept(
-                hidden,
-                weight,
-                targets[of_others],
-                others,
-                positions=positions[of_others],
-                return_entropy=return_entropy,
-                **options,
-            )
-        )
+        scored.append(_among_kept(hidden, weight, targets[of_others], others, positions[of_others], **options))
     order = torch.cat([of_listed, of_others]).argsort()
     log_probs, entropies = zip(*scored, strict=True)
-    return torch.cat(log_probs)[order], torch.cat(entropies)[order] if return_entropy else None
+    return torch.cat(log_probs)[order], torch.cat(entropies)[order] if options.get("return_entropy") else None
 
 
 def _among_kept(
@@ -97,9 +77,7 @@ def _among_kept(
     weight: torch.Tensor,
     targets: torch.Tensor,
     sampling_mask: SamplingMask,
-    *,
     positions: torch.Tensor,
-    return_entropy: bool,
     **options: Unpack[HeadOptions],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     is_cut = sampling_mask.counts > 0
@@ -111,9 +89,7 @@ def _among_kept(
     is_target = ~is_of_cut | (kept_ids == targets[owner])
     if int(is_target.sum()) != len(targets):
         raise ValueError(_NOT_THEIRS)
-    kept, entropy = chunked_log_probs(
-        hidden, weight, kept_ids, positions=positions[owner], return_entropy=return_entropy, **options
-    )
+    kept, entropy = chunked_log_probs(hidden, weight, kept_ids, positions=positions[owner], **options)
     largest = torch.full_like(targets, -torch.inf, dtype=kept.dtype).scatter_reduce(0, owner, kept.detach(), "amax")
     sums = torch.zeros_like(largest).index_add(0, owner, (kept - largest[owner]).exp())
     normalizer = largest + sums.log()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmrl._utils.model_parts import decoder_of, set_attention, text_config
+from llmrl._utils.model_parts import decoder_of, set_attention, text_config, without_adapters
 from llmrl.engines.transformers.expert_routers import Routers
 from llmrl.trainer.head.log_probs import Head, LogitTransform, compute_dtype_of
 from llmrl.trainer.head.output_head import OutputHead
@@ -53,7 +53,7 @@ class CausalModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.model = without_adapters(model)
         self.config = text_config(self.model)
         self.head = OutputHead(self.model.get_output_embeddings())
         set_scoring_mode(self.model)
@@ -178,10 +178,12 @@ class CausalModel:
 
     def _attention_length(self) -> float:
         """Estimate `attention_length` by operations: 2 per token and weight, 4 per query, key and hidden unit."""
-        width, num_layers = (getattr(self.config, name, None) for name in ("hidden_size", "num_hidden_layers"))
-        num_layers = num_attention_layers(self.config) if num_layers else None
         is_fused = self.config._attn_implementation == IMPLEMENTATION and self.head.device.type in FUSED_DEVICES
-        if is_fused or not width or not num_layers:
+        if is_fused or not getattr(self.config, "num_hidden_layers", None):
+            return math.inf
+        width = getattr(self.config, "hidden_size", None)
+        num_layers = num_attention_layers(self.config)
+        if not width or not num_layers:
             return math.inf
         num_weights = sum(parameter.numel() for parameter in self.decoder.parameters() if parameter.ndim > 1)
         num_weights -= self.model.get_input_embeddings().weight.numel()
@@ -201,10 +203,10 @@ class CausalModel:
         register_packed_attention()
         preferred = IMPLEMENTATION if self._is_replaced(chosen) else chosen
         faults = self.faults
-        packing_fault = probe.packing_fault()
-        if packing_fault is not None:
+        packings = [True, False]
+        if (packing_fault := probe.packing_fault()) is not None:
             faults["packed"] = packing_fault
-        packings = (True, False) if packing_fault is None else (False,)
+            packings = [False]
         ways = [(is_packed, one) for is_packed in packings for one in dict.fromkeys((preferred, chosen, "eager"))]
         if "flash" in chosen:  # try eager last: its memory is quadratic in the length of rows
             ways.sort(key=lambda way: way[1] == "eager")

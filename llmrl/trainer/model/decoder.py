@@ -43,7 +43,9 @@ def context_ranks_of(model: PreTrainedModel, length: int) -> ContextRanks | None
     """Return the ranks that split bins of this length; None if each rank computes whole bins, as for short bins."""
     ranks = trained_model(model).context
     # Attention recognises a part by its length, so a part must be shorter than its bin.
-    return ranks if ranks is not None and length >= 2 * ranks.size and can_be_split(model) else None
+    if ranks is None or length < 2 * ranks.size or not can_be_split(model):
+        return None
+    return ranks
 
 
 def own_experts(model: PreTrainedModel, packed: PackedRows) -> torch.Tensor | None:
@@ -62,39 +64,38 @@ def decoder_hidden_states(
     If `is_packed` is False, `packed` must have one row per bin, and the model computes its own mask
     and positions; bins are padded on the right, where no token attends to the padding.
     """
-    experts = own_experts(model, packed) if is_packed else packed.routed_experts
-    replayed = {} if experts is None else {ROUTED_EXPERTS: experts}
+    decoder = decoder_of(model)
+    inputs: dict[str, object] = {"input_ids": packed.input_ids, "use_cache": False}
+    experts = own_experts(model, packed)
+    if experts is not None:
+        inputs[ROUTED_EXPERTS] = experts
     if not is_packed:
-        return decoder_of(model)(input_ids=packed.input_ids, use_cache=False, **replayed).last_hidden_state
+        return decoder(**inputs).last_hidden_state
     config = text_config(model)
     dtype = next(model.parameters()).dtype
     device_type = packed.input_ids.device.type
     if config._attn_implementation == IMPLEMENTATION and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
     mask = functools.partial(packed_mask, packed, implementation=config._attn_implementation, dtype=dtype)
-    window = getattr(config, "sliding_window", None)
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     layer_types = set(getattr(config, "layer_types", None) or ())
     attention_mask: Mask | dict[str, Mask | Branches]
     if layer_types & _WITH_STATE:
         branches = Branches.of(packed, shortest=shortest_segment)
         if not layer_types & _ATTENTION:
-            return decoder_of(model)(
-                input_ids=packed.input_ids, use_cache=False, **{BRANCHES: branches}, **replayed
-            ).last_hidden_state
+            return decoder(**inputs | {BRANCHES: branches}).last_hidden_state
         attention_mask = dict.fromkeys(layer_types - _ATTENTION, branches)
-        for name in layer_types & _ATTENTION:
-            attention_mask[name] = mask(window=window if name == "sliding_attention" else None)
+        attention_mask |= {name: mask(window=windows[name]) for name in layer_types & _ATTENTION}
     elif "sliding_attention" in layer_types:
-        attention_mask = {"full_attention": mask(), "sliding_attention": mask(window=window)}
-    else:
-        # Without `layer_types`, a configured window applies to every layer (Mistral).
-        attention_mask = mask(window=None if layer_types else window)
+        attention_mask = {name: mask(window=window) for name, window in windows.items()}
+    elif layer_types:
+        attention_mask = mask()
+    else:  # without `layer_types`, a configured window applies to every layer (Mistral)
+        attention_mask = mask(window=windows["sliding_attention"])
     length = packed.input_ids.shape[1]
     ranks = context_ranks_of(model, length)
-    input_ids, position_ids = packed.input_ids, packed.position_ids
-    if ranks is not None:
-        input_ids, position_ids = ranks.part_of(input_ids), ranks.part_of(position_ids)
-    hidden = decoder_of(model)(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **replayed
-    ).last_hidden_state
-    return hidden if ranks is None else ranks.whole(hidden, length)
+    inputs |= {"position_ids": packed.position_ids, "attention_mask": attention_mask}
+    if ranks is None:
+        return decoder(**inputs).last_hidden_state
+    inputs |= {"input_ids": ranks.part_of(packed.input_ids), "position_ids": ranks.part_of(packed.position_ids)}
+    return ranks.whole(decoder(**inputs).last_hidden_state, length)

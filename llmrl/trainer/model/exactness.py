@@ -124,7 +124,8 @@ class ExactnessProbe:
             if error <= self.tolerance and self.head.device.type in FUSED_DEVICES:
                 self._run_backward(implementation, is_packed=is_packed)
         except Exception as exception:  # any error of a model that does not support it
-            return f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"
+            first_line = (str(exception).splitlines() or [""])[0]
+            return f"{type(exception).__name__}: {first_line}"
         return None if error <= self.tolerance else f"logits off by {error:.2g} of their size"
 
     @torch.no_grad()
@@ -225,9 +226,8 @@ class ExactnessProbe:
 
     def _product(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the head's output before the logit transform, `[num_tokens, vocab_size]`."""
-        bias = self.head.bias()
-        bias = None if bias is None else bias.to(hidden.dtype)
-        return torch.nn.functional.linear(hidden, self.head.weight(hidden.dtype), bias).float()
+        dtype = hidden.dtype
+        return torch.nn.functional.linear(hidden, self.head.weight(dtype), self.head.bias(dtype)).float()
 
     def _find_transform(self, expected: torch.Tensor) -> LogitTransform:
         """Return the configured scale and soft cap that reproduce the model's logits."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from llmrl._utils.ranks import gathered
 from llmrl.engines.transformers.expert_routers import Choices
 
 
@@ -43,11 +44,7 @@ class RoutingCounts:
 
     def summed(self, process_group: torch.distributed.ProcessGroup | None) -> RoutingCounts:
         """Return the counts summed over all ranks."""
-        if process_group is None:
-            return self
-        parts: list[RoutingCounts] = [self] * torch.distributed.get_world_size(process_group)
-        torch.distributed.all_gather_object(parts, self, group=process_group)
-        return functools.reduce(RoutingCounts.__add__, parts)
+        return functools.reduce(RoutingCounts.__add__, gathered(self, process_group))
 
     def to_metrics(self) -> dict[str, float]:
         """Return the metrics by name.

@@ -127,9 +127,7 @@ def _fused_attention(
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if torch.is_autocast_enabled(query.device.type):  # autocast covers neither kernel
         dtype = torch.get_autocast_dtype(query.device.type)
-        query = query.to(dtype)
-        key = key.to(dtype)
-        value = value.to(dtype)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     is_grouped = key.shape[1] != num_heads
     is_flash = query.dtype.itemsize == 2 and head_size == value.shape[-1] and head_size % 8 == 0 and head_size <= 256
     if is_flash and mask.bounds is not None and softcap is None and sinks is None:

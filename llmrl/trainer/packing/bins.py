@@ -107,7 +107,7 @@ def _candidates(tries: _Tries, token_budget: int) -> list[int]:
     longest = min(max(lengths[0], tries.largest), token_budget)
     while 2 * lengths[-1] < longest:
         lengths.append(2 * lengths[-1])
-    return lengths if lengths[-1] == longest else [*lengths, longest]
+    return sorted({*lengths, longest})
 
 
 class _Tries:

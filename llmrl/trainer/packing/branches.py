@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import torch
 
+from llmrl.engines.transformers.expert_routers import hook_once
 from llmrl.trainer.packing.packed_rows import PackedRows, shared_length
 
 BRANCHES = "branches"
@@ -69,16 +70,17 @@ class Branches:
         lengths = packed.row_lengths.tolist()
         paths = np.split(packed.token_positions.cpu().numpy(), np.cumsum(lengths)[:-1])
         steps: list[_Step] = []
-        place_of: dict[_Segment, tuple[int, int]] = {}
+        # The step of each segment and its row there; a segment without a parent continues none.
+        place_of: dict[_Segment | None, tuple[int | None, int]] = {None: (None, 0)}
         seen = np.zeros(packed.num_packed_tokens, dtype=bool)
         waiting = list(_segments(paths, shortest))
         while waiting:
-            ready = [one for one in waiting if one.parent is None or one.parent in place_of]
-            waiting = [one for one in waiting if one.parent is not None and one.parent not in place_of]
+            ready = [one for one in waiting if one.parent in place_of]
+            waiting = [one for one in waiting if one.parent not in place_of]
             for parent, held in _steps(ready, place_of):
                 for row, segment in enumerate(held):
                     place_of[segment] = (len(steps), row)
-                rows = [0 if segment.parent is None else place_of[segment.parent][1] for segment in held]
+                rows = [place_of[segment.parent][1] for segment in held]
                 steps.append(_step_of(held, parent, rows, seen, packed.input_ids.device))
         return cls(tuple(steps))
 
@@ -105,12 +107,12 @@ def _segments(paths: list[np.ndarray], shortest: int) -> Iterator[_Segment]:
 
 
 def _steps(
-    ready: list[_Segment], place_of: Mapping[_Segment, tuple[int, int]]
+    ready: list[_Segment], place_of: Mapping[_Segment | None, tuple[int | None, int]]
 ) -> Iterator[tuple[int | None, list[_Segment]]]:
     """Yield segments to compute together: they have the same parent step and, if continued, the same length."""
     by_kind: dict[tuple[int | None, int], list[_Segment]] = {}
     for segment in ready:
-        parent = None if segment.parent is None else place_of[segment.parent][0]
+        parent, _ = place_of[segment.parent]
         # Padding would change the state at the end of a segment, so continued segments must not be padded.
         by_kind.setdefault((parent, len(segment.path) if segment.is_continued else 0), []).append(segment)
     for (parent, _), held in by_kind.items():
@@ -206,15 +208,14 @@ class _FirstStates(_States):
 def compute_in_branches(decoder: torch.nn.Module) -> None:
     """Hook the layers with a state of a decoder so that they compute `Branches` passed in place of a mask."""
     for layer in getattr(decoder, "layers", ()):
-        inner: list[torch.nn.Module] = []
+        inner: dict[torch.nn.Module, tuple[str, str]] = {}
         for module in layer.modules():
-            if _names(module.forward) is not None:
-                inner = [one for one in inner if all(module is not part for part in one.modules())]
-                inner.append(module)
-        for module in inner:
-            if not any(hook is _before for hook in module._forward_pre_hooks.values()):
-                module.register_forward_pre_hook(_before, with_kwargs=True)
-                module.register_forward_hook(_after, with_kwargs=True)
+            if (names := _names(module.forward)) is not None:
+                inner = {one: its for one, its in inner.items() if all(module is not part for part in one.modules())}
+                inner[module] = names
+        for module, names in inner.items():
+            hook_once(module.register_forward_pre_hook, module._forward_pre_hooks, _before, *names)
+            hook_once(module.register_forward_hook, module._forward_hooks, _after, *names)
 
 
 def _names(forward: Callable[..., object]) -> tuple[str, str] | None:
@@ -227,16 +228,14 @@ def _names(forward: Callable[..., object]) -> tuple[str, str] | None:
 
 
 def _before(
-    module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    hidden_name: str, cache_name: str, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
     """Replace the packed tokens by the segments of the first step."""
-    names = _names(module.forward)
     branches = kwargs.get(BRANCHES, kwargs.get(_MASK))
-    if names is None or not isinstance(branches, Branches):
+    if not isinstance(branches, Branches):
         return None
     given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
     given.pop(BRANCHES, None)
-    hidden_name, cache_name = names
     hidden = given[hidden_name]
     assert isinstance(hidden, torch.Tensor)
     first = hidden.flatten(0, 1)[branches.steps[0].positions]
@@ -244,14 +243,17 @@ def _before(
 
 
 def _after(
-    module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: torch.Tensor
+    hidden_name: str,
+    cache_name: str,
+    module: torch.nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    output: torch.Tensor,
 ) -> torch.Tensor | None:
     """Compute the other steps, and return the output of each token at its packed position."""
-    names = _names(module.forward)
-    cache = None if names is None else kwargs.get(names[1])
-    if names is None or not isinstance(cache, _FirstStates):
+    cache = kwargs.get(cache_name)
+    if not isinstance(cache, _FirstStates):
         return None
-    hidden_name, cache_name = names
     flat = cache.hidden.flatten(0, 1)
     steps = cache.branches.steps
     states: list[_States] = [cache]

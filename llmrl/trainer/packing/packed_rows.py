@@ -24,7 +24,6 @@ Three rows, with scored tokens in brackets, make two tries in one bin:
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +43,10 @@ DEFAULT_TOKEN_BUDGET = 8192
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A micro-batch: bins of equal length with token tries. Position `p` is `input_ids.flatten()[p]`."""
+    """A micro-batch: bins of equal length with token tries. Position `p` is `input_ids.flatten()[p]`.
+
+    At least one token is scored.
+    """
 
     input_ids: torch.Tensor
     """[num_bins, bin_length] int64."""
@@ -63,33 +65,19 @@ class PackedRows:
     rows: torch.Tensor
     """[num_rows] int64: indices of the rows in this micro-batch, in the order of `token_positions`."""
     row_lengths: torch.Tensor
-    """[num_rows] int64: number of computed tokens of each row."""
+    """[num_rows] int64: number of computed tokens of each row; those after its last predictor are not computed."""
     token_positions: torch.Tensor
     """[num_row_tokens] int64: flat positions of the rows' computed tokens, row after row."""
-    tail_lengths: torch.Tensor
-    """[num_rows] int64: number of tokens of each row after its last predictor, which are not computed."""
-    tails: torch.Tensor
-    """[num_tail_tokens] int64: ids of those tokens, row after row."""
-    sequence_bounds: torch.Tensor | None
+    sequence_bounds: torch.Tensor | None = None
     """[num_sequences + 1] int32: flat bounds of independent sequences, each with plain causal attention; None if rows
     branch."""
-    longest_sequence: int
+    longest_sequence: int = 0
     """Largest number of tokens between two bounds; 0 without bounds."""
     sampling_mask: SamplingMask | None = None
     """Ids kept by truncation at the scored tokens; None if no token was sampled from a truncated distribution."""
     routed_experts: torch.Tensor | None = None
     """[num_bins * bin_length, num_layers, top_k] int16: experts at each position, -1 if the router chooses; None if the
     router always chooses."""
-
-    @property
-    def num_scored(self) -> int:
-        """Number of scored tokens."""
-        return self.targets.shape[0]
-
-    @property
-    def num_row_tokens(self) -> int:
-        """Number of tokens of these rows; shared tokens count once per row."""
-        return self.token_positions.shape[0] + self.tails.shape[0]
 
     @property
     def num_packed_tokens(self) -> int:
@@ -104,19 +92,10 @@ class PackedRows:
             mask &= self.position_ids[:, :, None] - self.position_ids[:, None, :] < window
         return mask[:, None]
 
-    def unpack(self) -> list[torch.Tensor]:
-        """Return the rows, `[num_tokens]` each, in the order of `rows`."""
-        computed = self.input_ids.flatten()[self.token_positions].split(self.row_lengths.tolist())
-        tails = self.tails.split(self.tail_lengths.tolist())
-        return [torch.cat(parts) for parts in zip(computed, tails, strict=True)]
-
     def to(self, device: torch.device | str) -> PackedRows:
         """Return a copy on `device`."""
-        moved = copy.copy(self)
-        for name in self.__dataclass_fields__:
-            if hasattr(part := getattr(self, name), "to"):
-                object.__setattr__(moved, name, part.to(device))
-        return moved
+        parts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return replace(self, **{name: part.to(device) for name, part in parts.items() if hasattr(part, "to")})
 
 
 def pack_rows(
@@ -165,24 +144,26 @@ def pack_rows(
     _check(token_ids, scored_masks, token_budget, bin_length, attention_length)
     if not token_ids:
         return []
+    shortest_share = 0.0
     if one_row_per_bin:
         # With a bin length of 1, every row fills a bin of its own.
         bin_length = 1
         share_prefixes = False
-    rows = [np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64) for ids in token_ids]
+        shortest_share = _SHORTEST_SHARE
+    whole = [np.ascontiguousarray(ids.detach().cpu().numpy(), dtype=np.int64) for ids in token_ids]
     scored = [mask.detach().cpu().numpy().astype(bool) for mask in scored_masks]
     for mask in scored:
         mask[0] = False
-    num_computed = [int(np.flatnonzero(mask)[-1]) if mask.any() else 0 for mask in scored]
-    order = [index for index in range(len(rows)) if num_computed[index]]
+    num_computed = [int(np.flatnonzero(mask).max(initial=0)) for mask in scored]
+    order = [index for index, num in enumerate(num_computed) if num]
     if not order:
         return []
-    tails = [row[num:] for row, num in zip(rows, num_computed, strict=True)]
-    rows = [row[:num] for row, num in zip(rows, num_computed, strict=True)]
+    rows = [row[:num] for row, num in zip(whole, num_computed, strict=True)]
+    alike = rows
     experts = None
     if routed_experts is not None:
         experts = [one[:num].cpu().numpy() for one, num in zip(routed_experts, num_computed, strict=True)]
-    alike = rows if experts is None else _numbered(rows, experts)
+        alike = _numbered(rows, experts)
     # Any total order of tokens groups shared prefixes; the order of raw bytes is the cheapest.
     order.sort(key=[row.tobytes() for row in alike].__getitem__)
     # A sorted row shares the most with its neighbour, so one number per row describes all tries.
@@ -198,10 +179,12 @@ def pack_rows(
         token_budget=token_budget,
         bin_length=bin_length,
         attention_length=attention_length,
-        shortest_share=_SHORTEST_SHARE if one_row_per_bin else 0.0,
+        shortest_share=shortest_share,
     )
-    packed = [_lay_out(bins, order, shared, rows, tails, scored, token_ids[0].device) for bins in micro_batches]
-    return packed if experts is None else [_with_experts(one, experts) for one in packed]
+    packed = [_packed(*_lay_out(bins, order, shared, rows), whole, scored) for bins in micro_batches]
+    if experts is not None:
+        packed = [_with_experts(one, experts) for one in packed]
+    return [one.to(token_ids[0].device) for one in packed]
 
 
 def _check(
@@ -250,19 +233,14 @@ def _numbered(rows: list[np.ndarray], experts: list[np.ndarray]) -> list[np.ndar
 def _with_experts(packed: PackedRows, experts: list[np.ndarray]) -> PackedRows:
     told = torch.from_numpy(np.concatenate([experts[row] for row in packed.rows.tolist()]))
     column = unknown_experts(packed.num_packed_tokens, told.shape[1:])
-    column[packed.token_positions.cpu()] = told
-    return replace(packed, routed_experts=column.to(packed.input_ids.device))
+    column[packed.token_positions] = told
+    return replace(packed, routed_experts=column)
 
 
 def _lay_out(
-    bins: MicroBatch,
-    order: list[int],
-    shared: list[int],
-    rows: list[np.ndarray],
-    tails: list[np.ndarray],
-    scored: list[np.ndarray],
-    device: torch.device,
-) -> PackedRows:
+    bins: MicroBatch, order: list[int], shared: list[int], rows: list[np.ndarray]
+) -> tuple[dict[str, np.ndarray], list[int], list[np.ndarray]]:
+    """Return the columns of the nodes, the indices of the rows in these bins, and the nodes of each of these rows."""
     # Sorted rows write a trie depth first without building it. `path` holds the nodes of the current row. The next
     # row shares the first `num_shared` nodes of `path`; the subtrees of the other nodes end here.
     #     path of 1 2 3: [0, 1, 2];   1 2 4 5 shares 2:   subtree_end[2] = 3,   path: [0, 1, 3, 4]
@@ -292,44 +270,29 @@ def _lay_out(
                 held.append(index)
                 paths.append(path)
             subtree_end[path] = node - base
-    return _with_scored_tokens(
-        input_ids.reshape(len(bins), length),
-        position_ids.reshape(len(bins), length),
-        subtree_end.reshape(len(bins), length),
-        held,
-        paths,
-        rows,
-        tails,
-        scored,
-        device,
-    )
+    nodes = {"input_ids": input_ids, "position_ids": position_ids, "subtree_end": subtree_end}
+    return {name: column.reshape(len(bins), length) for name, column in nodes.items()}, held, paths
 
 
-def _with_scored_tokens(
-    input_ids: np.ndarray,
-    position_ids: np.ndarray,
-    subtree_end: np.ndarray,
+def _packed(
+    nodes: dict[str, np.ndarray],
     held: list[int],
     paths: list[np.ndarray],
-    rows: list[np.ndarray],
-    tails: list[np.ndarray],
+    whole: list[np.ndarray],
     scored: list[np.ndarray],
-    device: torch.device,
 ) -> PackedRows:
     # A shared node predicts for each row that passes through it, so predictors may repeat. All arrays run over the
     # rows' computed tokens, row after row, until `places` picks the predictors, sorted by position.
     lengths = np.asarray([len(path) for path in paths])
     positions = np.concatenate(paths)
     starts = np.cumsum(lengths) - lengths
+    computed = list(zip(held, lengths.tolist(), strict=True))
     # A computed token is a predictor if the row's next token is scored.
-    places = np.flatnonzero(np.concatenate([scored[index][1 : len(rows[index]) + 1] for index in held]))
-    next_ids = np.concatenate([np.append(rows[index][1:], tails[index][0]) for index in held])
+    places = np.flatnonzero(np.concatenate([scored[index][1 : num + 1] for index, num in computed]))
+    next_ids = np.concatenate([whole[index][1 : num + 1] for index, num in computed])
     places = places[np.argsort(positions[places], kind="stable")]
     row_of_place = np.repeat(np.asarray(held), lengths)
-    columns = {
-        "input_ids": input_ids,
-        "position_ids": position_ids,
-        "subtree_end": subtree_end,
+    columns = nodes | {
         "predictors": positions[places],
         "targets": next_ids[places],
         "row_index": row_of_place[places],
@@ -337,18 +300,14 @@ def _with_scored_tokens(
         "rows": np.asarray(held, dtype=np.int64),
         "row_lengths": lengths,
         "token_positions": positions,
-        "tail_lengths": np.asarray([len(tails[index]) for index in held]),
-        "tails": np.concatenate([tails[index] for index in held]),
     }
-    tensors: dict[str, Any] = {
-        name: torch.from_numpy(np.ascontiguousarray(c)).to(device) for name, c in columns.items()
-    }
-    bounds = _sequence_bounds(position_ids.ravel(), positions)
-    return PackedRows(
-        **tensors,
-        sequence_bounds=None if bounds is None else torch.from_numpy(bounds).to(device),
-        longest_sequence=0 if bounds is None else int(np.diff(bounds).max()),
-    )
+    longest = 0
+    bounds = _sequence_bounds(nodes["position_ids"].ravel(), positions)
+    if bounds is not None:
+        columns["sequence_bounds"] = bounds
+        longest = int(np.diff(bounds).max())
+    tensors: dict[str, Any] = {name: torch.from_numpy(column) for name, column in columns.items()}
+    return PackedRows(**tensors, longest_sequence=longest)
 
 
 def _sequence_bounds(depth: np.ndarray, positions: np.ndarray) -> np.ndarray | None:
