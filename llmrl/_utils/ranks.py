@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from llmrl._utils.failure import describe
+
 T = TypeVar("T")
 
 
@@ -38,12 +40,11 @@ def gather_or_fail(compute: Callable[[], T], process_group: torch.distributed.Pr
         return [compute()]
     rank, num_ranks = rank_and_size(process_group)
     failure: Exception | None = None
-    own: tuple[list[T], str] = ([], "")
     try:
-        own = [compute()], ""
+        own: tuple[list[T], str] = ([compute()], "")
     except Exception as error:
         failure = error
-        own = ([], f"{type(error).__name__}: {error}")
+        own = ([], describe(error))
     parts: list[tuple[list[T], str]] = [own] * num_ranks
     torch.distributed.all_gather_object(parts, own, group=process_group)
     if failure is not None:
