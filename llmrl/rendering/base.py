@@ -67,6 +67,11 @@ class Renderer(Protocol):
         """Return the text of token ids, special tokens included."""
 
 
+def end_of_turn(renderer: Renderer, token_ids: Sequence[int]) -> int | None:
+    """Return the number of tokens up to the first end-of-turn token, this one included; None if there is none."""
+    return next((place + 1 for place, token in enumerate(token_ids) if token in renderer.stop_token_ids), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """End of an assistant's turn in a template, for a given role of the next message."""
