@@ -118,8 +118,7 @@ def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCall
         while position < len(body):
             value, position = decoder.raw_decode(body, position)
             calls.append(check_call(value))
-            separator = re.compile(r"[\s;]*").match(body, position)
-            position = separator.end() if separator else position
+            position = _skip_space(body, position, also=";")
     except UNREADABLE as error:
         malformed = MalformedToolCall(body[position:] if calls else text, reason_of(error))
         return finish(malformed.raw, calls, [malformed])
@@ -321,8 +320,7 @@ def _read_json_list(body: str) -> list[ToolCall]:
 def _read_mistral_piece(piece: str, num_before: int) -> list[ToolCall]:
     named = re.match(r"([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?(?=\s*\{)", piece)
     if named is not None:
-        value = {"name": named[1], "arguments": json.loads(piece[named.end() :]), "id": named[2]}
-        values = [value]
+        values = [{"name": named[1], "arguments": json.loads(piece[named.end() :]), "id": named[2]}]
     else:
         values = json.loads(piece)
         if not isinstance(values, list):
@@ -429,8 +427,9 @@ def _read_gemma4_value(text: str, position: int) -> tuple[Json, int]:
     return (pairs if opening == "{" else items), position + 1
 
 
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
+def _skip_space(text: str, position: int, *, also: str = "") -> int:
+    """Return the position after white space and the characters in `also`."""
+    while position < len(text) and (text[position].isspace() or text[position] in also):
         position += 1
     return position
 
