@@ -97,10 +97,10 @@ class AnswerFormat:
     def written(self, message: Mapping[str, object]) -> dict[str, object]:
         """Return a message with its reasoning in the field that the template reads."""
         written = dict(message)
-        reasoning = written.get("reasoning_content")
-        content = text_of(written.get("content"))
         if written["role"] != "assistant" or self.field == "reasoning_content":
             return written
+        reasoning = written.pop("reasoning_content", None)
+        content = text_of(written.get("content"))
         if self.field == ".thoughts":  # this template requires all answers in the same form
             thoughts = [{"type": "thoughts", "text": reasoning}] if reasoning else []
             answer = [{"type": "response", "text": content}] if content else []
@@ -110,7 +110,6 @@ class AnswerFormat:
             written["content"] = [{"type": "thinking", "thinking": reasoning}, *answer]
         elif reasoning:
             written[self.field] = reasoning
-        written.pop("reasoning_content", None)
         return written
 
     def said(self, text: str) -> str:
