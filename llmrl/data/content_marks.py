@@ -37,7 +37,6 @@ class ContentMarks:
         added = tokenizer.added_tokens_decoder.values()
         tokens = {token.content for token in added if token.special}
         self._tokenizer = tokenizer
-        self._further = frozenset(further)
         self.tokens = frozenset(token for token in {*tokens, *tokenizer.all_special_tokens, *further} if len(token) > 1)
         """The texts that are marked."""
         beginnings: dict[str, list[str]] = {}
@@ -64,10 +63,9 @@ class ContentMarks:
         If only the normalised form of a text has a special token, return the start of the text.
         """
         for text in _texts_of(values):
-            for start in self.find(text):
-                return next(
-                    token for token in self._tokens_of[text[start : start + 2]] if text.startswith(token, start)
-                )
+            if starts := self.find(text):
+                rest = text[starts[0] :]
+                return next(token for token in self._tokens_of[rest[:2]] if rest.startswith(token))
             if self._is_hidden(text):
                 return text[:100]
         return None
