@@ -14,13 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    MemoryMappedTensor,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-)
+from tensordict import LazyStackedTensorDict, MemoryMappedTensor, NonTensorData, NonTensorStack, TensorDict
 
 from llmrl._utils.files import open_file
 from llmrl._utils.json_values import as_json

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+from llmrl._utils.imports import require
 from llmrl.rewards.answers import extract_answer
 
 _MAX_CHARACTERS = 500
@@ -94,8 +95,6 @@ class MathVerifier:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
-            from llmrl._utils.imports import require
-
             require("math_verify", extra="envs")
             # -I keeps the worker's folder off the path, where our math.py would shadow Python's.
             self._process = subprocess.Popen(
