@@ -18,7 +18,7 @@ from llmrl._utils.json_values import as_json
 from llmrl._utils.types import JSON
 from llmrl.audit.answers import FORMS, MAX_COLUMN_CHARS, Answer, Kind, answers_for
 from llmrl.audit.checks import SLOW_S
-from llmrl.audit.play import MAX_TURNS, AnsweringEngine
+from llmrl.audit.play import MAX_TURNS, AnsweringEngine, drawing_of
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import Rollout, RolloutStatus, StopReason
 from llmrl.data.message import prompt_of
@@ -26,7 +26,7 @@ from llmrl.data.state_file import load_state, save_state
 from llmrl.envs.agent import AgentEnv
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.game import GameEnv
-from llmrl.envs.primer import DataLoadingPrimer, dataset_env_of
+from llmrl.envs.primer import DataLoadingPrimer
 from llmrl.envs.sampler import EndOfData
 from llmrl.rendering import Renderer
 from llmrl.watch.findings import Finding, Verdict, verdict_of
@@ -110,24 +110,17 @@ class _Trial:
     """Seconds of processor time of a reset and of a turn."""
 
     def __post_init__(self) -> None:
-        drawing = self._drawing(self.make_env())
+        drawing = drawing_of(self.make_env())
         self.num_samples = drawing.prompts.num_samples
         self.is_plain = not isinstance(drawing, AgentEnv | GameEnv)
-
-    @staticmethod
-    def _drawing(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer:
-        drawing = dataset_env_of(env)
-        if drawing is None:
-            raise ValueError("the environment has no dataset, and therefore no problems to answer.")
-        return drawing
 
     def _opened(self, max_turns: int = MAX_TURNS) -> tuple[AnsweringEngine, LLMCollector, list[Answer]]:
         """Return an engine, a collector of a new environment that uses the engine, and the answers to play."""
         env = self.make_env()
-        drawing = self._drawing(env)
+        answers = [_PLAIN, *_answers_of(drawing_of(env))]
         engine = AnsweringEngine(_PLAIN, self.renderer)
         limits = RolloutLimits(max_turns=max_turns, step_timeout_seconds=self.timeout_s)
-        return engine, engine.collector(env, limits, _MAX_NEW_TOKENS), [_PLAIN, *_answers_of(drawing)]
+        return engine, engine.collector(env, limits, _MAX_NEW_TOKENS), answers
 
     def _play(
         self, engine: AnsweringEngine, collector: LLMCollector, answers: Sequence[Answer], num_groups: int | None = None
