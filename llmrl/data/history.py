@@ -223,7 +223,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         if history.is_message:
             raise RuntimeError("extend got a single message; append it instead.")
         num_dims = len(self.conversation_shape) + 1
-        place = 0 if dim is None else dim
+        place = dim or 0
         if not -num_dims <= place < num_dims:
             raise ValueError(f"dim must be from {-num_dims} to {num_dims - 1} for this history, got {dim}.")
         place %= num_dims

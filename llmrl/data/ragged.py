@@ -85,7 +85,9 @@ def padded_like(
     if has_entry(tensordict, ATTENTION_MASK_KEY):
         masks = flat_batch(tensordict).get(ATTENTION_MASK_KEY, as_list=True)
         return [_at_real_tokens(row, mask.bool().to(row.device)) for row, mask in zip(rows, masks, strict=True)]
-    return list(pad_sequence(list(rows), batch_first=True, padding_side="left")) if pad_left else list(rows)
+    if pad_left:
+        return list(pad_sequence(list(rows), batch_first=True, padding_side="left"))
+    return list(rows)
 
 
 def _at_real_tokens(row: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

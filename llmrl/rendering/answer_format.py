@@ -129,8 +129,10 @@ def _find_answer(probe: TemplateProbe, ending: Ending, thoughts: ThoughtMarks | 
         if thoughts.is_open_at_end(prompt):
             prompt = prompt.rstrip().removesuffix(thoughts.opening)
         if thoughts.closing in before:
-            asked = prompt.rpartition(thoughts.closing)[2] if thoughts.closing in prompt else ""
-            return before.rpartition(thoughts.closing)[2].removeprefix(asked), closing
+            opening = before.rpartition(thoughts.closing)[2]
+            if thoughts.closing in prompt:
+                opening = opening.removeprefix(prompt.rpartition(thoughts.closing)[2])
+            return opening, closing
         prompt = thoughts.without_empty(prompt)
     if before.startswith(prompt):
         return before[len(prompt) :], closing

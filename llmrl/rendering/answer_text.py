@@ -156,7 +156,8 @@ class AnswerText:
             place = text.find(mark[0], max(0, len(text) - len(mark)))
             while place >= 0 and not mark.startswith(text[place:]):
                 place = text.find(mark[0], place + 1)
-            num_held = max(num_held, len(text) - place if place >= 0 else 0)
+            if place >= 0:
+                num_held = max(num_held, len(text) - place)
         return num_held
 
 

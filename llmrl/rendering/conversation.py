@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from llmrl._utils.arguments import check_choice, check_least
-from llmrl.data import Message, ParsedCompletion, ToolSchema, check_messages, text_of
+from llmrl.data import Message, ParsedCompletion, TokenColumns, ToolSchema, check_messages, text_of
 from llmrl.rendering.base import Renderer, end_of_turn
 from llmrl.rendering.reasoning import NUM_END_TOKENS, said_after
 from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, classify, common_prefix_length
@@ -92,7 +92,7 @@ class Conversation:
             messages=(),
             tools=None,
             last=None,
-            held=TokenBuffer(),
+            held=TokenBuffer(TokenColumns()),
             _num_tokens=0,
             _num_kept=0,
             _before=None,

@@ -44,21 +44,18 @@ TOOL: ToolSchema = {
 }
 
 
-def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Arguments | None = None) -> Message:
+_MARKED: Arguments = {"value": ANSWER}
+
+
+def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Arguments = _MARKED) -> Message:
     """Return an assistant message that calls these functions, with the mark in each call's arguments."""
-    arguments = {"value": ANSWER} if arguments is None else arguments
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "type": "function",
-                "id": call_ids[index] if call_ids else f"call{index:05d}",
-                "function": {"name": name, "arguments": dict(arguments)},
-            }
-            for index, name in enumerate(names or (_TOOL_NAME,))
-        ],
-    }
+    names = names or (_TOOL_NAME,)
+    call_ids = call_ids or [f"call{index:05d}" for index in range(len(names))]
+    calls = [
+        {"type": "function", "id": call_id, "function": {"name": name, "arguments": dict(arguments)}}
+        for name, call_id in zip(names, call_ids, strict=True)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 _CHATS_WITH_CALL = [[USER, calling(), following] for following in (_TOOL_RESULT, NEXT_USER)]

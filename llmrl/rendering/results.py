@@ -30,9 +30,9 @@ def name_results(messages: Sequence[Message]) -> list[Message]:
             calls = list(message.get("tool_calls") or ())
             place = 0
         elif message["role"] in TOOL_ROLES:
-            call = None if message.get("name") else _call_of(message, calls, place)
+            call = _call_of(message, calls, place)
             place += 1
-            if call is not None:
+            if call is not None and not message.get("name"):
                 message = {**message, "name": call["function"]["name"]}
         named.append(message)
     return named
@@ -93,5 +93,9 @@ def with_text(content: object, *, before: str = "", after: str = "") -> object:
     parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
     if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return f"{before}{text_of(content)}{after}"
-    first, last = ([{"type": "text", "text": text}] if text else [] for text in (before, after))
-    return [*first, *parts, *last]
+    return [*text_parts(before), *parts, *text_parts(after)]
+
+
+def text_parts(text: object, *, kind: str = "text") -> list[dict[str, object]]:
+    """Return a text as parts of a content: one part of this type, or none if there is no text."""
+    return [{"type": kind, "text": text}] if text else []

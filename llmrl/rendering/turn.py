@@ -26,8 +26,8 @@ class TokenBuffer:
 
     __slots__ = ("_mirrors", "columns")
 
-    def __init__(self, columns: TokenColumns | None = None) -> None:
-        self.columns = TokenColumns() if columns is None else columns
+    def __init__(self, columns: TokenColumns) -> None:
+        self.columns = columns
         self._mirrors: dict[Column, tuple[torch.Tensor, int]] = {}
 
     def tensor_view(self, column: Column, length: int) -> torch.Tensor:
