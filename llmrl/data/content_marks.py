@@ -6,12 +6,10 @@ import json
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard, TypeVar, cast
+from typing import Any, TypeGuard
 
 from llmrl._utils.types import Tokenizer
 from llmrl.data.message import Message, ToolSchema
-
-Value = TypeVar("Value")
 
 # Candidates for the mark: private-use characters, which have no meaning in texts.
 _CANDIDATES = [chr(code) for code in range(0xE000, 0xE100)]
@@ -91,10 +89,7 @@ class ContentMarks:
             )
         return mark, self._marked(messages, mark), self._marked(tools, mark)
 
-    def _marked(self, value: Value, mark: str) -> Value:
-        return cast(Value, self._marked_entry(value, mark))
-
-    def _marked_entry(self, value: object, mark: str) -> object:
+    def _marked(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
             marked = value
             for start in reversed(self.find(value)):
