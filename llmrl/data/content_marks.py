@@ -32,10 +32,10 @@ class ContentMarks:
     """
 
     def __init__(self, tokenizer: Tokenizer, further: Iterable[str] = ()) -> None:
-        added = tokenizer.added_tokens_decoder.values()
-        tokens = {token.content for token in added if token.special}
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        marked = special.union(tokenizer.all_special_tokens, further)
         self._tokenizer = tokenizer
-        self.tokens = frozenset(token for token in {*tokens, *tokenizer.all_special_tokens, *further} if len(token) > 1)
+        self.tokens = frozenset(token for token in marked if len(token) > 1)
         """The texts that are marked."""
         beginnings: dict[str, list[str]] = {}
         for token in sorted(self.tokens):

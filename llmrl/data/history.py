@@ -344,8 +344,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             >>> History.load(path).chats
             [({'role': 'user', 'content': 'Hi'},)]
         """
-        lines = (json.dumps({"messages": [dict(m) for m in chat]}, ensure_ascii=False) for chat in flatten(self.chats))
-        text = "".join(f"{line}\n" for line in lines)
+        records = ({"messages": [dict(message) for message in chat]} for chat in flatten(self.chats))
+        text = "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)
         Path(path).write_bytes(text.encode("utf-8", errors="backslashreplace"))  # JSON's own form of lone surrogates
 
     @classmethod

@@ -414,7 +414,8 @@ def _read_gemma4_value(text: str, position: int) -> tuple[Json, int]:
             key = re.compile(r'(?:<\|"\|>(.*?)<\|"\|>|([^:,{}\[\]<]+)):', re.DOTALL).match(text, position)
             if key is None:
                 raise ValueError(f"KEY:VALUE is expected at {text[position:]!r:.40}")
-            pairs[key[1] if key[1] is not None else key[2].strip()], position = _read_gemma4_value(text, key.end())
+            name = key[1] if key[1] is not None else key[2].strip()
+            pairs[name], position = _read_gemma4_value(text, key.end())
         else:
             item, position = _read_gemma4_value(text, position)
             items.append(item)

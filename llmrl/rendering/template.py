@@ -135,7 +135,7 @@ class TemplateRenderer(TextCoder):
         found = [(role, probe.ending(is_call=is_call, role=role)) for role in roles for is_call in (False, True)]
         ends = [(role, one.token_id) for role, one in found if one is not None]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(token_id for _, token_id in ends))
-        self._result_ids = {one for role, one in ends if role == "tool"} - {one for role, one in ends if role == "user"}
+        self._result_ids = set(self.stop_token_ids) - {token_id for role, token_id in ends if role == "user"}
         """Tokens that end an answer only if a tool's result follows."""
         self.end_ids = frozenset({*self.stop_token_ids, getattr(self.tokenizer, "eos_token_id", None)} - {None})
         """Tokens that end an answer and are not part of its text."""
