@@ -92,33 +92,32 @@ class TemplateRenderer(TextCoder):
         # Words in a message that switch reasoning on or off in all later prompts.
         self._switches = sorted(set(re.findall(r"(?<=['\"])/(?:no_)?think\b", self.chat_template)))
         self._turn_ids: dict[str, list[int]] = {}
-        self._probe_messages(TemplateWriter(tokenizer, self.chat_template, template_kwargs), tool_results)
+        self._probe = TemplateProbe(TemplateWriter(tokenizer, self.chat_template, template_kwargs))
+        self._probe_messages(tool_results)
         self._probe_turns(reasoning_parser)
         self._choose_tool_format(tool_parser)
         self.content_marks = ContentMarks(tokenizer, [ANSWER, *self._probe.turn_marks()])
 
-    def _probe_messages(self, writer: TemplateWriter, tool_results: str) -> None:
+    def _probe_messages(self, tool_results: str) -> None:
         """Detect which messages the template supports, and in which form."""
-        writer = replace(writer, are_arguments_text=TemplateProbe(writer).are_arguments_text())
-        writer = replace(writer, is_tool_prompt_added=not TemplateProbe(writer).are_tools_shown())
-        probe = TemplateProbe(writer)
-        writer = replace(writer, is_system_known=probe.is_system_known(), are_results_carried=tool_results == "user")
-        if not TemplateProbe(writer).are_calls_shown():
-            writer = replace(writer, write_call=TOOL_CALL_WRITERS["hermes"])
-        if not writer.are_results_carried:
-            result_role = TemplateProbe(writer).result_role()
+        self._know(are_arguments_text=self._probe.are_arguments_text())
+        self._know(is_tool_prompt_added=not self._probe.are_tools_shown())
+        self._know(is_system_known=self._probe.is_system_known(), are_results_carried=tool_results == "user")
+        if not self._probe.are_calls_shown():
+            self._know(write_call=TOOL_CALL_WRITERS["hermes"])
+        if not self.writer.are_results_carried:
+            result_role = self._probe.result_role()
             if result_role is None:
                 tool_fault = (
                     "Its chat template has no role for tool results, so conversations could not continue after a tool "
                     f"call; use another model{_CARRY_RESULTS}"
                 )
-                writer = replace(writer, tool_fault=tool_fault)
+                self._know(tool_fault=tool_fault)
             else:
-                writer = replace(writer, result_role=result_role)
-            writer = replace(writer, are_orphans_carried=not TemplateProbe(writer).are_orphans_shown())
-        probe = TemplateProbe(writer)
-        self._are_result_names_written = probe.are_result_names_written()
-        self._probe = TemplateProbe(writer, shows_parallel_calls=probe.are_parallel_calls_shown())
+                self._know(result_role=result_role)
+            self._know(are_orphans_carried=not self._probe.are_orphans_shown())
+        self._are_result_names_written = self._probe.are_result_names_written()
+        self._probe = replace(self._probe, shows_parallel_calls=self._probe.are_parallel_calls_shown())
 
     def _probe_turns(self, reasoning_parser: str) -> None:
         """Detect the ends of turns and the text around answers, and check that deltas are exact."""
