@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 from llmrl.data import Message, text_of
 
@@ -75,12 +76,16 @@ def carry_results(messages: Iterable[Message], *, carry_all: bool, carry_orphans
 
 def _joined(first: object, second: object) -> object:
     """Return two contents as one, on separate lines; as a list of parts if one has a part that is not text."""
-    if not isinstance(first, Sequence) or isinstance(first, str):
+    if not _are_parts(first):
         return with_text(second, before=f"{first}\n")
     following = with_text(second, before="\n")
-    if isinstance(following, Sequence) and not isinstance(following, str):
+    if _are_parts(following):
         return [*first, *following]
     return with_text(first, after=str(following))
+
+
+def _are_parts(content: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(content, Sequence) and not isinstance(content, str)
 
 
 def with_text(content: object, *, before: str = "", after: str = "") -> object:
@@ -90,7 +95,7 @@ def with_text(content: object, *, before: str = "", after: str = "") -> object:
         >>> with_text([{"type": "text", "text": "a"}], after="b")
         'ab'
     """
-    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    parts = content if _are_parts(content) else ()
     if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return f"{before}{text_of(content)}{after}"
     return [*text_parts(before), *parts, *text_parts(after)]
