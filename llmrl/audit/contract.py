@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torchrl.envs import EnvBase, check_env_specs
 
 from llmrl._utils.failure import describe
 from llmrl._utils.json_values import as_json
+from llmrl._utils.threads import start_in_thread
 from llmrl._utils.types import JSON
 from llmrl.audit.answers import FORMS, MAX_COLUMN_CHARS, Answer, Kind, answers_for
 from llmrl.audit.checks import SLOW_S
@@ -164,26 +165,19 @@ class _Trial:
         if not self.is_plain:
             return Finding("specs", Verdict.FINE, "Not examined: other players or an agent take part in a step.", ())
         env = self.make_env()
-        errors: list[Exception] = []
 
         def check() -> None:
-            try:
-                started = time.process_time()
-                env.reset()
-                self.cpu_s["a reset"] = time.process_time() - started
-                check_env_specs(env)
-            except Exception as error:
-                errors.append(error)
+            started = time.process_time()
+            env.reset()
+            self.cpu_s["a reset"] = time.process_time() - started
+            check_env_specs(env)
 
-        thread = threading.Thread(target=check, daemon=True)  # abandoned if it hangs
-        thread.start()
-        thread.join(2 * self.timeout_s)
-        if thread.is_alive():
-            return Finding(
-                "specs", Verdict.BROKEN, f"A reset and a few steps took more than {2 * self.timeout_s:g} s.", ()
-            )
-        if errors:
-            return Finding("specs", Verdict.BROKEN, f"TorchRL's check_env_specs: {describe(errors[0])}", ())
+        checked = start_in_thread(check)  # the thread is abandoned if it hangs
+        if not wait([checked], 2 * self.timeout_s).done:
+            says = f"A reset and a few steps took more than {2 * self.timeout_s:g} s."
+            return Finding("specs", Verdict.BROKEN, says, ())
+        if (error := checked.exception()) is not None:
+            return Finding("specs", Verdict.BROKEN, f"TorchRL's check_env_specs: {describe(error)}", ())
         return Finding("specs", Verdict.FINE, "A reset and steps return data that matches the specs.", ())
 
     def check_hostile(self) -> tuple[Finding, list[Rollout]]:
