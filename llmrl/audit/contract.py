@@ -256,12 +256,8 @@ def _compared(name: str, who: str, expected: Sequence[Rollout], found: Sequence[
 
 def _check_groups(rollouts: Sequence[Rollout], num_samples: int) -> Finding:
     if num_samples == 1:
-        return Finding(
-            "groups",
-            Verdict.LOOK,
-            "Not examined: the environment plays each problem once. Create it with repeats=2.",
-            (),
-        )
+        says = "Not examined: the environment plays each problem once. Create it with repeats=2."
+        return Finding("groups", Verdict.LOOK, says, ())
     groups: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id, rollout.role].append(rollout)
