@@ -56,7 +56,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
             return synonym
     if name in SYNONYMS or name in EXPLAINED:  # a name that is spelled similarly has another meaning
         return None
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
 
 
 def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:

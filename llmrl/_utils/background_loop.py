@@ -154,18 +154,14 @@ class BackgroundLoop:
         self._inbox = Mailbox(self.loop)
         self._is_closing = False
         self._is_ending = False
-        self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
+        """The thread of the loop."""
+        self.thread.start()
 
     @property
     def is_closed(self) -> bool:
         """Whether the loop was closed."""
-        return self._is_closing or not self._thread.is_alive()
-
-    @property
-    def thread(self) -> threading.Thread:
-        """The thread of the loop."""
-        return self._thread
+        return self._is_closing or not self.thread.is_alive()
 
     @property
     def overdue_seconds(self) -> float:
@@ -186,15 +182,15 @@ class BackgroundLoop:
 
     def run(self, coroutine: Coroutine[None, None, Result], timeout: float | None = None) -> Result:
         """Run a coroutine on the loop and return its result. Raises RuntimeError in that thread or after `close`."""
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self.thread:
             coroutine.close()
-            raise RuntimeError(f"The background loop {self._thread.name!r} cannot block on itself; use await instead.")
+            raise RuntimeError(f"The background loop {self.thread.name!r} cannot block on itself; use await instead.")
         return self.submit(coroutine).result(timeout)
 
     def check_open(self) -> None:
         """Raise RuntimeError if the loop is closed."""
         if self.is_closed:
-            raise RuntimeError(f"The background loop {self._thread.name!r} is closed: its owner was shut down.")
+            raise RuntimeError(f"The background loop {self.thread.name!r} is closed: its owner was shut down.")
 
     def begin(self, coroutine: Coroutine[None, None, Result]) -> CrossLoopTask[Result]:
         """Start a coroutine on the loop for the caller's running loop. Raises RuntimeError after `close`."""
@@ -231,17 +227,17 @@ class BackgroundLoop:
 
     def close(self) -> None:
         """Cancel all tasks, stop the loop and join its thread. May be called twice."""
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self.thread.is_alive() and threading.current_thread() is not self.thread:
             self.stop()
-            self._thread.join(timeout=10)
+            self.thread.join(timeout=10)
 
     def call_outside(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function that waits for this loop; on the loop's own thread, call it in a new thread.
 
         For the finalizer of the loop's owner, which garbage collection runs on any thread.
         """
-        if threading.current_thread() is self._thread:
-            threading.Thread(target=function, args=arguments, name=f"{self._thread.name}-end", daemon=True).start()
+        if threading.current_thread() is self.thread:
+            threading.Thread(target=function, args=arguments, name=f"{self.thread.name}-end", daemon=True).start()
         else:
             function(*arguments)
 
@@ -266,12 +262,12 @@ class BackgroundLoop:
         try:
             while not self._is_ending:
                 self._returns(self.loop.run_forever)
-            remaining = asyncio.all_tasks(self.loop)
-            for task in remaining:
-                task.cancel()
-            ended = asyncio.gather(*remaining, return_exceptions=True) if remaining else None
-            while not self._returns(lambda: ended is None or self.loop.run_until_complete(ended)):
-                pass
+            if remaining := asyncio.all_tasks(self.loop):
+                for task in remaining:
+                    task.cancel()
+                ended = asyncio.gather(*remaining, return_exceptions=True)
+                while not self._returns(lambda: self.loop.run_until_complete(ended)):
+                    pass
             self._returns(lambda: self.loop.run_until_complete(self.loop.shutdown_asyncgens()))
         finally:
             self.loop.close()
@@ -281,6 +277,6 @@ class BackgroundLoop:
         try:
             run()
         except (SystemExit, KeyboardInterrupt) as error:
-            logger.warning("%s was raised on the thread %r, which continues", describe(error), self._thread.name)
+            logger.warning("%s was raised on the thread %r, which continues", describe(error), self.thread.name)
             return False
         return True

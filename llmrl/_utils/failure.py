@@ -107,14 +107,9 @@ async def contained(work: Awaitable[Result]) -> Result:
     except asyncio.CancelledError:
         task.cancel()
         raise
-    return result_of(task)
-
-
-def result_of(task: asyncio.Future[Result]) -> Result:
-    """Return the result of a finished task that llmrl did not cancel. Errors are converted by `as_exception`."""
     try:
         return task.result()
-    except asyncio.CancelledError as error:
+    except asyncio.CancelledError as error:  # the work's own, since llmrl did not cancel the task
         raise as_exception(error) from error
 
 

@@ -104,7 +104,8 @@ def load_language_model(
     try:
         if kind is None and distribute is None:
             model = transformers.AutoModelForCausalLM.from_pretrained(path, **options)
-            model = model if quantize else model.to(device)
+            if not quantize:
+                model.to(device)
         else:
             if distribute is not None:
                 options["distributed_config"] = transformers.distributed.DistributedConfig()
@@ -118,15 +119,16 @@ def load_language_model(
         if not quantize:
             raise
         raise ValueError(f"{path} has layers that bitsandbytes cannot hold in 4 bits: {error!s:.200}") from error
-    return _computing_as_in_training(model) if quantize else model
+    if quantize:
+        _compute_as_in_training(model)
+    return model
 
 
-def _computing_as_in_training(model: PreTrainedModel) -> PreTrainedModel:
+def _compute_as_in_training(model: PreTrainedModel) -> None:
     """Disable bitsandbytes' CPU kernel, which computes in bfloat16 without gradients and so differs from training."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    return model
 
 
 def _loaded_as(

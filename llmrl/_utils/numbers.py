@@ -45,9 +45,9 @@ def location_of(function: Callable[..., object], error: BaseException | None = N
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if code is None:
         return ""
-    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
-    return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+    frames = traceback.extract_tb(getattr(error, "__traceback__", None))
+    lines = [code.co_firstlineno, *(frame.lineno for frame in frames if frame.filename == code.co_filename)]
+    return f"{code.co_filename}:{lines[-1]}"
 
 
 def is_same(one: float, other: float) -> bool:

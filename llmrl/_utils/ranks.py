@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 
+from llmrl._utils.failure import describe
+
 T = TypeVar("T")
 
 
@@ -46,12 +48,11 @@ def gather_or_fail(compute: Callable[[], T], process_group: torch.distributed.Pr
     if process_group is None:
         return [compute()]
     failure: Exception | None = None
-    own: tuple[list[T], str] = ([], "")
     try:
-        own = [compute()], ""
+        own: tuple[list[T], str] = ([compute()], "")
     except Exception as error:
         failure = error
-        own = ([], f"{type(error).__name__}: {error}")
+        own = ([], describe(error))
     parts = gathered(own, process_group)
     if failure is not None:
         raise failure

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -24,26 +24,22 @@ _LOOK_SECONDS = 2.0
 _GRACE_SECONDS = 0.5
 
 
+@dataclass(slots=True, eq=False)
 class _Visit:
     """A coroutine in flight, its loop, and whether it may be moved to another loop."""
 
-    __slots__ = ("errand", "is_movable", "place")
-
-    def __init__(self, errand: CrossLoopTask[Any], place: BackgroundLoop, is_movable: bool) -> None:
-        self.errand = errand
-        self.place = place
-        self.is_movable = is_movable
+    errand: CrossLoopTask[Any]
+    place: BackgroundLoop
+    is_movable: bool
 
 
+@dataclass(slots=True, eq=False)
 class _Watch:
     """The coroutines that one event loop waits for. The loop checks periodically whether their loops respond."""
 
-    __slots__ = ("is_looking", "overdue", "visits")
-
-    def __init__(self) -> None:
-        self.visits: set[_Visit] = set()
-        self.overdue: set[BackgroundLoop] = set()
-        self.is_looking = False
+    visits: set[_Visit] = field(default_factory=set)
+    overdue: set[BackgroundLoop] = field(default_factory=set)
+    is_looking: bool = False
 
 
 class ReplaceableLoop:
@@ -175,5 +171,4 @@ class ReplaceableLoop:
 
 def _stop_all(loops: list[BackgroundLoop]) -> None:
     for loop in loops:
-        with contextlib.suppress(RuntimeError):
-            loop.stop()
+        loop.stop()

@@ -37,7 +37,6 @@ class AddedToken(Protocol):
 
     content: str
     special: bool
-    normalized: bool
 
 
 class Tokenizer(Protocol):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +15,11 @@ from torchrl.envs import EnvBase, check_env_specs
 
 from llmrl._utils.failure import describe
 from llmrl._utils.json_values import as_json
+from llmrl._utils.threads import start_in_thread
 from llmrl._utils.types import JSON
 from llmrl.audit.answers import FORMS, MAX_COLUMN_CHARS, Answer, Kind, answers_for
 from llmrl.audit.checks import SLOW_S
-from llmrl.audit.play import MAX_TURNS, AnsweringEngine
+from llmrl.audit.play import MAX_TURNS, AnsweringEngine, drawing_of
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import Rollout, RolloutStatus, StopReason
 from llmrl.data.message import prompt_of
@@ -26,7 +27,7 @@ from llmrl.data.state_file import load_state, save_state
 from llmrl.envs.agent import AgentEnv
 from llmrl.envs.dataset import DatasetChatEnv
 from llmrl.envs.game import GameEnv
-from llmrl.envs.primer import DataLoadingPrimer, dataset_env_of
+from llmrl.envs.primer import DataLoadingPrimer
 from llmrl.envs.sampler import EndOfData
 from llmrl.rendering import Renderer
 from llmrl.watch.findings import Finding, Verdict, verdict_of
@@ -110,24 +111,17 @@ class _Trial:
     """Seconds of processor time of a reset and of a turn."""
 
     def __post_init__(self) -> None:
-        drawing = self._drawing(self.make_env())
+        drawing = drawing_of(self.make_env())
         self.num_samples = drawing.prompts.num_samples
         self.is_plain = not isinstance(drawing, AgentEnv | GameEnv)
-
-    @staticmethod
-    def _drawing(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer:
-        drawing = dataset_env_of(env)
-        if drawing is None:
-            raise ValueError("the environment has no dataset, and therefore no problems to answer.")
-        return drawing
 
     def _opened(self, max_turns: int = MAX_TURNS) -> tuple[AnsweringEngine, LLMCollector, list[Answer]]:
         """Return an engine, a collector of a new environment that uses the engine, and the answers to play."""
         env = self.make_env()
-        drawing = self._drawing(env)
+        answers = [_PLAIN, *_answers_of(drawing_of(env))]
         engine = AnsweringEngine(_PLAIN, self.renderer)
         limits = RolloutLimits(max_turns=max_turns, step_timeout_seconds=self.timeout_s)
-        return engine, engine.collector(env, limits, _MAX_NEW_TOKENS), [_PLAIN, *_answers_of(drawing)]
+        return engine, engine.collector(env, limits, _MAX_NEW_TOKENS), answers
 
     def _play(
         self, engine: AnsweringEngine, collector: LLMCollector, answers: Sequence[Answer], num_groups: int | None = None
@@ -171,26 +165,19 @@ class _Trial:
         if not self.is_plain:
             return Finding("specs", Verdict.FINE, "Not examined: other players or an agent take part in a step.", ())
         env = self.make_env()
-        errors: list[Exception] = []
 
         def check() -> None:
-            try:
-                started = time.process_time()
-                env.reset()
-                self.cpu_s["a reset"] = time.process_time() - started
-                check_env_specs(env)
-            except Exception as error:
-                errors.append(error)
+            started = time.process_time()
+            env.reset()
+            self.cpu_s["a reset"] = time.process_time() - started
+            check_env_specs(env)
 
-        thread = threading.Thread(target=check, daemon=True)  # abandoned if it hangs
-        thread.start()
-        thread.join(2 * self.timeout_s)
-        if thread.is_alive():
-            return Finding(
-                "specs", Verdict.BROKEN, f"A reset and a few steps took more than {2 * self.timeout_s:g} s.", ()
-            )
-        if errors:
-            return Finding("specs", Verdict.BROKEN, f"TorchRL's check_env_specs: {describe(errors[0])}", ())
+        checked = start_in_thread(check)  # the thread is abandoned if it hangs
+        if not wait([checked], 2 * self.timeout_s).done:
+            says = f"A reset and a few steps took more than {2 * self.timeout_s:g} s."
+            return Finding("specs", Verdict.BROKEN, says, ())
+        if (error := checked.exception()) is not None:
+            return Finding("specs", Verdict.BROKEN, f"TorchRL's check_env_specs: {describe(error)}", ())
         return Finding("specs", Verdict.FINE, "A reset and steps return data that matches the specs.", ())
 
     def check_hostile(self) -> tuple[Finding, list[Rollout]]:
@@ -269,12 +256,8 @@ def _compared(name: str, who: str, expected: Sequence[Rollout], found: Sequence[
 
 def _check_groups(rollouts: Sequence[Rollout], num_samples: int) -> Finding:
     if num_samples == 1:
-        return Finding(
-            "groups",
-            Verdict.LOOK,
-            "Not examined: the environment plays each problem once. Create it with repeats=2.",
-            (),
-        )
+        says = "Not examined: the environment plays each problem once. Create it with repeats=2."
+        return Finding("groups", Verdict.LOOK, says, ())
     groups: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id, rollout.role].append(rollout)

@@ -19,7 +19,8 @@ from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.data import Rollout
 from llmrl.engines import Completion, SamplingConfig
 from llmrl.engines.token_stream import TokenStream
-from llmrl.envs.primer import dataset_env_of
+from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.envs.primer import DataLoadingPrimer, dataset_env_of
 from llmrl.envs.sampler import index_of
 from llmrl.policies import LLMWrapperBase
 from llmrl.rendering import Renderer
@@ -133,9 +134,7 @@ def audit(
         ('fine', [])
     """
     first = make_env(splits[0])
-    drawing = dataset_env_of(first)
-    if drawing is None:
-        raise ValueError("the environment has no dataset, and therefore no problems to answer.")
+    drawing = drawing_of(first)
     if not writes_reward(first):
         raise ValueError("no part of the environment writes a reward: append a RubricReward or a similar transform.")
     query = drawing.data_key
@@ -165,6 +164,14 @@ def audit(
     )
 
 
+def drawing_of(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer:
+    """Return the part of an environment that draws problems; raise ValueError if the environment has no dataset."""
+    drawing = dataset_env_of(env)
+    if drawing is None:
+        raise ValueError("the environment has no dataset, and therefore no problems to answer.")
+    return drawing
+
+
 def _rows_of(env: EnvBase) -> list[Row]:
     drawing = dataset_env_of(env)
     return [] if drawing is None else list(islice(drawing.prompts.items, MAX_COMPARED))
@@ -173,8 +180,7 @@ def _rows_of(env: EnvBase) -> list[Row]:
 def _play(
     env: EnvBase, answer: Answer, renderer: Renderer, rows: Sequence[Row], limits: RolloutLimits, max_new_tokens: int
 ) -> Played:
-    drawing = dataset_env_of(env)
-    assert drawing is not None  # checked for the first environment of `make_env`
+    drawing = drawing_of(env)
     drawing.prompts.items = rows
     drawing.prompts.shuffle = False
     engine = AnsweringEngine(answer, renderer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeGuard, TypeVar, cast
 
-from llmrl._utils.types import Nested
+from llmrl._utils.types import Item, Nested
 from llmrl.data.message import Message
 
 Result = TypeVar("Result")
@@ -73,7 +73,7 @@ def are_messages(leaves: Nested[Chat]) -> bool:
 
 def unwrapped(leaves: Nested[Chat]) -> Nested[tuple[Message, ...]]:
     """Return the messages of each leaf."""
-    return leaves.messages if isinstance(leaves, Chat) else [unwrapped(leaf) for leaf in leaves]
+    return map_nested(leaves, lambda leaf: leaf.messages)
 
 
 def conversations(leaves: Nested[Chat]) -> Nested[tuple[Message, ...]]:
@@ -87,9 +87,7 @@ def conversations(leaves: Nested[Chat]) -> Nested[tuple[Message, ...]]:
 
 def message_leaves(chats: Nested[tuple[Message, ...]]) -> Nested[Chat]:
     """Return one leaf per message."""
-    if isinstance(chats, tuple):
-        return [Chat([message], is_message=True) for message in chats]
-    return [message_leaves(chat) for chat in chats]
+    return map_nested(chats, lambda chat: [Chat([message], is_message=True) for message in chat])
 
 
 def concatenated(chats: Nested[tuple[Message, ...]], added: Nested[tuple[Message, ...]]) -> Nested[tuple[Message, ...]]:
@@ -110,11 +108,11 @@ def is_conversation(value: Chats) -> TypeGuard[Sequence[Message]]:
     return isinstance(value, (list, tuple)) and (not value or isinstance(value[0], Mapping))
 
 
-def map_chats(value: Nested[tuple[Message, ...]], function: Callable[[tuple[Message, ...]], Result]) -> Nested[Result]:
-    """Apply a function to each conversation, and return the results with the same nesting."""
-    return function(value) if isinstance(value, tuple) else [map_chats(item, function) for item in value]
+def map_nested(value: Nested[Item], function: Callable[[Item], Result]) -> Nested[Result]:
+    """Apply a function to each item, and return the results with the same nesting."""
+    return [map_nested(item, function) for item in value] if isinstance(value, list) else function(value)
 
 
-def flatten(value: Nested[tuple[Message, ...]]) -> list[tuple[Message, ...]]:
-    """Return the conversations of a batch of any shape as a flat list."""
-    return [value] if isinstance(value, tuple) else [chat for item in value for chat in flatten(item)]
+def flatten(value: Nested[Item]) -> list[Item]:
+    """Return the items of a batch of any shape as a flat list."""
+    return [one for item in value for one in flatten(item)] if isinstance(value, list) else [value]

@@ -116,10 +116,10 @@ class Text(TensorClass["nocast"]):  # type: ignore[name-defined]
         def convert(turn: Text) -> Tokens:
             prompt = encode(turn.prompt)
             full = encode(turn.full)
+            if prompt is None or full is None:
+                return Tokens(prompt=prompt, response=encode(turn.response), full=full, padded=False)
             # Split by the number of ids, since the prompt's text may end within a token of the full text.
-            is_split = prompt is not None and full is not None
-            response = full[len(prompt) :] if is_split else encode(turn.response)  # type: ignore[index, arg-type]
-            return Tokens(prompt=prompt, response=response, full=full, padded=False)
+            return Tokens(prompt=prompt, response=full[len(prompt) :], full=full, padded=False)
 
         return _each(self, convert)
 

@@ -6,12 +6,10 @@ import json
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard, TypeVar, cast
+from typing import Any, TypeGuard
 
 from llmrl._utils.types import Tokenizer
 from llmrl.data.message import Message, ToolSchema
-
-Value = TypeVar("Value")
 
 # Candidates for the mark: private-use characters, which have no meaning in texts.
 _CANDIDATES = [chr(code) for code in range(0xE000, 0xE100)]
@@ -34,11 +32,10 @@ class ContentMarks:
     """
 
     def __init__(self, tokenizer: Tokenizer, further: Iterable[str] = ()) -> None:
-        added = tokenizer.added_tokens_decoder.values()
-        tokens = {token.content for token in added if token.special}
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        marked = special.union(tokenizer.all_special_tokens, further)
         self._tokenizer = tokenizer
-        self._further = frozenset(further)
-        self.tokens = frozenset(token for token in {*tokens, *tokenizer.all_special_tokens, *further} if len(token) > 1)
+        self.tokens = frozenset(token for token in marked if len(token) > 1)
         """The texts that are marked."""
         beginnings: dict[str, list[str]] = {}
         for token in sorted(self.tokens):
@@ -64,10 +61,9 @@ class ContentMarks:
         If only the normalised form of a text has a special token, return the start of the text.
         """
         for text in _texts_of(values):
-            for start in self.find(text):
-                return next(
-                    token for token in self._tokens_of[text[start : start + 2]] if text.startswith(token, start)
-                )
+            if starts := self.find(text):
+                rest = text[starts[0] :]
+                return next(token for token in self._tokens_of[rest[:2]] if rest.startswith(token))
             if self._is_hidden(text):
                 return text[:100]
         return None
@@ -93,10 +89,7 @@ class ContentMarks:
             )
         return mark, self._marked(messages, mark), self._marked(tools, mark)
 
-    def _marked(self, value: Value, mark: str) -> Value:
-        return cast(Value, self._marked_entry(value, mark))
-
-    def _marked_entry(self, value: object, mark: str) -> object:
+    def _marked(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):
             marked = value
             for start in reversed(self.find(value)):

@@ -21,7 +21,7 @@ from llmrl.data.chats import (
     flatten,
     is_conversation,
     leaves_of,
-    map_chats,
+    map_nested,
     message_leaves,
     unwrapped,
 )
@@ -143,11 +143,11 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     def to_chats(self) -> Nested[list[dict[str, object]]]:
         """Return plain lists of message dicts, nested as the batch is; the reverse of `from_chats`."""
-        return map_chats(self.chats, lambda chat: [dict(message) for message in chat])
+        return map_nested(self.chats, lambda chat: [dict(message) for message in chat])
 
     def _each(self, read: Callable[[Message], Result]) -> Nested[list[Result]] | Result:
         leaves = self._leaves
-        found = map_chats(conversations(leaves), lambda chat: [read(message) for message in chat])
+        found = map_nested(conversations(leaves), lambda chat: [read(message) for message in chat])
         return found[0] if isinstance(leaves, Chat) and leaves.is_message else found
 
     @property
@@ -223,7 +223,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
         if history.is_message:
             raise RuntimeError("extend got a single message; append it instead.")
         num_dims = len(self.conversation_shape) + 1
-        place = 0 if dim is None else dim
+        place = dim or 0
         if not -num_dims <= place < num_dims:
             raise ValueError(f"dim must be from {-num_dims} to {num_dims - 1} for this history, got {dim}.")
         place %= num_dims
@@ -331,7 +331,7 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             template_kwargs=template_kwargs,
         )
         if not (bool(is_dict or return_tensors) if tokenize is None else tokenize):
-            return map_chats(self.chats, rendering.text)
+            return map_nested(self.chats, rendering.text)
         return rendering.encode(self.chats, is_dict=is_dict)
 
     def save(self, path: str | Path) -> None:
@@ -344,8 +344,8 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
             >>> History.load(path).chats
             [({'role': 'user', 'content': 'Hi'},)]
         """
-        lines = (json.dumps({"messages": [dict(m) for m in chat]}, ensure_ascii=False) for chat in flatten(self.chats))
-        text = "".join(f"{line}\n" for line in lines)
+        records = ({"messages": [dict(message) for message in chat]} for chat in flatten(self.chats))
+        text = "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)
         Path(path).write_bytes(text.encode("utf-8", errors="backslashreplace"))  # JSON's own form of lone surrogates
 
     @classmethod

@@ -14,7 +14,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from llmrl._utils.arguments import check_choice
 from llmrl._utils.types import Nested, Tokenizer
-from llmrl.data.chats import map_chats
+from llmrl.data.chats import flatten, map_nested
 from llmrl.data.content_marks import ContentMarks, with_plain_marks
 from llmrl.data.message import Message, ToolSchema
 from llmrl.data.template_limit import written_in_time
@@ -43,7 +43,7 @@ class ChatRendering:
             model = str(getattr(self.tokenizer, "name_or_path", ""))
             has_own = bool(self.tokenizer.chat_template)
             object.__setattr__(self, "chat_template", template_of_model(model, has_own=has_own))
-        template = self.chat_template or self.tokenizer.chat_template
+        template = self._template
         if isinstance(template, str):
             unread = [name for name in self.template_kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]
             if unread:
@@ -51,16 +51,19 @@ class ChatRendering:
                     f"apply_chat_template got {unread}, which are neither arguments nor read by the template."
                 )
 
-    def text(self, chat: Sequence[Message], *, add_generation_prompt: bool | None = None) -> str:
+    @property
+    def _template(self) -> object:
+        """The given or chosen template, otherwise the tokenizer's: Jinja text, or several texts by name."""
+        return self.chat_template or self.tokenizer.chat_template
+
+    def text(self, chat: Sequence[Message]) -> str:
         """Render a conversation."""
         options = {} if self.chat_template is None else {"chat_template": self.chat_template}
         return written_in_time(
             partial(
                 self.tokenizer.apply_chat_template,
                 [dict(message) for message in chat],
-                add_generation_prompt=self.add_generation_prompt
-                if add_generation_prompt is None
-                else add_generation_prompt,
+                add_generation_prompt=self.add_generation_prompt,
                 continue_final_message=self.continue_final_message,
                 tokenize=False,
                 **options,
@@ -77,8 +80,9 @@ class ChatRendering:
 
         def render(messages: Sequence[Message], is_prompt: bool) -> str:
             is_whole = len(messages) == len(chat) and all(map(operator.is_, messages, chat))
-            rendering = marked if is_whole else replace(marked, continue_final_message=False)
-            return with_plain_marks(rendering.text(messages, add_generation_prompt=is_prompt), mark)
+            is_continued = is_whole and self.continue_final_message
+            rendering = replace(marked, add_generation_prompt=is_prompt, continue_final_message=is_continued)
+            return with_plain_marks(rendering.text(messages), mark)
 
         text = render(chat, self.add_generation_prompt)
         are_assistants = []
@@ -101,7 +105,7 @@ class ChatRendering:
         self, chat: Sequence[Message], render: Callable[[Sequence[Message], bool], str], mark: str
     ) -> list[tuple[int, int]]:
         """Return the masked character spans: the template's `{% generation %}` blocks, else the assistant's turns."""
-        template = self.chat_template or self.tokenizer.chat_template
+        template = self._template
         if not (isinstance(template, str) and has_generation_marks(template)):
             return assistant_spans(chat, render)
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -128,38 +132,30 @@ class ChatRendering:
 
     def encode(self, chats: Nested[tuple[Message, ...]], *, is_dict: bool) -> Nested[torch.Tensor] | TensorDictBase:
         """Encode a batch as one TensorDict, or as nested lists of tensors `[1, num_tokens]`."""
-        rows = map_chats(chats, self.tokens)
-        return _gathered(self._padded(rows) if self.padding else rows, is_dict=is_dict)
+        rows = map_nested(chats, self.tokens)
+        if self.padding:
+            rows = self._padded(rows)
+        return _stacked(rows) if is_dict else map_nested(rows, lambda row: row["input_ids"].reshape(1, -1))
 
     def _padded(self, rows: Nested[TensorDict]) -> Nested[TensorDict]:
-        flat = _flat(rows)
         is_left = getattr(self.tokenizer, "padding_side", "right") == "left"
         pad_id = getattr(self.tokenizer, "pad_token_id", None)
         fillers = {"input_ids": (self.tokenizer.eos_token_id or 0) if pad_id is None else pad_id}
         fixed = (self.max_length or 0) if self.padding == "max_length" else 0
-        length = max(fixed, *(len(row["input_ids"]) for row in flat))
+        length = max(fixed, *(len(row["input_ids"]) for row in flatten(rows)))
 
-        def padded(row: Nested[TensorDict]) -> Nested[TensorDict]:
-            if isinstance(row, list):
-                return [padded(one) for one in row]
+        def padded(row: TensorDict) -> TensorDict:
             filled = {}
             for name, entry in row.items():
                 rest = entry.new_full((length - len(entry),), fillers.get(name, 0))
                 filled[name] = torch.cat([rest, entry] if is_left else [entry, rest])
             return TensorDict(filled)
 
-        return padded(rows)
+        return map_nested(rows, padded)
 
 
-def _flat(rows: Nested[TensorDict]) -> list[TensorDict]:
-    return [one for row in rows for one in _flat(row)] if isinstance(rows, list) else [rows]
-
-
-def _gathered(rows: Nested[TensorDict], *, is_dict: bool) -> Nested[torch.Tensor] | TensorDictBase:
-    if not isinstance(rows, list):
-        return rows if is_dict else rows["input_ids"].reshape(1, -1)
-    results = [_gathered(row, is_dict=is_dict) for row in rows]
-    return lazy_stack(results) if is_dict else results
+def _stacked(rows: Nested[TensorDict]) -> TensorDictBase:
+    return lazy_stack([_stacked(row) for row in rows]) if isinstance(rows, list) else rows
 
 
 def _mask(

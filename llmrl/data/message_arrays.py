@@ -11,7 +11,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack
 
 from llmrl._utils.types import Nested
-from llmrl.data.chats import Chat, are_messages, flatten, map_chats, unwrapped
+from llmrl.data.chats import Chat, are_messages, flatten, map_nested, unwrapped
 from llmrl.data.message import Message, text_of
 from llmrl.data.tensordicts import non_tensor
 
@@ -80,7 +80,7 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
             return generated_get(self, index)
         of_batch, of_messages = found
         chosen = generated_get(self, of_batch) if of_batch else self
-        leaves = map_chats(chosen.chats, lambda chat: at(chat, of_messages))
+        leaves = map_nested(chosen.chats, lambda chat: at(chat, of_messages))
         return made(messages=leaf_of(leaves), batch_size=chosen.batch_size)
 
     def length(self: _Messages) -> int:

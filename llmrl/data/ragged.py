@@ -85,7 +85,9 @@ def padded_like(
     if has_entry(tensordict, ATTENTION_MASK_KEY):
         masks = flat_batch(tensordict).get(ATTENTION_MASK_KEY, as_list=True)
         return [_at_real_tokens(row, mask.bool().to(row.device)) for row, mask in zip(rows, masks, strict=True)]
-    return list(pad_sequence(list(rows), batch_first=True, padding_side="left")) if pad_left else list(rows)
+    if pad_left:
+        return list(pad_sequence(list(rows), batch_first=True, padding_side="left"))
+    return list(rows)
 
 
 def _at_real_tokens(row: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -117,7 +119,8 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
         [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     """
     shape = tensordict.batch_size
-    holder = tensordict.get(key[0], None) if not isinstance(key, str) and len(key) > 1 else None
+    is_nested = not isinstance(key, str) and len(key) > 1
+    holder = tensordict.get(key[0], None) if is_nested else None
     if isinstance(tensordict, LazyStackedTensorDict):
         places = torch.arange(len(rows)).reshape(shape).unbind(tensordict.stack_dim)
         for element, within in zip(tensordict.tensordicts, places, strict=True):
@@ -129,7 +132,7 @@ def write_column(tensordict: TensorDictBase, key: NestedKey, rows: Sequence[torc
     elif has_padding_mask(tensordict):
         padded = torch.stack(padded_like(tensordict, rows))
         tensordict.set(key, padded.reshape(*shape, *padded.shape[1:]))
-    elif holder is None and not isinstance(key, str) and len(key) > 1:
+    elif is_nested and holder is None:
         tensordict.set(key[0], restacked([tensordict_of({}) for _ in rows], shape))
         write_column(tensordict, key, rows)
     else:

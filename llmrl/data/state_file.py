@@ -14,13 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    MemoryMappedTensor,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-)
+from tensordict import LazyStackedTensorDict, MemoryMappedTensor, NonTensorData, NonTensorStack, TensorDict
 
 from llmrl._utils.files import open_file
 from llmrl._utils.json_values import as_json
@@ -53,9 +47,8 @@ def save_state(path: Path, state: StateDict) -> None:
     structure = json.dumps(encoder.encode(state, "")).encode()
     tensors = {str(number): tensor for number, tensor in enumerate(encoder.tensors)}
     tensors[_STRUCTURE] = torch.frombuffer(bytearray(structure), dtype=torch.uint8)
-    in_order = sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize)
-    entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in in_order]
-    write_safetensors(path, entries, in_order, checksum_name=_CHECKSUM)
+    entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_safetensors(path, entries, tensors.items(), checksum_name=_CHECKSUM)
 
 
 def load_state(path: Path, *, advice: str, is_checked: bool = True) -> StateDict:

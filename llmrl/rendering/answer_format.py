@@ -10,17 +10,14 @@ from llmrl._utils.types import Tokenizer
 from llmrl.data import Message
 from llmrl.data.content_marks import RenderingError
 from llmrl.rendering.base import Ending
-from llmrl.rendering.probing import ANSWER, PLAIN_ANSWER, REASONING, TemplateProbe, calling
+from llmrl.rendering.probing import ANSWER, NEXT_USER, PLAIN_ANSWER, REASONING, TemplateProbe, calling
 from llmrl.rendering.reasoning import AnswerFormat, ThoughtMarks
 from llmrl.rendering.writer import TemplateWriter
 
 _USER: Message = {"role": "user", "content": "Xq7UserMarkXq7"}
-_NEXT_USER: Message = {"role": "user", "content": "b"}
 
-# Names of a message's reasoning field, the most common first.
-_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts")
-# Names of a content part with reasoning and of the field in that part.
-_PARTS = ("thinking", "thoughts")
+# Names of a message's reasoning field, the most common first; with a leading `.`, of a content part and its field.
+_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts", ".thinking", ".thoughts")
 # Number of characters before reasoning that are searched for its mark.
 _NUM_SEARCHED = 100
 _THINKING_VARIABLE = re.compile(r"\b(?:enable_thinking|thinking_mode)\b")
@@ -39,19 +36,18 @@ def find_answer_format(writer: TemplateWriter, ending: Ending, reasoning_parser:
     elif reasoning_parser == "think":
         field = next(_fields(writer), (field, "", ""))[0]
         thoughts = ThoughtMarks()
-    opening, closing = _find_answer(_with_field(writer, field, thoughts), ending, thoughts)
+    opening, closing = _find_answer(_with_field(writer, field), ending, thoughts)
     return AnswerFormat(thoughts, field, opening, closing)
 
 
-def _with_field(writer: TemplateWriter, field: str, thoughts: ThoughtMarks | None = None) -> TemplateProbe:
+def _with_field(writer: TemplateWriter, field: str) -> TemplateProbe:
     """Return a probe that passes reasoning to the template in `field`."""
-    return TemplateProbe(replace(writer, answer_format=AnswerFormat(thoughts, field, "", "")))
+    return TemplateProbe(replace(writer, answer_format=AnswerFormat(None, field, "", "")))
 
 
 def _fields(writer: TemplateWriter) -> Iterator[tuple[str, str, str]]:
     """Yield each reasoning field that the template writes, with the text before and after it."""
-    names = [*_FIELDS, *(f".{name}" for name in _PARTS)]
-    for name in names:
+    for name in _FIELDS:
         if not re.search(rf"\b{name.removeprefix('.')}\b", writer.chat_template):
             continue
         probe = _with_field(writer, name)
@@ -67,7 +63,7 @@ def _find_thoughts(writer: TemplateWriter) -> tuple[str, ThoughtMarks | None]:
     usual = ThoughtMarks()
     tag = _tag_pattern(writer.tokenizer)
     probe = TemplateProbe(writer)
-    plain = _plain_answer(probe)
+    plain, _ = _around_answer(probe)
     is_written = False
     for field, before, after in _fields(writer):
         is_written = True
@@ -104,7 +100,7 @@ def _find_dropped(probe: TemplateProbe) -> ThoughtMarks | None:
             if closing == opening or closing not in found:
                 continue
             answer = {"role": "assistant", "content": f"{opening}{REASONING}{closing}{ANSWER}"}
-            text = probe.text([_USER, answer, _NEXT_USER])
+            text = probe.text([_USER, answer, NEXT_USER])
             if text is not None and ANSWER in text and REASONING not in text:
                 return ThoughtMarks(opening, closing)
     return None
@@ -117,24 +113,26 @@ def _tag_pattern(tokenizer: Tokenizer) -> str:
     return "(?:" + "|".join([*tokens, r"</?[^<>\s]{1,60}>", r"\[/?[A-Z][A-Z_ ]*\]"]) + ")"
 
 
-def _plain_answer(probe: TemplateProbe) -> str:
-    """Return the text between a user message and a plain answer in an earlier turn."""
-    text = probe.text([_USER, PLAIN_ANSWER, _NEXT_USER]) or ""
-    return text.partition(_USER["content"])[2].partition(ANSWER)[0]
+def _around_answer(probe: TemplateProbe) -> tuple[str, str]:
+    """Return the text between a user message and a plain answer in an earlier turn, and the text after the answer."""
+    text = probe.text([_USER, PLAIN_ANSWER, NEXT_USER]) or ""
+    before, _, after = text.partition(_USER["content"])[2].partition(ANSWER)
+    return before, after
 
 
 def _find_answer(probe: TemplateProbe, ending: Ending, thoughts: ThoughtMarks | None) -> tuple[str, str]:
     """Return the sampled text before an answer, and between the answer and the end-of-turn token."""
-    text = probe.text([_USER, PLAIN_ANSWER, _NEXT_USER]) or ""
-    before, _, after = text.partition(_USER["content"])[2].partition(ANSWER)
+    before, after = _around_answer(probe)
     prompt = (probe.text([_USER]) or "").partition(_USER["content"])[2]
     closing = after[: ending.offset]
     if thoughts is not None:
         if thoughts.is_open_at_end(prompt):
             prompt = prompt.rstrip().removesuffix(thoughts.opening)
         if thoughts.closing in before:
-            asked = prompt.rpartition(thoughts.closing)[2] if thoughts.closing in prompt else ""
-            return before.rpartition(thoughts.closing)[2].removeprefix(asked), closing
+            opening = before.rpartition(thoughts.closing)[2]
+            if thoughts.closing in prompt:
+                opening = opening.removeprefix(prompt.rpartition(thoughts.closing)[2])
+            return opening, closing
         prompt = thoughts.without_empty(prompt)
     if before.startswith(prompt):
         return before[len(prompt) :], closing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmrl.rendering.base import Renderer
-from llmrl.rendering.reasoning import NUM_END_TOKENS
+from llmrl.rendering.reasoning import NO_MARKS, NUM_END_TOKENS
 from llmrl.rendering.tool_calls import TOOL_CALL_OPENINGS
 
 _UNFINISHED = "\ufffd"  # decoded text of an incomplete character
@@ -35,8 +35,7 @@ class AnswerText:
     """
 
     def __init__(self, renderer: Renderer, *, prompt_ids: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
-        answer_format = getattr(getattr(renderer, "writer", None), "answer_format", None)
-        opening, closing = ("", "") if answer_format is None else (answer_format.opening, answer_format.closing)
+        answer_format = getattr(getattr(renderer, "writer", None), "answer_format", NO_MARKS)
         self.reasoning = ""
         """Reasoning so far."""
         self.content = ""
@@ -46,9 +45,9 @@ class AnswerText:
         end = renderer.decode(prompt_ids[-NUM_END_TOKENS:])
         self._is_open = renderer.thought_marks is not None and renderer.thought_marks.is_open_at_end(end)
         self._stop = tuple(stop)
-        self._answer_opening = opening.strip()
+        self._answer_opening = answer_format.opening.strip()
         openings = TOOL_CALL_OPENINGS.get(getattr(renderer, "tool_parser", ""), ("",))
-        self._ends = (*openings, *((closing.strip(),) if closing.strip() else ()))
+        self._ends = (*openings, *filter(None, [answer_format.closing.strip()]))
         self._end_ids = frozenset(getattr(renderer, "end_ids", renderer.stop_token_ids))
         self._written = _Written(renderer)
         self._reasoning_start: int | None = None  # positions in the text; None while unknown
@@ -69,7 +68,7 @@ class AnswerText:
     def update(self, token_ids: Sequence[int]) -> None:
         """Read the tokens so far, `[num_tokens]`, which begin with the tokens of the last update."""
         new = token_ids[len(self._written.token_ids) :]
-        is_text = not any(token in self._end_ids for token in new)  # after an end token, the parsed answer follows
+        is_text = self._end_ids.isdisjoint(new)  # after an end token, the parsed answer follows
         if self._written.add(new, is_text=is_text):
             self._split()
 
@@ -91,16 +90,17 @@ class AnswerText:
         return len(self._written.token_ids)
 
     def _split(self) -> None:
+        text = self._written.text
         if self._content_start is None and self._reasoning_start is None:
             self._open()
         if self._content_start is None and self._reasoning_start is not None and self._marks is not None:
             start, closing = self._reasoning_start, self._marks.closing
-            found = self._written.text.find(closing, max(start, self._num_searched - len(closing)))
-            self._num_searched = len(self._written.text)
-            end = found if found >= 0 else len(self._written.text) - self._num_held((closing, *self._stop))
-            start += len(self._written.text[start:end]) - len(self._written.text[start:end].lstrip("\n"))
-            self._reasoning_start = start
-            self.reasoning = self._written.text[start:end].rstrip("\n")
+            found = text.find(closing, max(start, self._num_searched - len(closing)))
+            self._num_searched = len(text)
+            end = found if found >= 0 else len(text) - self._num_held((closing, *self._stop))
+            said = text[start:end].lstrip("\n")
+            self._reasoning_start = start + len(text[start:end]) - len(said)
+            self.reasoning = said.rstrip("\n")
             if found >= 0:
                 self._content_start = found + len(closing)
         if self._content_start is not None:
@@ -124,10 +124,11 @@ class AnswerText:
             self._reasoning_start = 0
 
     def _read_content(self) -> None:
+        text = self._written.text
         start = self._content_start
         assert start is not None
         if not self._is_content_marked:
-            rest = self._written.text[start:]
+            rest = text[start:]
             if self._reasoning_start is not None:
                 rest = rest.lstrip("\n")  # as `ThoughtMarks.split`
             bare = rest.lstrip()
@@ -138,16 +139,15 @@ class AnswerText:
             if not rest.strip():
                 return
             self._is_content_marked = True
-            self._content_start = self._num_searched = start = len(self._written.text) - len(rest)
+            self._content_start = self._num_searched = start = len(text) - len(rest)
         longest = max(map(len, self._ends), default=0)
         begin = max(start, self._num_searched - longest)
-        found = [place for mark in self._ends if (place := self._written.text.find(mark, begin)) >= 0]
-        self._num_searched = len(self._written.text) if not found else self._num_searched
-        end = min(found) if found else len(self._written.text) - self._num_held((*self._ends, *self._stop))
-        end = min([end, *(place for stop in self._stop if (place := self._written.text.find(stop, start)) >= 0)])
-        content = self._written.text[start:end].rstrip()
-        if len(content) > len(self.content):
-            self.content = content
+        ends = [place for mark in self._ends if (place := text.find(mark, begin)) >= 0]
+        if not ends:
+            self._num_searched = len(text)
+            ends = [len(text) - self._num_held((*self._ends, *self._stop))]
+        ends += [place for stop in self._stop if (place := text.find(stop, start)) >= 0]
+        self.content = max(self.content, text[start : min(ends)].rstrip(), key=len)
 
     def _num_held(self, marks: Sequence[str]) -> int:
         """Return how many characters at the end of the text may begin one of the marks."""
@@ -156,7 +156,8 @@ class AnswerText:
             place = text.find(mark[0], max(0, len(text) - len(mark)))
             while place >= 0 and not mark.startswith(text[place:]):
                 place = text.find(mark[0], place + 1)
-            num_held = max(num_held, len(text) - place if place >= 0 else 0)
+            if place >= 0:
+                num_held = max(num_held, len(text) - place)
         return num_held
 
 

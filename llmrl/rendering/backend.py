@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
+from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl._utils.types import Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.data.content_marks import ContentMarks, RenderingError
 from llmrl.data.template_limit import SlowTemplateError
-from llmrl.rendering.base import Renderer
+from llmrl.rendering.base import Renderer, TextCoder, completion_of
 from llmrl.rendering.reasoning import ThoughtMarks
 from llmrl.rendering.results import name_results
 from llmrl.rendering.template import TemplateRenderer
@@ -50,14 +51,13 @@ def make_renderer(
             return PackageRenderer(tokenizer)
         except (ImportError, RenderingError) as package_error:
             raise RenderingError(f"{error} (backend='renderers': {package_error})") from error
-    is_call_read = renderer.tool_parser != "none"
-    if backend == "auto" and not is_call_read and not template_arguments:
+    if backend == "auto" and renderer.tool_parser == "none" and not template_arguments:
         with suppress(ImportError, RenderingError):
             return PackageRenderer(tokenizer)
     return renderer
 
 
-class PackageRenderer:
+class PackageRenderer(TextCoder):
     """Adapter for the package `renderers`; raises RenderingError if it does not know the model's exact hub name."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -92,7 +92,7 @@ class PackageRenderer:
                 )
             )
         except Exception as error:
-            raise RenderingError(f"renderers refuses the messages: {type(error).__name__}: {error}") from error
+            raise RenderingError(f"renderers refuses the messages: {describe(error)}") from error
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
         """Return whether later turns may change the rendering of earlier turns, which only depends on the model."""
@@ -135,11 +135,8 @@ class PackageRenderer:
             parsed = self._renderer.parse_response(ids, tools=_schemas(tools))
         except Exception as error:
             text = self.decode(ids[:-1] if is_complete else ids)
-            failure = MalformedToolCall(text, f"{type(error).__name__}: {error}")
-            return ParsedCompletion({"role": "assistant", "content": text}, is_complete, (failure,))
-        message: dict[str, object] = {"role": "assistant", "content": parsed.content or ""}
-        if parsed.reasoning_content is not None:
-            message["reasoning_content"] = parsed.reasoning_content
+            failure = MalformedToolCall(text, describe(error))
+            return completion_of(text, is_complete=is_complete, malformed=[failure])
         calls = []
         malformed = []
         for call in parsed.tool_calls:
@@ -150,17 +147,13 @@ class PackageRenderer:
                 calls.append(make_tool_call(call.name, call.arguments, call_id=call.id))
             except ValueError as error:
                 malformed.append(MalformedToolCall(call.raw, str(error)))
-        if calls:
-            message["tool_calls"] = calls
-        return ParsedCompletion(message, is_complete, tuple(malformed))
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of templated text; special tokens are recognised, none is added."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return completion_of(
+            parsed.content or "",
+            is_complete=is_complete,
+            reasoning=parsed.reasoning_content,
+            tool_calls=calls,
+            malformed=malformed,
+        )
 
 
 def _plain(message: Message) -> dict[str, object]:

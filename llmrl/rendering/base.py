@@ -1,4 +1,4 @@
-"""Protocol of renderers, which convert messages to token ids and completions to messages."""
+"""Protocol of renderers, which convert messages to token ids and completions to messages, and what they share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from llmrl.data import Message, ParsedCompletion, ToolSchema
+from llmrl._utils.types import Tokenizer
+from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema
 from llmrl.rendering.reasoning import ThoughtMarks
 
 
@@ -65,6 +66,42 @@ class Renderer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
+
+
+class TextCoder:
+    """Encoding and decoding of templated text with a tokenizer."""
+
+    tokenizer: Tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of templated text; special tokens are recognised, none is added."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def completion_of(
+    content: str,
+    *,
+    is_complete: bool,
+    reasoning: str | None = None,
+    tool_calls: Sequence[Message] = (),
+    malformed: Sequence[MalformedToolCall] = (),
+) -> ParsedCompletion:
+    """Return a parsed completion; its message only has the entries that are given."""
+    message: dict[str, object] = {"role": "assistant", "content": content}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    if tool_calls:
+        message["tool_calls"] = list(tool_calls)
+    return ParsedCompletion(message, is_complete, tuple(malformed))
+
+
+def end_of_turn(renderer: Renderer, token_ids: Sequence[int]) -> int | None:
+    """Return the number of tokens up to the first end-of-turn token, this one included; None if there is none."""
+    return next((place + 1 for place, token in enumerate(token_ids) if token in renderer.stop_token_ids), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,8 +118,7 @@ def parse_llama3_json(text: str, tools: Sequence[ToolSchema] = ()) -> ParsedCall
         while position < len(body):
             value, position = decoder.raw_decode(body, position)
             calls.append(check_call(value))
-            separator = re.compile(r"[\s;]*").match(body, position)
-            position = separator.end() if separator else position
+            position = _skip_space(body, position, also=";")
     except UNREADABLE as error:
         malformed = MalformedToolCall(body[position:] if calls else text, reason_of(error))
         return finish(malformed.raw, calls, [malformed])
@@ -133,9 +132,10 @@ def _may_be_llama3_call(body: str) -> bool:
         value, _ = json.JSONDecoder().raw_decode(body)
     except UNREADABLE:
         return True  # a call that was cut
-    call = value.get("function")
-    keys = call.keys() if isinstance(call, dict) else value.keys()
-    return not keys.isdisjoint(("name", "tool_name")) and not keys.isdisjoint(("parameters", "arguments"))
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    has_name = "name" in value or "tool_name" in value
+    return has_name and ("parameters" in value or "arguments" in value)
 
 
 @register_tool_call_parser("pythonic", openings=["[", "<|python_start|>"])
@@ -321,8 +321,7 @@ def _read_json_list(body: str) -> list[ToolCall]:
 def _read_mistral_piece(piece: str, num_before: int) -> list[ToolCall]:
     named = re.match(r"([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?(?=\s*\{)", piece)
     if named is not None:
-        value = {"name": named[1], "arguments": json.loads(piece[named.end() :]), "id": named[2]}
-        values = [value]
+        values = [{"name": named[1], "arguments": json.loads(piece[named.end() :]), "id": named[2]}]
     else:
         values = json.loads(piece)
         if not isinstance(values, list):
@@ -375,8 +374,8 @@ class _JSONConstants(ast.NodeTransformer):
     """Replaces JSON's constants in a Python expression, since templates mix both."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        constants = {"true": True, "false": False, "null": None}
-        return ast.Constant(constants[node.id]) if node.id in constants else node
+        constants = {"true": ast.Constant(True), "false": ast.Constant(False), "null": ast.Constant(None)}
+        return constants.get(node.id, node)
 
 
 def _read_gemma4_call(body: str) -> ToolCall:
@@ -400,24 +399,23 @@ def _read_gemma4_value(text: str, position: int) -> tuple[Json, int]:
         if end < 0:
             raise ValueError(f"a text is not closed by {_QUOTE}")
         return text[position + len(_QUOTE) : end], end + len(_QUOTE)
-    opening = text[position : position + 1]
-    if opening not in ("{", "["):
+    closing = {"{": "}", "[": "]"}.get(text[position : position + 1])
+    if closing is None:
         word = re.compile(r"[^,{}\[\]:<]+").match(text, position)
         if word is None:
             raise ValueError(f"a value is expected at {text[position:]!r:.40}")
-        constants = {"True": True, "False": False, "None": None}
         bare = word[0].strip()
-        return constants[bare] if bare in constants else json.loads(bare), word.end()
-    closing = "}" if opening == "{" else "]"
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(bare, bare)), word.end()
     pairs = {}
     items = []
     position = _skip_space(text, position + 1)
     while not text.startswith(closing, position):
-        if opening == "{":
+        if closing == "}":
             key = re.compile(r'(?:<\|"\|>(.*?)<\|"\|>|([^:,{}\[\]<]+)):', re.DOTALL).match(text, position)
             if key is None:
                 raise ValueError(f"KEY:VALUE is expected at {text[position:]!r:.40}")
-            pairs[key[1] if key[1] is not None else key[2].strip()], position = _read_gemma4_value(text, key.end())
+            name = key[1] if key[1] is not None else key[2].strip()
+            pairs[name], position = _read_gemma4_value(text, key.end())
         else:
             item, position = _read_gemma4_value(text, position)
             items.append(item)
@@ -426,11 +424,12 @@ def _read_gemma4_value(text: str, position: int) -> tuple[Json, int]:
             position = _skip_space(text, position + 1)
         elif not text.startswith(closing, position):
             raise ValueError(f"a comma or {closing} is expected at {text[position:]!r:.40}")
-    return (pairs if opening == "{" else items), position + 1
+    return (pairs if closing == "}" else items), position + 1
 
 
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
+def _skip_space(text: str, position: int, *, also: str = "") -> int:
+    """Return the position after white space and the characters in `also`."""
+    while position < len(text) and (text[position].isspace() or text[position] in also):
         position += 1
     return position
 

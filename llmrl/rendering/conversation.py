@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from llmrl._utils.arguments import check_choice, check_least
-from llmrl.data import Message, ParsedCompletion, ToolSchema, check_messages, text_of
-from llmrl.rendering.base import Renderer
+from llmrl.data import Message, ParsedCompletion, TokenColumns, ToolSchema, check_messages, text_of
+from llmrl.rendering.base import Renderer, end_of_turn
 from llmrl.rendering.reasoning import NUM_END_TOKENS, said_after
 from llmrl.rendering.reconciler import DEFAULT_FORK_THRESHOLD_TOKENS, classify, common_prefix_length
 from llmrl.rendering.results import name_results
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 Mode = Literal["auto", "token", "message"]
-_MODES = ("auto", "token", "message")
 
 
 class Conversation:
@@ -83,7 +82,7 @@ class Conversation:
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
     ) -> Conversation:
         """Return an empty conversation; raise ValueError for an unknown mode or a negative threshold."""
-        check_choice(_MODES, mode=mode)
+        check_choice(get_args(Mode), mode=mode)
         check_least(0, fork_threshold_tokens=fork_threshold_tokens)
         return cls._make(
             renderer=renderer,
@@ -93,7 +92,7 @@ class Conversation:
             messages=(),
             tools=None,
             last=None,
-            held=TokenBuffer(),
+            held=TokenBuffer(TokenColumns()),
             _num_tokens=0,
             _num_kept=0,
             _before=None,
@@ -151,10 +150,9 @@ class Conversation:
             shown = self.renderer.render(messages, tools=tools, add_generation_prompt=True)
         delta = None
         if is_appended and (shown is None or self._is_shown_in(shown)):
-            tail = self.held.columns.token_ids[max(0, self._num_tokens - NUM_END_TOKENS) : self._num_tokens]
             # The last answer's calls give tool results the names of their functions.
             new = name_results(messages[len(self.messages) - 1 :])[1:]
-            delta = self.renderer.bridge(tail, new, tools=tools)
+            delta = self.renderer.bridge(self._end_ids, new, tools=tools)
         if delta is not None and (shown is None or self._is_end_of(shown, delta)):
             prompted = self._continued(self._num_tokens, delta)
         else:
@@ -171,22 +169,23 @@ class Conversation:
         if before is None:
             before = renderer.render(self.messages[:-1], tools=self.tools, add_generation_prompt=True)
         num_equal = common_prefix_length(before, shown)
-        end = next((i for i in range(num_equal, len(shown)) if shown[i] in renderer.stop_token_ids), None)
+        rest = shown[num_equal:]
+        end = end_of_turn(renderer, rest)
+        if end is None:
+            return False
         # Compared as text, since white space before the answer may be merged with the next token.
         lead = renderer.decode(before[num_equal:])
-        text = renderer.decode(shown[num_equal:end])
-        said = said_after(lead, text, renderer.thought_marks)
-        if end is None or said is None:
+        said = said_after(lead, renderer.decode(rest[: end - 1]), renderer.thought_marks)
+        if said is None:
             return False
-        sampled = [*renderer.encode(said), shown[end]]
+        sampled = [*renderer.encode(said), rest[end - 1]]
         answer = renderer.parse(sampled, tools=self.tools, prompt_ids=before[-NUM_END_TOKENS:])
         return reading_of(answer.message) == reading_of(last.message)
 
     def _is_end_of(self, shown: list[int], delta: list[int]) -> bool:
         """Return whether the rendering `shown` ends with the delta, compared from after the delta's first end token."""
         assert self.renderer is not None
-        stops = self.renderer.stop_token_ids
-        start = next((place + 1 for place, token in enumerate(delta) if token in stops), 0)
+        start = end_of_turn(self.renderer, delta) or 0
         return shown[len(shown) - len(delta) + start :] == delta[start:]
 
     def with_prompt_ids(self, prompt_ids: Sequence[int]) -> Conversation:
@@ -222,8 +221,8 @@ class Conversation:
     def _rewritten(self, num_kept: int) -> TokenBuffer:
         """Return a copy of the row's first tokens; the turns of the current row also get their own copies."""
         rewritten = TokenBuffer(self.held.columns.copy(num_kept))
-        for node in () if self.node is None else self.node.ancestors():
-            if not node.shares(self.held.columns):
+        for node in reversed(self.turns):
+            if node.stored_columns is not self.held.columns:
                 break
             node.own()
         return rewritten
@@ -263,18 +262,11 @@ class Conversation:
             num_completion_tokens=len(token_ids),
             fork_threshold_tokens=self.fork_threshold_tokens,
         )
-        parsed = None
-        if self.renderer is not None:
-            tail = self.held.columns.token_ids[max(0, self._num_tokens - NUM_END_TOKENS) : self._num_tokens]
-            parsed = self.renderer.parse(token_ids, tools=self.tools, prompt_ids=tail)
-        return self._with(
-            held=held,
-            _num_tokens=self._num_tokens + len(token_ids),
-            _before=None,
-            node=node,
-            last=parsed,
-            messages=self.messages if parsed is None else (*self.messages, parsed.message),
-        )
+        completed = self._with(held=held, _num_tokens=self._num_tokens + len(token_ids), _before=None, node=node)
+        if self.renderer is None:
+            return completed
+        parsed = self.renderer.parse(token_ids, tools=self.tools, prompt_ids=self._end_ids)
+        return completed._with(last=parsed, messages=(*self.messages, parsed.message))
 
     def with_messages(self, messages: Sequence[Message]) -> Conversation:
         """Return the conversation with its messages replaced by equivalent ones."""
@@ -286,6 +278,11 @@ class Conversation:
     def prompt_ids(self) -> list[int]:
         """`[num_tokens]`: held tokens, the engine's next input."""
         return self.held.columns.token_ids[: self._num_tokens]
+
+    @property
+    def _end_ids(self) -> list[int]:
+        """`[at most NUM_END_TOKENS]`: the last held tokens, which bridges and parsers read."""
+        return self.held.columns.token_ids[max(0, self._num_tokens - NUM_END_TOKENS) : self._num_tokens]
 
     @property
     def num_tokens(self) -> int:
@@ -300,12 +297,12 @@ class Conversation:
     @property
     def num_turns(self) -> int:
         """Number of completions."""
-        return 0 if self.node is None else sum(1 for _ in self.node.ancestors())
+        return len(self.turns)
 
     @property
     def num_completion_tokens(self) -> int:
         """Number of sampled tokens in all turns."""
-        return 0 if self.node is None else sum(turn.num_completion_tokens for turn in self.node.ancestors())
+        return sum(turn.num_completion_tokens for turn in self.turns)
 
     @property
     def turns(self) -> tuple[TurnNode, ...]:
@@ -328,11 +325,11 @@ class Conversation:
 
     def reconcile(self) -> Reconciliation:
         """Return the training rows of all turns and their counts."""
-        return reconcile([] if self.node is None else [self.node])
+        return reconcile(self.turns[-1:])
 
     def count_turns(self) -> dict[str, int]:
         """Return the counts of `reconcile` without building rows."""
-        return count_turns([] if self.node is None else [self.node])
+        return count_turns(self.turns[-1:])
 
     def __reduce__(self) -> tuple[object, ...]:
         # Only this value's tokens are pickled: its turns and the context of a pending prompt.

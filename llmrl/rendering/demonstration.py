@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
 
 from llmrl.data import Message, ToolSchema, check_messages, text_of
 from llmrl.data.columns import CONTEXT_VERSION
 from llmrl.data.content_marks import RenderingError
-from llmrl.rendering.base import Renderer
+from llmrl.data.message import prompt_of
+from llmrl.rendering.base import Renderer, end_of_turn
 from llmrl.rendering.conversation import Conversation, Mode, reading_of
 from llmrl.rendering.reasoning import ThoughtMarks, said_after
 from llmrl.rendering.reconciler import common_prefix_length
@@ -84,8 +84,8 @@ def _completion_ids(
     if num_equal < len(prompt):  # the prompt's end may be merged with the answer's start into one token
         lead = renderer.decode(prompt[num_equal:])
         text = renderer.decode(answer)
-        said = said_after(lead, text, renderer.thought_marks)
         thoughts = renderer.thought_marks
+        said = said_after(lead, text, thoughts)
         is_dropped = thoughts is not None and thoughts.is_open_at_end(lead) and thoughts.closing not in text
         if said is None or is_dropped:
             raise RenderingError(
@@ -93,16 +93,12 @@ def _completion_ids(
                 f"{text!r:.300}: the completion of that prompt cannot be determined."
             )
         answer = renderer.encode(said)
-    end = _end_of_turn(renderer, answer)
+    end = end_of_turn(renderer, answer)
     if end is None:  # the model samples the token that opens the next role's turn
-        new = list(takewhile(lambda message: message["role"] != "assistant", messages[place + 1 :])) or [_FOLLOWING]
+        new = prompt_of(messages[place + 1 :]) or [_FOLLOWING]
         named = name_results([messages[place], *new])[1:]
         answer += renderer.bridge([*prompt_ids, *answer], named, tools=tools)
-        end = _end_of_turn(renderer, answer)
+        end = end_of_turn(renderer, answer)
     if end is None:
         raise RenderingError(f"the chat template does not end messages[{place}] with a token that is sampled.")
     return answer[:end]
-
-
-def _end_of_turn(renderer: Renderer, token_ids: Sequence[int]) -> int | None:
-    return next((place + 1 for place, token in enumerate(token_ids) if token in renderer.stop_token_ids), None)

@@ -44,21 +44,21 @@ TOOL: ToolSchema = {
 }
 
 
-def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Arguments | None = None) -> Message:
+_MARKED: Arguments = {"value": ANSWER}
+
+
+def calling(*names: str, call_ids: Sequence[str] | None = None, arguments: Arguments = _MARKED) -> Message:
     """Return an assistant message that calls these functions, with the mark in each call's arguments."""
-    arguments = {"value": ANSWER} if arguments is None else arguments
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "type": "function",
-                "id": call_ids[index] if call_ids else f"call{index:05d}",
-                "function": {"name": name, "arguments": dict(arguments)},
-            }
-            for index, name in enumerate(names or (_TOOL_NAME,))
-        ],
-    }
+    names = names or (_TOOL_NAME,)
+    call_ids = call_ids or [f"call{index:05d}" for index in range(len(names))]
+    calls = [
+        {"type": "function", "id": call_id, "function": {"name": name, "arguments": dict(arguments)}}
+        for name, call_id in zip(names, call_ids, strict=True)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+_CHATS_WITH_CALL = [[USER, calling(), following] for following in (_TOOL_RESULT, NEXT_USER)]
 
 
 def chat_features(
@@ -114,16 +114,14 @@ class TemplateProbe:
 
     def are_arguments_text(self) -> bool:
         """Return whether the template requires a call's arguments as JSON text instead of a dict."""
-        chats = [[USER, calling(), *more] for more in ([_TOOL_RESULT], [NEXT_USER])]
-        if any(self.text(chat, tools=[TOOL]) is not None for chat in chats):
+        if any(self.text(chat, tools=[TOOL]) is not None for chat in _CHATS_WITH_CALL):
             return False
         as_text = TemplateProbe(replace(self.writer, are_arguments_text=True))
-        return any(as_text.text(chat, tools=[TOOL]) is not None for chat in chats)
+        return any(as_text.text(chat, tools=[TOOL]) is not None for chat in _CHATS_WITH_CALL)
 
     def are_tools_shown(self) -> bool:
         """Return whether prompts contain the schema of a tool."""
-        text = self.text([USER], tools=[TOOL])
-        return text is not None and _TOOL_NAME in text
+        return _TOOL_NAME in (self.text([USER], tools=[TOOL]) or "")
 
     def is_system_known(self) -> bool:
         """Return whether the template accepts a system message."""
@@ -131,8 +129,7 @@ class TemplateProbe:
 
     def are_calls_shown(self) -> bool:
         """Return whether an assistant's tool calls are rendered."""
-        texts = (self.text([USER, calling(), *more]) for more in ([_TOOL_RESULT], [NEXT_USER]))
-        return any(text is not None and ANSWER in text for text in texts)
+        return any(ANSWER in (self.text(chat) or "") for chat in _CHATS_WITH_CALL)
 
     def result_role(self) -> str | None:
         """Return the role of tool results in the template; None if the template has no such role."""
@@ -141,36 +138,32 @@ class TemplateProbe:
         for role in sorted(TOOL_ROLES, key=lambda role: f"<|{role}|>" not in added):
             is_named = role == "tool" or re.search(rf"\b{role}\b", self.writer.chat_template) is not None
             probe = TemplateProbe(replace(self.writer, result_role=role))
-            if is_named and probe._after_mark(calling(), _TOOL_RESULT) is not None:
+            if is_named and probe._after_mark(calling(), _TOOL_RESULT):
                 return role
         return None
 
     def are_orphans_shown(self) -> bool:
         """Return whether the template also writes a tool result after an answer without calls."""
-        return self._after_mark(PLAIN_ANSWER, _ORPHAN_RESULT) is not None
+        return bool(self._after_mark(PLAIN_ANSWER, _ORPHAN_RESULT))
 
     def are_result_names_written(self) -> bool:
         """Return whether a tool result is written with the name of its function."""
-        after = self._after_mark(calling(), _TOOL_RESULT)
-        return after is not None and _TOOL_NAME in after
+        return _TOOL_NAME in self._after_mark(calling(), _TOOL_RESULT)
 
     def are_parallel_calls_shown(self) -> bool:
         """Return whether two calls in one message are both rendered."""
-        text = self.text([USER, calling("f", "g"), _TOOL_RESULT])
-        return text is not None and text.count(ANSWER) == 2
+        text = self.text([USER, calling("f", "g"), _TOOL_RESULT]) or ""
+        return text.count(ANSWER) == 2
 
-    def _after_mark(self, answer: Message, following: Message) -> str | None:
-        """Return the text after the mark in `answer`; None if this text does not contain the following message."""
-        text = self.text([USER, answer, following])
-        if text is None or ANSWER not in text:
-            return None
-        _, _, after = text.rpartition(ANSWER)
-        content = following["content"]
-        return after if content in after else None
+    def _after_mark(self, answer: Message, following: Message) -> str:
+        """Return the text after the last mark in `answer`; empty if it does not contain the following message."""
+        return self._around_mark(answer, following)[1]
 
-    def generation_prompt(self) -> str:
-        """Return the prompt of one user message; raise RenderingError if the template refuses the message."""
-        return self.writer.write([USER], is_prompt=True)
+    def _around_mark(self, answer: Message, following: Message) -> tuple[str, str]:
+        """Return the text before and after the last mark; empty if the following message is not written after it."""
+        text = self.text([USER, answer, following]) or ""
+        before, mark, after = text.rpartition(ANSWER)
+        return (before, after) if mark and following["content"] in after else ("", "")
 
     def find_answer_ending(self) -> Ending:
         """Return the ending of a plain answer before a user message; raise RenderingError if no token marks it."""
@@ -193,9 +186,7 @@ class TemplateProbe:
         frames = [self._after_mark(PLAIN_ANSWER, NEXT_USER), self._after_mark(calling(), _TOOL_RESULT)]
         endings = [self.ending(is_call=False, role="user"), self.ending(is_call=True, role="tool")]
         text = "".join(
-            frame[ending.offset :]
-            for frame, ending in zip(frames, endings, strict=True)
-            if frame and ending is not None
+            frame[ending.offset :] for frame, ending in zip(frames, endings, strict=True) if ending is not None
         )
         thoughts = self.thoughts
         is_of_thoughts = {thoughts.opening, thoughts.closing} if thoughts is not None else set()
@@ -224,63 +215,47 @@ class TemplateProbe:
         return self._endings[key]
 
     def _find_ending(self, is_call: bool, role: str) -> Ending | None:
+        if is_call and self.writer.write_call is not None:
+            return None
         following = {"user": NEXT_USER, "tool": _TOOL_RESULT if is_call else _ORPHAN_RESULT}.get(
             role, {"role": role, "content": RESULT}
         )
         names = ("f", "g") if self.shows_parallel_calls else ("f",)
         answer = calling(*names) if is_call else PLAIN_ANSWER
-        if is_call and self.writer.write_call is not None:
-            return None
-        text = self.text([USER, answer, following])
-        if text is None or ANSWER not in text:
-            return None
-        before, _, after = text.rpartition(ANSWER)
-        if following["content"] not in after:
+        before, after = self._around_mark(answer, following)
+        if not after:
             return None
         # The user's content is one letter, which may also occur in the text before it.
         find = after.rindex if role == "user" else after.index
         between = after[: find(following["content"])]
         tokenizer = self.writer.tokenizer
-        special = {
-            **dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)),
-            **{token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special},
-        }
         end_of_text = {}
         if tokenizer.eos_token and tokenizer.eos_token_id is not None:
             end_of_text = {tokenizer.eos_token: tokenizer.eos_token_id}
         candidates = [end_of_text, self._added_tokens()]
         if is_call:
             # Marks that close a call may also be added tokens; a token between two calls is not the ending.
-            within = before[before.find(ANSWER) :] if ANSWER in before else ""
-            known = {}
+            within = before.partition(ANSWER)[2]
+            added = {one.content: token_id for token_id, one in tokenizer.added_tokens_decoder.items() if one.special}
+            special = self._special_tokens() | added
             if self.answer_ending is not None:
                 end_id = self.answer_ending.token_id
-                known = {tokenizer.convert_ids_to_tokens(end_id): end_id}
-            special = {token: token_id for token, token_id in special.items() if token not in within}
-            candidates = [known | end_of_text, special]
+                end_of_text = {tokenizer.convert_ids_to_tokens(end_id): end_id} | end_of_text
+            candidates = [end_of_text, {token: special[token] for token in special if token not in within}]
         for tokens in candidates:
-            found = self._first_token(between, tokens)
-            if found is not None:
-                offset, token_id = found
+            found = [(between.find(token), -len(token), tokens[token]) for token in tokens if token in between]
+            if found:
+                offset, _, token_id = min(found)  # the first token; the longest if several start there
                 lead_ids = () if is_call or not offset else tuple(self.writer.encode(between[:offset]))
                 return Ending(token_id, offset, lead_ids)
         return None
 
     def _added_tokens(self) -> dict[str, int]:
-        tokenizer = self.writer.tokenizer
-        return {
-            **tokenizer.get_added_vocab(),
-            **dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)),
-        }
+        return self.writer.tokenizer.get_added_vocab() | self._special_tokens()
 
-    @staticmethod
-    def _first_token(text: str, tokens: dict[str, int]) -> tuple[int, int] | None:
-        """Return offset and id of the first token in a text; the longest if several start there."""
-        found = [(text.find(token), -len(token), token_id) for token, token_id in tokens.items() if token in text]
-        if not found:
-            return None
-        offset, _, token_id = min(found)
-        return offset, token_id
+    def _special_tokens(self) -> dict[str, int]:
+        tokenizer = self.writer.tokenizer
+        return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
 
     def rewriting_features(self) -> frozenset[frozenset[str]]:
         """Return the sets of `chat_features` for which later turns change the rendering of an earlier turn."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmrl.data import text_of
+from llmrl.rendering.results import text_parts
 
 NUM_END_TOKENS = 32
 """Number of last tokens that bridges and parsers read: an end-of-turn token with the white space after it, or the end
@@ -97,20 +98,17 @@ class AnswerFormat:
     def written(self, message: Mapping[str, object]) -> dict[str, object]:
         """Return a message with its reasoning in the field that the template reads."""
         written = dict(message)
-        reasoning = written.get("reasoning_content")
-        content = text_of(written.get("content"))
         if written["role"] != "assistant" or self.field == "reasoning_content":
             return written
+        reasoning = written.pop("reasoning_content", None)
+        content = text_of(written.get("content"))
         if self.field == ".thoughts":  # this template requires all answers in the same form
-            thoughts = [{"type": "thoughts", "text": reasoning}] if reasoning else []
-            answer = [{"type": "response", "text": content}] if content else []
-            written["content"] = {"blocks": [*thoughts, *answer]}
+            blocks = [*text_parts(reasoning, kind="thoughts"), *text_parts(content, kind="response")]
+            written["content"] = {"blocks": blocks}
         elif self.field == ".thinking" and reasoning:
-            answer = [{"type": "text", "text": content}] if content else []
-            written["content"] = [{"type": "thinking", "thinking": reasoning}, *answer]
+            written["content"] = [{"type": "thinking", "thinking": reasoning}, *text_parts(content)]
         elif reasoning:
             written[self.field] = reasoning
-        written.pop("reasoning_content", None)
         return written
 
     def said(self, text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 from llmrl.data import Message, text_of
 
@@ -30,9 +31,9 @@ def name_results(messages: Sequence[Message]) -> list[Message]:
             calls = list(message.get("tool_calls") or ())
             place = 0
         elif message["role"] in TOOL_ROLES:
-            call = None if message.get("name") else _call_of(message, calls, place)
+            call = _call_of(message, calls, place)
             place += 1
-            if call is not None:
+            if call is not None and not message.get("name"):
                 message = {**message, "name": call["function"]["name"]}
         named.append(message)
     return named
@@ -75,12 +76,16 @@ def carry_results(messages: Iterable[Message], *, carry_all: bool, carry_orphans
 
 def _joined(first: object, second: object) -> object:
     """Return two contents as one, on separate lines; as a list of parts if one has a part that is not text."""
-    if not isinstance(first, Sequence) or isinstance(first, str):
+    if not _are_parts(first):
         return with_text(second, before=f"{first}\n")
     following = with_text(second, before="\n")
-    if isinstance(following, Sequence) and not isinstance(following, str):
+    if _are_parts(following):
         return [*first, *following]
     return with_text(first, after=str(following))
+
+
+def _are_parts(content: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(content, Sequence) and not isinstance(content, str)
 
 
 def with_text(content: object, *, before: str = "", after: str = "") -> object:
@@ -90,8 +95,12 @@ def with_text(content: object, *, before: str = "", after: str = "") -> object:
         >>> with_text([{"type": "text", "text": "a"}], after="b")
         'ab'
     """
-    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    parts = content if _are_parts(content) else ()
     if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return f"{before}{text_of(content)}{after}"
-    first, last = ([{"type": "text", "text": text}] if text else [] for text in (before, after))
-    return [*first, *parts, *last]
+    return [*text_parts(before), *parts, *text_parts(after)]
+
+
+def text_parts(text: object, *, kind: str = "text") -> list[dict[str, object]]:
+    """Return a text as parts of a content: one part of this type, or none if there is no text."""
+    return [{"type": kind, "text": text}] if text else []

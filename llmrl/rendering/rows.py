@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -53,8 +52,7 @@ def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
     num_trained: dict[int, int] = {}
     places: dict[int, int] = {}
     rows: list[Row] = []
-    counts: Counter[str] = Counter(num_dropped_rows=0)
-    counts.update(count_turns(leaves))
+    counts = {"num_dropped_rows": 0, **count_turns(leaves)}
     for leaf in leaves:
         first_turn = 0
         for turns in turns_by_row(leaf):
@@ -72,7 +70,7 @@ def reconcile(leaves: Sequence[TurnNode]) -> Reconciliation:
                 rows.append(Row(columns, len(rows), span, starts))
             else:
                 counts["num_dropped_rows"] += 1
-    return Reconciliation(rows, dict(counts))
+    return Reconciliation(rows, counts)
 
 
 def count_turns(leaves: Sequence[TurnNode]) -> dict[str, int]:
@@ -84,9 +82,10 @@ def count_turns(leaves: Sequence[TurnNode]) -> dict[str, int]:
             if id(turn) in seen:
                 break
             seen.add(id(turn))
-            if turn.parent is not None:
-                counts[f"num_{turn.kind}_turns"] += 1
-            if turn.parent is not None and turn.kind == "realigned":
+            if turn.parent is None:
+                continue
+            counts[f"num_{turn.kind}_turns"] += 1
+            if turn.kind == "realigned":
                 counts["num_realigned_tokens"] += turn.parent.num_tokens - turn.num_kept_tokens
     return counts
 

@@ -16,9 +16,9 @@ from llmrl.rendering.tool_calls import (
     make_tool_call,
     read_between,
     read_text,
-    read_value,
     register_tool_call_parser,
     schema_of,
+    schema_of_property,
     schema_types,
 )
 
@@ -62,7 +62,7 @@ class _Tags:
     def _value(self, written: re.Match[str], name: str, tools: Sequence[ToolSchema]) -> Json:
         kind = written.groupdict().get("kind")
         if kind is None:
-            return read_value(written["value"], name, written["key"].strip(), tools)
+            return read_text(written["value"], schema_of(name, written["key"].strip(), tools))
         return written["value"] if kind in ("string", "true") else json.loads(written["value"])
 
 
@@ -157,11 +157,11 @@ def _read_elements(
         expected = schema(key)
         children, end = _read_elements(text, position, partial(_schema_within, expected), depth + 1)
         types = schema_types(expected)
-        names = {name for name, _ in children}
+
         if not children:
             end = text.find(_MARK, position)
             value = _empty_or_read(text[position : end if end >= 0 else len(text)], expected)
-        elif "array" in types or ("object" not in types and names == {"item"}):
+        elif "array" in types or ("object" not in types and all(name == "item" for name, _ in children)):
             value = [child for _, child in children]
         else:
             value = dict(children)
@@ -180,12 +180,9 @@ def _empty_or_read(text: str, schema: Json) -> Json:
 
 def _schema_within(schema: Json, key: str) -> Json:
     """Return the schema of a child element: an array's item or an object's property."""
-    if not isinstance(schema, Mapping):
-        return None
-    properties = schema.get("properties")
-    if key == "item" and "items" in schema:
+    if key == "item" and isinstance(schema, Mapping) and "items" in schema:
         return schema["items"]
-    return properties.get(key) if isinstance(properties, Mapping) else None
+    return schema_of_property(schema, key)
 
 
 def _after(closing: str, text: str, position: int) -> int:

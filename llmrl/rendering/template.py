@@ -8,12 +8,14 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Literal
 
+from llmrl._utils.failure import describe
 from llmrl._utils.types import StateDict, Tokenizer
 from llmrl.data import MalformedToolCall, Message, ParsedCompletion, ToolSchema, text_of
 from llmrl.data.content_marks import ContentMarks, RenderingError
+from llmrl.data.message import prompt_of
 from llmrl.data.template_limit import SlowTemplateError
 from llmrl.rendering.answer_format import find_answer_format
-from llmrl.rendering.base import Ending
+from llmrl.rendering.base import Ending, TextCoder, completion_of
 from llmrl.rendering.probing import (
     ANSWER,
     NEXT_USER,
@@ -34,11 +36,12 @@ from llmrl.rendering.writer import TemplateWriter
 
 _CARRY_RESULTS = "; or write results as user messages: TemplateRenderer(tokenizer, tool_results='user')."
 
+_SAID: Message = {"role": "assistant", "content": "c"}
 # Limits the cache to a few megabytes.
 _NUM_REMEMBERED_TURNS = 4096
 
 
-class TemplateRenderer:
+class TemplateRenderer(TextCoder):
     """Renders with a chat template, either whole or as a delta that costs only the new messages.
 
     A delta is rendered after the answer of a short fixed conversation, from the end-of-turn token
@@ -89,37 +92,36 @@ class TemplateRenderer:
         # Words in a message that switch reasoning on or off in all later prompts.
         self._switches = sorted(set(re.findall(r"(?<=['\"])/(?:no_)?think\b", self.chat_template)))
         self._turn_ids: dict[str, list[int]] = {}
-        self._probe_messages(TemplateWriter(tokenizer, self.chat_template, template_kwargs), tool_results)
+        self._probe = TemplateProbe(TemplateWriter(tokenizer, self.chat_template, template_kwargs))
+        self._probe_messages(tool_results)
         self._probe_turns(reasoning_parser)
         self._choose_tool_format(tool_parser)
         self.content_marks = ContentMarks(tokenizer, [ANSWER, *self._probe.turn_marks()])
 
-    def _probe_messages(self, writer: TemplateWriter, tool_results: str) -> None:
+    def _probe_messages(self, tool_results: str) -> None:
         """Detect which messages the template supports, and in which form."""
-        writer = replace(writer, are_arguments_text=TemplateProbe(writer).are_arguments_text())
-        writer = replace(writer, is_tool_prompt_added=not TemplateProbe(writer).are_tools_shown())
-        probe = TemplateProbe(writer)
-        writer = replace(writer, is_system_known=probe.is_system_known(), are_results_carried=tool_results == "user")
-        if not TemplateProbe(writer).are_calls_shown():
-            writer = replace(writer, write_call=TOOL_CALL_WRITERS["hermes"])
-        if not writer.are_results_carried:
-            result_role = TemplateProbe(writer).result_role()
+        self._know(are_arguments_text=self._probe.are_arguments_text())
+        self._know(is_tool_prompt_added=not self._probe.are_tools_shown())
+        self._know(is_system_known=self._probe.is_system_known(), are_results_carried=tool_results == "user")
+        if not self._probe.are_calls_shown():
+            self._know(write_call=TOOL_CALL_WRITERS["hermes"])
+        if not self.writer.are_results_carried:
+            result_role = self._probe.result_role()
             if result_role is None:
                 tool_fault = (
                     "Its chat template has no role for tool results, so conversations could not continue after a tool "
                     f"call; use another model{_CARRY_RESULTS}"
                 )
-                writer = replace(writer, tool_fault=tool_fault)
+                self._know(tool_fault=tool_fault)
             else:
-                writer = replace(writer, result_role=result_role)
-            writer = replace(writer, are_orphans_carried=not TemplateProbe(writer).are_orphans_shown())
-        probe = TemplateProbe(writer)
-        self._are_result_names_written = probe.are_result_names_written()
-        self._probe = TemplateProbe(writer, shows_parallel_calls=probe.are_parallel_calls_shown())
+                self._know(result_role=result_role)
+            self._know(are_orphans_carried=not self._probe.are_orphans_shown())
+        self._are_result_names_written = self._probe.are_result_names_written()
+        self._probe = replace(self._probe, shows_parallel_calls=self._probe.are_parallel_calls_shown())
 
     def _probe_turns(self, reasoning_parser: str) -> None:
         """Detect the ends of turns and the text around answers, and check that deltas are exact."""
-        prompt = self._probe.generation_prompt()
+        prompt = self.writer.write([USER], is_prompt=True)
         ending = self._answer_ending = self._probe.find_answer_ending()
         answer_format = find_answer_format(self.writer, ending, reasoning_parser)
         probe = self._probe = replace(
@@ -132,7 +134,7 @@ class TemplateRenderer:
         found = [(role, probe.ending(is_call=is_call, role=role)) for role in roles for is_call in (False, True)]
         ends = [(role, one.token_id) for role, one in found if one is not None]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(token_id for _, token_id in ends))
-        self._result_ids = {one for role, one in ends if role == "tool"} - {one for role, one in ends if role == "user"}
+        self._result_ids = set(self.stop_token_ids) - {token_id for role, token_id in ends if role == "user"}
         """Tokens that end an answer only if a tool's result follows."""
         self.end_ids = frozenset({*self.stop_token_ids, getattr(self.tokenizer, "eos_token_id", None)} - {None})
         """Tokens that end an answer and are not part of its text."""
@@ -206,7 +208,7 @@ class TemplateRenderer:
     ) -> list[int]:
         """Return the token ids of the whole conversation, `[num_tokens]`; raise RenderingError if it is refused."""
         mark, messages, tools = self.content_marks.mark(messages, tools)
-        text = self.writer.write(messages, tools=tools, is_prompt=add_generation_prompt)
+        text = self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         return self.encode_turns(text, mark)
 
     def render_text(
@@ -221,7 +223,7 @@ class TemplateRenderer:
 
     def may_rewrite(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> bool:
         """Return whether later turns may change the rendering of an earlier turn in this conversation."""
-        new = list(takewhile(lambda message: message["role"] != "assistant", reversed(messages)))
+        new = prompt_of(reversed(messages))
         if len(new) < len(messages) and self._roles_written_elsewhere(new):
             return True
         if not self.is_history_rewritten and not self._switches:
@@ -269,8 +271,7 @@ class TemplateRenderer:
         # A result without name and id reports a malformed call, and answers no call.
         answers = [result for result in results if result.get("name") or result.get("tool_call_id")]
         is_carried = self.writer.are_results_carried or (not answers and self.writer.are_orphans_carried)
-        role = new_messages[0]["role"] if new_messages else "user"
-        role = "user" if results and is_carried else role
+        role = new_messages[0]["role"] if new_messages and not (results and is_carried) else "user"
         endings = {is_call: self._probe.ending(is_call=is_call, role=role) for is_call in (False, True)}
         end_ids = frozenset(ending.token_id for ending in endings.values() if ending is not None)
         call_ending = endings[True]
@@ -317,19 +318,15 @@ class TemplateRenderer:
             if not (calls.tool_calls or calls.malformed) and is_complete and ids[-1] in self._result_ids:
                 calls = self._parse_calls(text, ())  # not prose, but perhaps a call of a tool that is not offered
         except Exception as error:  # a user's registered parser may raise any exception
-            failure = MalformedToolCall(text, f"{type(error).__name__}: {error}")
-            message = {"role": "assistant", "content": text}
-            return ParsedCompletion(message, is_complete, (failure,))
-        message = {"role": "assistant", "content": self.writer.answer_format.said(calls.content)}
-        if reasoning is not None:
-            message["reasoning_content"] = reasoning
-        if calls.tool_calls:
-            message["tool_calls"] = list(calls.tool_calls)  # type: ignore[assignment]
-        return ParsedCompletion(message, is_complete, calls.malformed)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of templated text; special tokens are recognised, none is added."""
-        return self.writer.encode(text)
+            failure = MalformedToolCall(text, describe(error))
+            return completion_of(text, is_complete=is_complete, malformed=[failure])
+        return completion_of(
+            self.writer.answer_format.said(calls.content),
+            is_complete=is_complete,
+            reasoning=reasoning,
+            tool_calls=calls.tool_calls,
+            malformed=calls.malformed,
+        )
 
     def encode_turns(self, text: str, mark: str = "") -> list[int]:
         """Encode a text turn by turn with a cache, or without a cache if `ContentMarks` inserted `mark`."""
@@ -352,26 +349,18 @@ class TemplateRenderer:
     def __getstate__(self) -> StateDict:
         return {**self.__dict__, "_turn_ids": {}}
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        return self.writer.decode(token_ids)
-
     def _check_bridge(self, *, is_system_moved: bool) -> None:
         """Raise RenderingError if deltas are not exact; `is_system_moved` skips conversations with system messages."""
-        self._check_deltas(
-            [
-                [USER, {"role": "assistant", "content": "c"}],
-                *([] if is_system_moved else [[SYSTEM, USER, {"role": "assistant", "content": "c"}]]),
-                [USER, {"role": "assistant", "content": "c"}, NEXT_USER, {"role": "assistant", "content": "d"}],
-            ],
-            NEXT_USER,
-        )
+        histories = [[USER, _SAID], [USER, _SAID, NEXT_USER, {**_SAID, "content": "d"}]]
+        if not is_system_moved:
+            histories.insert(1, [SYSTEM, USER, _SAID])
+        self._check_deltas(histories, NEXT_USER)
 
     def _check_tool_bridge(self) -> None:
         """Raise RenderingError if deltas differ from full renderings after tool calls."""
         called = [USER, calling("f"), {"role": "tool", "name": "f", "content": "r", "tool_call_id": "call00000"}]
         asked = [calling("g", call_ids=["call00007"])]
-        self._check_deltas([[*called, {"role": "assistant", "content": "c"}]], NEXT_USER)
+        self._check_deltas([[*called, _SAID]], NEXT_USER)
         result = {"role": "tool", "name": "g", "content": RESULT, "tool_call_id": "call00007"}
         self._check_deltas([[USER, *asked], [*called, *asked]], result)
 

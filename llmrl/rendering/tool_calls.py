@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from llmrl._utils.failure import describe
 from llmrl.data import MalformedToolCall, ToolSchema
 from llmrl.data.message import encodable
 
@@ -150,23 +151,18 @@ def read_between(text: str, opening: str, closing: str, read: Callable[[str], li
 
 def reason_of(error: BaseException) -> str:
     """Return the reason of a parsing error as text for the model."""
-    return f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+    return str(error) if isinstance(error, ValueError) else describe(error)
 
 
-def read_value(text: str, name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
-    """Return the value of an argument written as bare text, by its schema, otherwise as JSON if it is valid.
+def read_text(text: str, schema: Json) -> Json:
+    """Return the value of bare text by its schema, otherwise as JSON if it is valid; a schema of None is unknown.
 
     Example:
         >>> properties = {"zip": {"type": "string"}}
         >>> tool = {"function": {"name": "find", "parameters": {"properties": properties}}}
-        >>> read_value("90210", "find", "zip", [tool]), read_value("90210", "find", "zip", [])
-        ('90210', 90210)
+        >>> [read_text("90210", schema_of("find", "zip", tools)) for tools in ([tool], [])]
+        ['90210', 90210]
     """
-    return read_text(text, schema_of(name, key, tools))
-
-
-def read_text(text: str, schema: Json) -> Json:
-    """Return the value of bare text according to its schema; a schema of None is unknown."""
     types = schema_types(schema)
     value: Json = text
     try:
@@ -175,9 +171,8 @@ def read_text(text: str, schema: Json) -> Json:
         if types - {"string"}:  # some templates write Python literals
             with contextlib.suppress(*UNREADABLE):
                 value = ast.literal_eval(text)
-    if types and isinstance(value, str) and "string" in types:
-        return text  # quotes that the model wrote belong to its text
-    if types and not types & _json_types(value) and "string" in types:
+    # Quotes that the model wrote belong to its text.
+    if "string" in types and (isinstance(value, str) or types.isdisjoint(_json_types(value))):
         return text
     return value
 
@@ -187,10 +182,14 @@ def schema_of(name: str, key: str, tools: Sequence[ToolSchema]) -> Json:
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            parameters = function.get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            return properties.get(key) if isinstance(properties, Mapping) else None
+            return schema_of_property(function.get("parameters"), key)
     return None
+
+
+def schema_of_property(schema: Json, key: str) -> Json:
+    """Return the schema of an object's property; None if unknown."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties.get(key) if isinstance(properties, Mapping) else None
 
 
 def schema_types(schema: Json) -> set[str]:

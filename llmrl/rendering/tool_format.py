@@ -45,24 +45,22 @@ def choose_tool_format(probe: TemplateProbe, tool_parser: str) -> ToolFormat:
     are not read, and ValueError if the parser is unknown or lacks a required writer.
     """
     writer = probe.writer
-    is_tool_prompt_added = writer.is_tool_prompt_added
     is_written_by_us = writer.write_call is not None
     name = tool_parser
-    if name == "auto" and is_written_by_us:
-        marked = (each for mark, each in _MARKS_OF_UNWRITTEN.items() if mark in writer.chat_template)
-        name = next(marked, "hermes" if is_tool_prompt_added else name)
-    elif name == "auto":
-        readable = (each for each, parse in TOOL_CALL_PARSERS.items() if probe.is_call_read(parse))
-        name = next(readable, name)
-        if name == "auto" and is_tool_prompt_added:
-            name = "hermes"
-            is_written_by_us = True
-    elif name != "none" and not is_written_by_us and not probe.is_call_read(find_tool_call_parser(name)):
-        if not is_tool_prompt_added:
-            raise _unread(probe, name)
-        is_written_by_us = True
+    is_read = True
     if name == "auto":
-        raise _unread(probe, name)
+        if is_written_by_us:
+            found = (each for mark, each in _MARKS_OF_UNWRITTEN.items() if mark in writer.chat_template)
+        else:
+            found = (each for each, parse in TOOL_CALL_PARSERS.items() if probe.is_call_read(parse))
+        is_read = (first := next(found, None)) is not None
+        name = first or "hermes"
+    elif name != "none" and not is_written_by_us:
+        is_read = probe.is_call_read(find_tool_call_parser(name))
+    if not is_read:
+        if not writer.is_tool_prompt_added:
+            raise _unread(probe, tool_parser)
+        is_written_by_us = True
     parse = find_tool_call_parser(name)
     if not is_written_by_us:
         return ToolFormat(name, parse, None)

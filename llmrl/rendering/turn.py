@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from llmrl._utils.arguments import check_choice
 from llmrl.data import TokenColumns
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 Column = Literal["token_ids", "loss_mask", "log_probs", "versions"]
-COLUMNS: tuple[Column, ...] = ("token_ids", "loss_mask", "log_probs", "versions")
+COLUMNS: tuple[Column, ...] = get_args(Column)
 
 _MIN_CAPACITY = 256
 
@@ -26,8 +26,8 @@ class TokenBuffer:
 
     __slots__ = ("_mirrors", "columns")
 
-    def __init__(self, columns: TokenColumns | None = None) -> None:
-        self.columns = TokenColumns() if columns is None else columns
+    def __init__(self, columns: TokenColumns) -> None:
+        self.columns = columns
         self._mirrors: dict[Column, tuple[torch.Tensor, int]] = {}
 
     def tensor_view(self, column: Column, length: int) -> torch.Tensor:
@@ -130,10 +130,6 @@ class TurnNode:
         self.stored_columns = self.columns()
         self._start = 0
 
-    def shares(self, columns: TokenColumns) -> bool:
-        """Return whether this turn's tokens are stored in `columns`."""
-        return self.stored_columns is columns
-
     @property
     def kind(self) -> ReconciliationKind | None:
         """Effect of the turn's prompt on the parent's row; None for the first turn."""
@@ -185,9 +181,7 @@ class TurnNode:
 
     def path(self) -> list[TurnNode]:
         """Return the turns from the root to this one."""
-        nodes = list(self.ancestors())
-        nodes.reverse()
-        return nodes
+        return list(self.ancestors())[::-1]
 
     def ancestors(self) -> Iterator[TurnNode]:
         """Yield this turn and its ancestors up to the root."""

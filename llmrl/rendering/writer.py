@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from llmrl._utils.failure import describe
 from llmrl._utils.types import Tokenizer
 from llmrl.data import Message, ToolSchema
 from llmrl.data.content_marks import RenderingError
 from llmrl.data.template_limit import SlowTemplateError, written_in_time
+from llmrl.rendering.base import TextCoder
 from llmrl.rendering.reasoning import NO_MARKS, AnswerFormat
 from llmrl.rendering.results import TOOL_ROLES, carry_results, name_results, with_text
 from llmrl.rendering.tool_calls import ToolCallWriter
@@ -25,7 +27,7 @@ Write each call like this one, with the function's name and arguments:
 
 
 @dataclass(frozen=True)
-class TemplateWriter:
+class TemplateWriter(TextCoder):
     """Writer that passes messages to a chat template in the form that it reads; probes use modified copies."""
 
     tokenizer: Tokenizer
@@ -54,14 +56,6 @@ class TemplateWriter:
     def model_name(self) -> str:
         """Name of the tokenizer's model; empty if unknown."""
         return getattr(self.tokenizer, "name_or_path", "")
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of templated text; special tokens are recognised, none is added."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def check_tools(self) -> None:
         """Raise RenderingError if conversations with tools cannot be rendered."""
@@ -97,9 +91,7 @@ class TemplateWriter:
             raise
         except Exception as error:  # templates may raise any exception
             roles = [message["role"] for message in messages]
-            raise RenderingError(
-                f"The chat template refuses messages with roles {roles}: {type(error).__name__}: {error}"
-            ) from error
+            raise RenderingError(f"The chat template refuses messages with roles {roles}: {describe(error)}") from error
 
     def _plain(self, message: Message) -> dict[str, object]:
         """Return the message in the form that the template expects, without entries that are None or empty lists."""

@@ -59,7 +59,7 @@ def last_number(text: str) -> Decimal | None:
     if not numbers or len(numbers[-1][1]) > _MAX_DIGITS:
         return None
     sign, digits = numbers[-1]
-    return Decimal(("-" if sign else "") + digits.replace(",", ""))
+    return Decimal(sign[:1] + digits.replace(",", ""))  # without the sign of a currency
 
 
 def has_gsm8k_answer(completion: str, *, reasoning: bool = False) -> bool:
@@ -81,5 +81,5 @@ def is_gsm8k_right(completion: str, answer: str, *, reasoning: bool = False) -> 
         True
     """
     given = extract_answer(completion, reasoning=reasoning)
-    number = None if given is None else last_number(given)
+    number = last_number(given or "")
     return number is not None and number == last_number(answer.rpartition("####")[2])

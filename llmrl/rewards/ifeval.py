@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.imports import require
@@ -30,19 +30,6 @@ class _Instruction(Protocol):
     def build_description(self, **arguments: object) -> str: ...
     def get_instruction_args(self) -> dict[str, object] | None: ...
     def check_following(self, value: str) -> bool: ...
-
-
-class _Detector(Protocol):
-    def append(self, text: str) -> None: ...
-    def detect(self) -> str: ...
-
-
-class _DetectorFactory(Protocol):
-    def create(self) -> _Detector: ...
-
-
-class _SentenceTokenizer(Protocol):
-    def tokenize(self, text: str) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +130,7 @@ def _known_checks() -> Mapping[str, type[_Instruction]]:
 
 
 @functools.cache
-def _languages() -> _DetectorFactory:
+def _languages() -> Any:
     langdetect = require("langdetect.detector_factory", extra="envs")
     factory = langdetect.DetectorFactory()
     # Detection is random: without a seed, the reward would not be deterministic.
@@ -171,7 +158,7 @@ def _english_lowercase() -> Callable[[str], bool]:
 
 
 @functools.cache
-def _sentence_tokenizer() -> _SentenceTokenizer:
+def _sentence_tokenizer() -> Any:
     punkt = require("nltk.tokenize.punkt", extra="envs")
     parameters = punkt.PunktParameters()
     parameters.abbrev_types = set(_ABBREVIATIONS.split())
@@ -210,12 +197,8 @@ def _letter_frequency(letter: str, let_frequency: int, let_relation: str) -> Cal
 
 def _number_of_placeholders(num_placeholders: int) -> Callable[[str], bool]:
     def count(line: str) -> int:
-        num_found = 0
-        start = line.find("[")
-        while start >= 0 and (end := line.find("]", start)) >= 0:
-            num_found = num_found + 1
-            start = line.find("[", end)
-        return num_found
+        *closed, _ = line.split("]")  # a placeholder ends with the first closing bracket after an opening one
+        return sum("[" in text for text in closed)
 
     return lambda answer: sum(map(count, answer.split("\n"))) >= int(num_placeholders)
 

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import math
 import re
 import string
 import threading
@@ -189,7 +190,7 @@ class _Questions:
     def __init__(self, judge: Judge) -> None:
         self._room = asyncio.Semaphore(judge.max_concurrent_requests)
         self._next_start = 0.0
-        self._interval = 60 / judge.requests_per_minute if judge.requests_per_minute is not None else 0.0
+        self._interval = 60 / (judge.requests_per_minute or math.inf)
         self._usage = judge.usage
         self._prices = judge.prices
         self._path = None if judge.cache_path is None else Path(judge.cache_path)

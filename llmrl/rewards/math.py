@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import select
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+from llmrl._utils.imports import require
 from llmrl.rewards.answers import extract_answer
 
 _MAX_CHARACTERS = 500
@@ -44,7 +46,7 @@ class MathVerifier:
         self.timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         # The answers of a group are often equal, and each is checked twice: for the reward and for `success`.
-        self._known: dict[tuple[str, str], bool] = {}
+        self._asked_once = functools.lru_cache(maxsize=_NUM_REMEMBERED)(self._asked)
         self._process: subprocess.Popen[str] | None = None
 
     def is_equal(self, reference: str, given: str) -> bool:
@@ -59,11 +61,7 @@ class MathVerifier:
         if max(len(reference), len(given)) > _MAX_CHARACTERS:
             return False
         with self._lock:
-            if (reference, given) not in self._known:
-                if len(self._known) >= _NUM_REMEMBERED:
-                    self._known.clear()
-                self._known[reference, given] = self._asked(reference, given)
-            return self._known[reference, given]
+            return self._asked_once(reference, given)
 
     def _asked(self, reference: str, given: str) -> bool:
         question = json.dumps([reference, given]) + "\n"
@@ -94,8 +92,6 @@ class MathVerifier:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
-            from llmrl._utils.imports import require
-
             require("math_verify", extra="envs")
             # -I keeps the worker's folder off the path, where our math.py would shadow Python's.
             self._process = subprocess.Popen(

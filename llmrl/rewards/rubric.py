@@ -75,13 +75,11 @@ class Rubric:
         self.reward_fns = [fn if isinstance(fn, RewardFn) else RewardFn(fn) for fn in reward_fns]
         if not self.reward_fns:
             raise ValueError("reward_fns is empty; a rubric needs at least one reward function.")
-        names = [fn.name for fn in self.reward_fns]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
+        if doubled := _doubled(self.names):
             raise ValueError(f"reward_fns must have unique names, got {doubled} more than once; pass name=.")
         self._total_weight = sum(fn.weight for fn in self.reward_fns)
         if not self._total_weight > 0:
-            raise ValueError(f"the weights of {names} must have a positive sum, got {self._total_weight}.")
+            raise ValueError(f"the weights of {self.names} must have a positive sum, got {self._total_weight}.")
         check_positive(timeout_seconds=timeout_seconds)
         for name, value in (("truncation_reward", truncation_reward), ("error_reward", error_reward)):
             if value is not None:
@@ -169,8 +167,7 @@ class JointRubric(Rubric):
     def __init__(self, rubrics: Sequence[Rubric]) -> None:
         self.rubrics = list(rubrics)
         self.reward_fns = [fn for rubric in self.rubrics for fn in rubric.reward_fns]
-        doubled = sorted(name for name, count in Counter(self.names).items() if count > 1)
-        if doubled:
+        if doubled := _doubled(self.names):
             raise ValueError(
                 f"the environment's rubrics have several reward functions of the names {doubled}; give each its own, "
                 "by RewardFn(function, name=...), so that the breakdown distinguishes them."
@@ -200,6 +197,10 @@ class JointRubric(Rubric):
     def failed(self, error: str) -> Score:
         """Return the score of a rollout that failed or could not be scored."""
         return _sum([rubric.failed(error) for rubric in self.rubrics])
+
+
+def _doubled(names: Sequence[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def _sum(scores: Sequence[Score]) -> Score:

@@ -61,6 +61,11 @@ class WrongDone(DatasetChatEnv):
         return data.set("terminated", torch.zeros(3, dtype=torch.int64))
 
 
+class ExitingReset(DatasetChatEnv):
+    def _reset(self, tensordict=None, **kwargs):
+        raise SystemExit(3)
+
+
 class RandomPrompts(DatasetChatEnv):
     """Each conversation has another prompt, in its group, too."""
 
@@ -154,6 +159,7 @@ WAITING = Rubric(waits_at_nothing, timeout_seconds=0.2)
 FAULTS = {
     "an entry without a spec": (lambda: make(chat_env=UndeclaredEntry), "specs", Verdict.BROKEN),
     "a done of another shape": (lambda: make(chat_env=WrongDone), "specs", Verdict.BROKEN),
+    "an exit": (lambda: make(chat_env=ExitingReset), "specs", Verdict.BROKEN),
     "random rows": (lambda: make(rows=rows(str(random.random()))), "seed", Verdict.BROKEN),
     "random rewards": (lambda: make(at_random), "seed", Verdict.BROKEN),
     "counted prompts": (lambda: make(chat_env=CountedPrompts), "groups", Verdict.BROKEN),
