@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Unpack
 import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.asynchronous import awaited, is_async
 from llmrl._utils.failure import describe
 from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
@@ -123,8 +123,8 @@ class AgentEnv(DatasetChatEnv):
 
     async def run_agent(self, row: Row, model: AgentModel) -> dict[str, Score]:
         """Run the agent and return the score of each role; cancelling this coroutine cancels the agent."""
-        is_async = any(map(inspect.iscoroutinefunction, (self.play, type(self.play).__call__)))
-        if is_async:
+        returned: object
+        if is_async(self.play):
             returned = await self._loops.wait(self._returned(row, model))
         else:
             returned = await run_in_thread(self.play, row, model)
@@ -153,8 +153,7 @@ class AgentEnv(DatasetChatEnv):
                 )
 
     async def _returned(self, row: Row, model: AgentModel) -> object:
-        returned = self.play(row, model)
-        return await returned if inspect.isawaitable(returned) else returned
+        return await awaited(self.play(row, model))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         steps = []

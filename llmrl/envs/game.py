@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import ClassVar, TypeAlias, Unpack, cast
 import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.asynchronous import awaited
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.failure import describe
 from llmrl._utils.numbers import finite_number
@@ -279,8 +279,7 @@ class _Table:
                     raise ValueError(f"observe gave the turn to {role!r}, which is not a role of the game.")
                 view = self._views[role]
                 view.append({"role": "user", "content": text})
-                answer = self._opponents[role](copied(tuple(view)))
-                answer = await answer if inspect.isawaitable(answer) else answer
+                answer = await awaited(self._opponents[role](copied(tuple(view))))
                 if not isinstance(answer, str):
                     raise TypeError(f"the opponent {role!r} must answer with a text, got {type(answer).__name__}.")
                 view.append({"role": "assistant", "content": answer})
