@@ -101,10 +101,7 @@ class AgentEnv(DatasetChatEnv):
         names = [*self.roles, *(set(self.policies) - set(self.roles))]
         if not self.roles or len(set(names)) < len(names) or "aside" in names or (len(names) > 1 and "" in names[1:]):
             raise ValueError(f"roles and policies must have distinct, non-empty names other than 'aside', got {names}.")
-        if draws.setdefault("repeats", len(self.roles)) % len(self.roles):
-            raise ValueError(
-                f"repeats must be a multiple of the {len(self.roles)} roles {self.roles}, got {draws['repeats']}."
-            )
+        draws.setdefault("repeats", len(self.roles))
         self.play = play
         self.host = host
         self.port = port

@@ -12,7 +12,7 @@ from llmrl._utils.imports import require
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
 from llmrl.envs.hubs.gymnasium_spaces import NoAction, about, action_of, action_words, drawn, observation_text
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, system_messages
 from llmrl.envs.sampler import DrawOptions
 from llmrl.envs.tasks.task import Split, check_split
 
@@ -51,8 +51,7 @@ class GymnasiumTextEnv(MessageEnv):
 
     async def init(self) -> list[Message]:
         """Return the first observation."""
-        opening: list[Message] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*opening, await asyncio.to_thread(self._reset)]
+        return [*system_messages(self.system_prompt or None), await asyncio.to_thread(self._reset)]
 
     async def step(self, message: Message) -> MessageStep:
         """Apply the action in the message's text; the observation of a terminated episode is discarded."""

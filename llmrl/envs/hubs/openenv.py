@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Unpack
 
 import torch
 
+from llmrl._utils.arguments import check_positive
 from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
 from llmrl.data.message import copied
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, system_messages
 from llmrl.envs.sampler import DrawOptions
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ class OpenEnvChatEnv(MessageChatEnv):
         device: torch.device | None = None,
         **draws: Unpack[DrawOptions],
     ) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive, got {timeout}.")
+        check_positive(timeout=timeout)
         require("aiohttp", extra="server")
         address = url if "://" in url else f"http://{url}"
         server = _Server(
@@ -139,8 +139,8 @@ class _Session(MessageEnv):
             raise ConnectionError(f"{server.url} opened no session within {server.timeout:g} s: {why}.") from None
         if step.is_done:
             raise ValueError(f"{server.url} ended the conversation before its first answer.")
-        system = [] if server.system_prompt is None else [{"role": "system", "content": server.system_prompt}]
-        return [*system, {"role": "user", "content": server.content(copied(observation))}]
+        content = server.content(copied(observation))
+        return [*system_messages(server.system_prompt), {"role": "user", "content": content}]
 
     async def _begin(self) -> tuple[object, MessageStep]:
         import aiohttp

@@ -9,6 +9,7 @@ from typing import Unpack
 
 import torch
 
+from llmrl._utils.arguments import check_positive
 from llmrl._utils.failure import describe
 from llmrl._utils.numbers import finite_number
 from llmrl._utils.types import Row
@@ -83,8 +84,7 @@ class VerifiersEnv(AgentEnv):
     ) -> None:
         if isinstance(requirements, str):
             raise TypeError(f"requirements must be lines in a list, got {requirements!r}.")
-        if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}.")
+        check_positive(timeout_seconds=timeout_seconds)
         self.taskset = taskset
         opening = {
             "taskset": taskset,
