@@ -14,12 +14,10 @@ from llmrl.data import Message, text_of
 from llmrl.envs.hubs.gymnasium_spaces import NoAction, about, action_of, action_words, drawn, observation_text
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, system_messages
 from llmrl.envs.sampler import DrawOptions
-from llmrl.envs.tasks.task import Split, check_split
+from llmrl.envs.tasks.task import Split, first_seed
 
 if TYPE_CHECKING:
     import gymnasium
-
-_FIRST_TEST_SEED = 1_000_000
 
 
 class GymnasiumTextEnv(MessageEnv):
@@ -125,7 +123,7 @@ class GymnasiumEnv(MessageChatEnv):
         **draws: Unpack[DrawOptions],
     ) -> None:
         check_least(1, num_problems=num_problems)
-        first = _FIRST_TEST_SEED if check_split(split) == "test" else 0
+        first = first_seed(split)
         self._options = dict(options or {})
         self._env_id = env_id
         env = self._make()

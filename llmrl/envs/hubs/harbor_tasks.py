@@ -66,10 +66,16 @@ class HarborTask:
     """Whether the reward is computed from pytest's summary, as in terminal-bench, instead of read from a file."""
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The agent's stage, and that of a separate verifier."""
+        return (self.agent,) if self.verifier is None else (self.agent, self.verifier)
+
+    @property
     def why_image(self) -> str:
         """Reason why the task cannot be played without an image; empty if it can."""
-        if reason := self.agent.why_image or (self.verifier.why_image if self.verifier else ""):
-            return reason
+        for stage in self.stages:
+            if stage.why_image:
+                return stage.why_image
         script = self.folder / self.test_command[-1].lstrip("/")
         path = script if script.is_file() else self.folder / script.name
         found = _INSTALLS.search(path.read_text(errors="replace"))

@@ -289,7 +289,7 @@ class OpenEnvServer:
         new = chat[len(full.chats) :]
         reward = float(step["reward"].sum())
         metadata = _outcome(step) if conversation.is_done else {}
-        is_scored = bool(step["is_scored"].all()) if "is_scored" in step else True
+        is_scored = "is_scored" not in step or bool(step["is_scored"].all())
         return {
             "observation": {"messages": as_json(new), "metadata": metadata},
             "reward": None if conversation.is_done and not is_scored else reward,

@@ -117,7 +117,7 @@ class VerifiersEnv(AgentEnv):
             )
         self._seats = seats
         super().__init__(
-            self._play_alone,
+            self.run_agent,  # type: ignore[arg-type]  # returns scores by role
             dataset,
             host=host,
             port=port,
@@ -172,9 +172,6 @@ class VerifiersEnv(AgentEnv):
         except (TypeError, ValueError) as error:
             error_text = f"{describe(error)} Returned by {self.taskset!r}."
             return Score(0.0, finite, is_scored=False, error=error_text, reason=reason)
-
-    async def _play_alone(self, row: Row, model: AgentModel) -> None:
-        raise NotImplementedError("episodes are played by `run_agent`.")
 
     def close(self, **kwargs: object) -> None:
         """End the worker process."""

@@ -15,8 +15,8 @@ from llmrl.envs.tasks.task import (
     Split,
     TaskEnv,
     TaskOptions,
-    check_split,
     named_task,
+    part_of,
     refuse_generator_options,
     task_rows,
 )
@@ -152,9 +152,7 @@ class SearchEnv(TaskEnv):
         if dataset is None:
             num_people = _NUM_PEOPLE if num_people is None else num_people
             documents, questions = search_corpus(num_people=num_people, seed=options.get("seed", 0))
-            num_test = len(questions) // 4
-            questions = questions[:num_test] if check_split(split) == "test" else questions[num_test:]
-            rows = task_rows(questions, split=split, query="query")
+            rows = task_rows(part_of(questions, split), split=split, query="query")
         else:
             refuse_generator_options({} if num_people is None else {"num_people": num_people})
             rows = task_rows(dataset, split=split, query="query", columns=("answer", "documents"))
