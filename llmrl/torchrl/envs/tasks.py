@@ -150,8 +150,7 @@ class IfEvalScorer(envs.IfEvalScorer):
         complete: bool | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted sum of the accuracies, plus 0.1 for exactly one answer and 0.05 for one thought."""
-        given = [score.prompt_level_strict_acc, score.inst_level_strict_acc]
-        given += [score.prompt_level_loose_acc, score.inst_level_loose_acc]
+        given = [getattr(score, name) for name in _ACCURACIES]
         device = next((one.device for one in given if one is not None), None)
         zero = torch.zeros(1, device=device)
         means = [zero if one is None else one.float().mean(-1, keepdim=True) for one in given]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -147,11 +148,9 @@ class TorchRLBufferDataset(KnownArguments, torch.utils.data.IterableDataset):
         self.num_batches = num_batches
 
     def __iter__(self) -> Iterator[dict[str, object]]:
-        number = 0
-        while self.num_batches is None or number < self.num_batches:
+        for _ in itertools.islice(itertools.count(), self.num_batches):  # None is endless
             for row in self.replay_buffer.sample(self.batch_size).unbind(0):
                 yield self._fields(row)
-            number += 1
 
     def _fields(self, row: TensorDictBase) -> dict[str, object]:
         keys = self.keys
