@@ -191,9 +191,11 @@ def _line_of_blocking_read(frame: FrameType, path: str) -> str | None:
     if not (code.co_filename.endswith(_BLOCKING_FILES) and code.co_name in _BLOCKING_FUNCTIONS):
         return None
     caller: FrameType | None = frame
-    while caller is not None and caller.f_code.co_filename != path:
+    while caller is not None:
+        if caller.f_code.co_filename == path:
+            return f"{path}:{caller.f_lineno}"
         caller = caller.f_back
-    return None if caller is None else f"{path}:{caller.f_lineno}"
+    return None
 
 
 def _score_of(returned: object, play: Play) -> Score:

@@ -242,9 +242,9 @@ class ChatEnv(KnownArguments, EnvBase):
         if self.tokenizer is None:
             raise ValueError(f"rewards of input_mode={self.input_mode!r} need tokenizer=, which reads the answer.")
         prompt = plain(element.get((self.input_mode, "prompt")))
-        full = self._full(element)
-        answer = element.get((self.input_mode, "response"), None)
-        answer = plain(full)[len(prompt) :] if answer is None else plain(answer)
+        answer = plain(element.get((self.input_mode, "response"), None))
+        if answer is None:
+            answer = plain(self._full(element))[len(prompt) :]
         if self.input_mode == "tokens":
             special = self.tokenizer.all_special_ids
             token_ids = torch.as_tensor(answer).tolist()

@@ -76,7 +76,7 @@ class GymnasiumTextEnv(MessageEnv):
         )
 
     def _message(self, observation: object) -> Message:
-        picture = drawn(self.env) if hasattr(self.env, "render_mode") else ""
+        picture = drawn(self.env)
         text = observation_text(observation)
         return {"role": "user", "content": f"{picture}\n\n{text}" if picture else text}
 

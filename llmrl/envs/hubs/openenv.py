@@ -220,7 +220,7 @@ class _Session(MessageEnv):
             if code == "CAPACITY_REACHED":
                 raise _NotNow(f"it is full: {reason}")
             if code == "VALIDATION_ERROR" and question["type"] == "step":
-                raise _InvalidAction(reason if isinstance(reason, str) else json.dumps(reason, ensure_ascii=False))
+                raise _InvalidAction(_as_text(reason))
             raise RuntimeError(f"{url} refused {question!r:.200}: {code}, {reason}")
         if is_unasked:
             raise RuntimeError(f"{url} sent {received!r:.200}, which was not requested.")
@@ -257,4 +257,8 @@ def _content_of(observation: object) -> str:
         observation = {name: value for name, value in observation.items() if name != "metadata"}
         if len(observation) == 1:
             [observation] = observation.values()
-    return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
+    return _as_text(observation)
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

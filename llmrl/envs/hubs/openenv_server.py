@@ -300,8 +300,8 @@ class OpenEnvServer:
     def _state(self, session: _Session) -> dict[str, JSON]:
         conversation = session.conversation
         return {
-            "episode_id": None if conversation is None else conversation.episode_id,
-            "step_count": 0 if conversation is None else conversation.num_steps,
+            "episode_id": getattr(conversation, "episode_id", None),
+            "step_count": getattr(conversation, "num_steps", 0),
             "num_problems": self._num_problems(),
         }
 

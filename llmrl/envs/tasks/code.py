@@ -61,7 +61,7 @@ def code_of(completion: str, *, reasoning: bool = False) -> str | None:
     if answer is None or len(answer) > _MAX_CHARACTERS:
         return None
     blocks = [found[2] for found in _FENCED.finditer(answer) if _is_python(found[1])]
-    return blocks[-1] if blocks else answer
+    return [answer, *blocks][-1]
 
 
 def _is_python(label: str | None) -> bool:
