@@ -99,7 +99,7 @@ class AgentEnv(DatasetChatEnv):
         self.roles = tuple(roles)
         self.policies = dict(policies or {})
         names = [*self.roles, *(set(self.policies) - set(self.roles))]
-        if not self.roles or len(set(names)) < len(names) or "aside" in names or (len(names) > 1 and "" in names[1:]):
+        if not self.roles or len(set(names)) < len(names) or "aside" in names or "" in names[1:]:
             raise ValueError(f"roles and policies must have distinct, non-empty names other than 'aside', got {names}.")
         draws.setdefault("repeats", len(self.roles))
         self.play = play
@@ -140,7 +140,8 @@ class AgentEnv(DatasetChatEnv):
         if self._has_warned:
             return
         for frame in self._loops.blocked_frames():
-            if (line := _line_of_blocking_read(frame, location_of(self.play).rpartition(":")[0])) is not None:
+            path = location_of(self.play).rpartition(":")[0]
+            if (line := _line_of_blocking_read(frame, path)) is not None:
                 self._has_warned = True
                 logger.warning(
                     "an async agent waits for an answer in a synchronous call, at %s, which blocks all other async "
