@@ -108,13 +108,7 @@ class AgentEnv(DatasetChatEnv):
         self.public_url = public_url
         self._has_warned = False
         self._loops = ReplaceableLoop("llmrl-agents")
-        super().__init__(
-            dataset,
-            split=split,
-            prepare=_query_of,
-            device=device,
-            **draws,
-        )
+        super().__init__(dataset, split=split, prepare=_query_of, device=device, **draws)
         if isinstance(play, Command):
             play.check_columns(self.columns)
 

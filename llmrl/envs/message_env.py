@@ -174,7 +174,6 @@ class MessageChatEnv(DatasetChatEnv):
         return _with_env(super()._placeholder(), None)
 
     def _opened_step(self, opened: Opened) -> TensorDictBase:
-        """Return the first step of a conversation."""
         return _with_env(self._opened(*opened.drawn, query=opened.messages), opened.env)
 
     async def before_step(self, element: TensorDictBase) -> None:

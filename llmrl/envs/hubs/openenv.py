@@ -81,12 +81,7 @@ class OpenEnvChatEnv(MessageChatEnv):
             system_prompt,
             timeout,
         )
-        super().__init__(
-            lambda row: _Session(server, row),
-            dataset,
-            device=device,
-            **draws,
-        )
+        super().__init__(lambda row: _Session(server, row), dataset, device=device, **draws)
 
 
 @dataclass(slots=True)

@@ -345,7 +345,6 @@ def _read(text: str) -> tuple[str, dict[str, JSON]]:
 
 
 def _message_of(action: dict[str, JSON]) -> Message:
-    """Return the assistant's message."""
     if unknown := [name for name in action if name not in _ACTION_FIELDS]:
         raise _Refused("VALIDATION_ERROR", f"an action has the fields {', '.join(_ACTION_FIELDS)}, got {unknown}.")
     if action.get("content") is None and not action.get("tool_calls"):

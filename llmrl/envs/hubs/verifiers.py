@@ -86,12 +86,7 @@ class VerifiersEnv(AgentEnv):
             raise TypeError(f"requirements must be lines in a list, got {requirements!r}.")
         check_positive(timeout_seconds=timeout_seconds)
         self.taskset = taskset
-        opening = {
-            "taskset": taskset,
-            "config": dict(config or {}),
-            "select": dict(select or {}),
-            "split": split,
-        }
+        opening = {"taskset": taskset, "config": dict(config or {}), "select": dict(select or {}), "split": split}
         python = functools.partial(python_with, (_VERIFIERS, "uv", *requirements))
         self._workers = Workers(python, "verifiers_worker.py", opening, open_seconds)
         draws.setdefault("name", split or "train")

@@ -149,7 +149,6 @@ def _announced_as(name: str) -> str:
 
 
 def _unknown(name: str) -> str:
-    """Return the message about an unknown name."""
     announced = announced_environments()
     known = [*TASKS, *(f"{hub}:{about.partition(',')[0]}" for hub, (_, about) in HUBS.items()), *announced]
     same = [one for one in announced if one.partition("/")[2] == name]
