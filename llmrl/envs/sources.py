@@ -181,7 +181,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _read_json_lines(path: Path) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     with path.open(encoding="utf-8-sig") as file:  # with or without a byte order mark
         for number, line in enumerate(file, 1):
             if not line.strip():

@@ -152,7 +152,8 @@ class SearchEnv(TaskEnv):
         if dataset is None:
             num_people = _NUM_PEOPLE if num_people is None else num_people
             documents, questions = search_corpus(num_people=num_people, seed=options.get("seed", 0))
-            rows = task_rows(part_of(questions, split), split=split, query="query")
+            questions = part_of(questions, split)
+            rows = task_rows(questions, split=split, query="query")
         else:
             refuse_generator_options({} if num_people is None else {"num_people": num_people})
             rows = task_rows(dataset, split=split, query="query", columns=("answer", "documents"))
