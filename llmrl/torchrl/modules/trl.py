@@ -62,7 +62,7 @@ class HFRewardModelWrapper(KnownArguments, TensorDictModuleBase):
         inference_mode: bool = False,
     ) -> None:
         super().__init__()
-        self.in_keys = [token_key] if attention_mask_key is None else [token_key, attention_mask_key]
+        self.in_keys = [key for key in (token_key, attention_mask_key) if key is not None]
         self.out_keys = [reward_key]
         self.model = model
         self.inference_mode = inference_mode
