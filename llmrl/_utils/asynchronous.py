@@ -1,10 +1,11 @@
-"""Running coroutines from synchronous code, and writing to the standard input of programs."""
+"""Running coroutines from synchronous code, functions that may be async, and input for programs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
 
 from llmrl._utils.background_loop import BackgroundLoop
@@ -26,6 +27,16 @@ def run_sync(coroutine: Coroutine[None, None, Result]) -> Result:
         return background.run(coroutine)
     finally:
         background.close()
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Return whether a function, or an object with `__call__`, is async."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
+async def awaited(result: Result | Awaitable[Result]) -> Result:
+    """Return the result of a function that may be async."""
+    return await result if inspect.isawaitable(result) else result
 
 
 async def write_input(stream: asyncio.StreamWriter, data: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Unpack
 import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.asynchronous import awaited, is_async
 from llmrl._utils.failure import describe
 from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.replaceable_loop import ReplaceableLoop
@@ -99,32 +99,23 @@ class AgentEnv(DatasetChatEnv):
         self.roles = tuple(roles)
         self.policies = dict(policies or {})
         names = [*self.roles, *(set(self.policies) - set(self.roles))]
-        if not self.roles or len(set(names)) < len(names) or "aside" in names or (len(names) > 1 and "" in names[1:]):
+        if not self.roles or len(set(names)) < len(names) or "aside" in names or "" in names[1:]:
             raise ValueError(f"roles and policies must have distinct, non-empty names other than 'aside', got {names}.")
-        if draws.setdefault("repeats", len(self.roles)) % len(self.roles):
-            raise ValueError(
-                f"repeats must be a multiple of the {len(self.roles)} roles {self.roles}, got {draws['repeats']}."
-            )
+        draws.setdefault("repeats", len(self.roles))
         self.play = play
         self.host = host
         self.port = port
         self.public_url = public_url
         self._has_warned = False
         self._loops = ReplaceableLoop("llmrl-agents")
-        super().__init__(
-            dataset,
-            split=split,
-            prepare=_query_of,
-            device=device,
-            **draws,
-        )
+        super().__init__(dataset, split=split, prepare=_query_of, device=device, **draws)
         if isinstance(play, Command):
             play.check_columns(self.columns)
 
     async def run_agent(self, row: Row, model: AgentModel) -> dict[str, Score]:
         """Run the agent and return the score of each role; cancelling this coroutine cancels the agent."""
-        is_async = any(map(inspect.iscoroutinefunction, (self.play, type(self.play).__call__)))
-        if is_async:
+        returned: object
+        if is_async(self.play):
             returned = await self._loops.wait(self._returned(row, model))
         else:
             returned = await run_in_thread(self.play, row, model)
@@ -143,7 +134,8 @@ class AgentEnv(DatasetChatEnv):
         if self._has_warned:
             return
         for frame in self._loops.blocked_frames():
-            if (line := _line_of_blocking_read(frame, location_of(self.play).rpartition(":")[0])) is not None:
+            path = location_of(self.play).rpartition(":")[0]
+            if (line := _line_of_blocking_read(frame, path)) is not None:
                 self._has_warned = True
                 logger.warning(
                     "an async agent waits for an answer in a synchronous call, at %s, which blocks all other async "
@@ -153,8 +145,7 @@ class AgentEnv(DatasetChatEnv):
                 )
 
     async def _returned(self, row: Row, model: AgentModel) -> object:
-        returned = self.play(row, model)
-        return await returned if inspect.isawaitable(returned) else returned
+        return await awaited(self.play(row, model))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         steps = []
@@ -195,9 +186,11 @@ def _line_of_blocking_read(frame: FrameType, path: str) -> str | None:
     if not (code.co_filename.endswith(_BLOCKING_FILES) and code.co_name in _BLOCKING_FUNCTIONS):
         return None
     caller: FrameType | None = frame
-    while caller is not None and caller.f_code.co_filename != path:
+    while caller is not None:
+        if caller.f_code.co_filename == path:
+            return f"{path}:{caller.f_lineno}"
         caller = caller.f_back
-    return None if caller is None else f"{path}:{caller.f_lineno}"
+    return None
 
 
 def _score_of(returned: object, play: Play) -> Score:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import shlex
 import shutil
@@ -15,7 +14,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmrl._utils.asynchronous import write_input
+from llmrl._utils.arguments import check_positive
+from llmrl._utils.asynchronous import awaited, write_input
 from llmrl._utils.types import Row
 from llmrl.endpoint.agent import AgentModel, AgentTimeout, Score
 from llmrl.envs.row_template import filled, names_in
@@ -110,8 +110,7 @@ class Command:
         self._words = shlex.split(text)
         if not self._words:
             raise ValueError("the command is empty; give a program and its arguments.")
-        if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}.")
+        check_positive(timeout_seconds=timeout_seconds)
         for name in files:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ValueError(f"files must have relative paths in the program's folder, got {name!r}.")
@@ -167,10 +166,8 @@ class Command:
         stdin = None if self._stdin is None else filled(self._stdin, row, fields).encode(errors="replace")
         with tempfile.TemporaryDirectory(prefix="llmrl-agent-", ignore_cleanup_errors=True) as folder:
             await asyncio.to_thread(self._prepare, Path(folder), row, fields)
-            if (
-                shutil.which(str(Path(folder, words[0])) if os.sep in words[0] else words[0], path=_path(variables))
-                is None
-            ):
+            program = str(Path(folder, words[0])) if os.sep in words[0] else words[0]
+            if shutil.which(program, path=variables.get("PATH", os.defpath)) is None:
                 raise FileNotFoundError(f"there is no program {words[0]!r} to run, in PATH or the program's folder.")
             exit_code, output = await self._run(words, folder, variables, stdin, model.info)
             if self._exit_codes is not None and exit_code not in self._exit_codes:
@@ -180,7 +177,8 @@ class Command:
                 )
             if self._score is None:
                 return None
-            return await self._scored(row, CommandResult(exit_code, output, Path(folder)))
+            result = CommandResult(exit_code, output, Path(folder))
+            return await awaited(await asyncio.to_thread(self._score, row, result))
 
     def _is_inherited(self, name: str) -> bool:
         return self._inherit is None or name in self._inherit
@@ -220,8 +218,8 @@ class Command:
         finally:
             os.close(end)
         assert process.stdout is not None
-        tail = _Tail()
-        tasks = [asyncio.create_task(tail.read(process.stdout))]
+        output = bytearray()
+        tasks = [asyncio.create_task(_read_end(process.stdout, output))]
         if process.stdin is not None and stdin is not None:
             tasks.append(asyncio.create_task(write_input(process.stdin, stdin)))
         try:
@@ -234,32 +232,17 @@ class Command:
             await _end(process, ending)
             for task in tasks:
                 task.cancel()
-            info["output"] = tail.text
+            info["output"] = text = output.decode(errors="replace")
             if process.returncode is not None:
                 info["exit_code"] = process.returncode
-        return exit_code, tail.text
-
-    async def _scored(self, row: Row, result: CommandResult) -> Score:
-        assert self._score is not None
-        score = await asyncio.to_thread(self._score, row, result)
-        return await score if inspect.isawaitable(score) else score
+        return exit_code, text
 
 
-class _Tail:
-    def __init__(self) -> None:
-        self._bytes = b""
-
-    async def read(self, stream: asyncio.StreamReader) -> None:
-        while part := await stream.read(_MAX_OUTPUT_BYTES):
-            self._bytes = (self._bytes + part)[-_MAX_OUTPUT_BYTES:]
-
-    @property
-    def text(self) -> str:
-        return self._bytes.decode(errors="replace")
-
-
-def _path(variables: Mapping[str, str]) -> str:
-    return variables.get("PATH", os.defpath)
+async def _read_end(stream: asyncio.StreamReader, output: bytearray) -> None:
+    """Read a stream to its end into `output`, which keeps the last bytes."""
+    while part := await stream.read(_MAX_OUTPUT_BYTES):
+        output += part
+        del output[:-_MAX_OUTPUT_BYTES]
 
 
 async def _end(process: asyncio.subprocess.Process, ending: int) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase, lazy_stack
 from torchrl.data import Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 
@@ -25,6 +25,7 @@ WRITTEN_BY_POLICIES = (
     "finish_reason",
 )  # fmt: skip
 """Entries of a turn that a policy writes; they are removed before the next turn unless a step wrote them."""
+_TURNS: dict[InputMode, type[ChatHistory | Text | Tokens]] = {"history": ChatHistory, "text": Text, "tokens": Tokens}
 
 
 class ChatEnv(KnownArguments, EnvBase):
@@ -84,7 +85,7 @@ class ChatEnv(KnownArguments, EnvBase):
         device: torch.device | None = None,
         with_tokenizer: bool = False,
     ) -> None:
-        if input_mode not in ("history", "text", "tokens"):
+        if input_mode not in _TURNS:
             raise ValueError(f"input_mode must be 'history', 'text' or 'tokens', got {input_mode!r}.")
         if input_mode != "history" and tokenizer is None and system_prompt is not None:
             raise ValueError(
@@ -117,25 +118,18 @@ class ChatEnv(KnownArguments, EnvBase):
 
     def _make_specs(self, shape: torch.Size) -> None:
         container = self.input_mode
+        turn = _TURNS[container]
         state = NonTensor(shape=tuple(shape), example_data=None)
         self.observation_spec = Composite(
-            {container: self._turn_spec(shape, ("prompt",)), "conversation": state}, shape=shape
+            {container: turn.default_spec(shape, ("prompt",)), "conversation": state}, shape=shape
         )
         # A state entry, so that transformed environments pass the query to reset.
         self.state_spec = Composite({self.data_key: NonTensor(shape=tuple(shape), example_data="")}, shape=shape)
-        self.action_spec = Composite({container: self._turn_spec(shape, ("full",))}, shape=shape)
+        self.action_spec = Composite({container: turn.default_spec(shape, ("full",))}, shape=shape)
         # One number per turn or per token: without a fixed size, `ParallelEnv` does not allocate shared memory for it.
         self.reward_spec = Unbounded((*shape, -1, 1), dtype=torch.float32)
         flag = Categorical(2, shape=(*shape, 1), dtype=torch.bool)
         self.full_done_spec = Composite(done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=shape)
-
-    def _turn_spec(self, shape: torch.Size, keys: tuple[str, ...]) -> Composite:
-        containers: dict[InputMode, type[ChatHistory | Text | Tokens]] = {
-            "history": ChatHistory,
-            "text": Text,
-            "tokens": Tokens,
-        }
-        return containers[self.input_mode].default_spec(shape, keys)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         if tensordict is None or tensordict.get(self.data_key, None) is None:
@@ -154,25 +148,31 @@ class ChatEnv(KnownArguments, EnvBase):
         if shape:
             elements = [self._open(element, element.batch_size) for element in tensordict.unbind(0)]
             return lazy_stack(elements, 0)
-        query = plain(tensordict.get(self.data_key))
-        if self.input_mode == "history":
-            turn: ChatHistory | Text | Tokens = ChatHistory(
-                prompt=History.from_chats(self.opening_messages(query)), batch_size=()
-            )
-        elif self.input_mode == "text":
-            if self.tokenizer is None and not isinstance(query, str):
-                raise self._needs_tokenizer("text", query)
-            turn = Text(prompt=query if self.tokenizer is None else self._opening(self.tokenizer, query), batch_size=())
-        else:
-            if self.tokenizer is not None and not isinstance(query, torch.Tensor):
-                query = self.tokenizer.encode(self._opening(self.tokenizer, query), add_special_tokens=False)
-            try:
-                token_ids = torch.as_tensor(query, dtype=torch.int64)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise self._needs_tokenizer("token ids", query) from error
-            turn = Tokens(prompt=token_ids, batch_size=())
+        turn = self._turn(self._first_prompt(plain(tensordict.get(self.data_key))))
         # An automatic reset keeps entries that are not written, so the token state of the last conversation is cleared.
-        return TensorDict({self.input_mode: turn, "conversation": non_tensor(None), **_flags(False)}, batch_size=())
+        return tensordict_of({self.input_mode: turn, "conversation": non_tensor(None), **_flags(False)})
+
+    def _turn(self, prompt: object) -> ChatHistory | Text | Tokens:
+        """Return the container of a turn with its prompt: a history, a text or token ids."""
+        if self.input_mode == "text":
+            prompt = non_tensor(plain(prompt))
+        return container_of(_TURNS[self.input_mode], {"prompt": prompt})
+
+    def _first_prompt(self, query: Any) -> object:
+        if self.input_mode == "history":
+            return History.from_chats(self.opening_messages(query))
+        if self.input_mode == "text":
+            if self.tokenizer is not None:
+                return self._opening(self.tokenizer, query)
+            if not isinstance(query, str):
+                raise self._needs_tokenizer("text", query)
+            return query
+        if self.tokenizer is not None and not isinstance(query, torch.Tensor):
+            query = self.tokenizer.encode(self._opening(self.tokenizer, query), add_special_tokens=False)
+        try:
+            return torch.as_tensor(query, dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._needs_tokenizer("token ids", query) from error
 
     def _needs_tokenizer(self, wanted: str, query: object) -> ValueError:
         return ValueError(
@@ -209,12 +209,7 @@ class ChatEnv(KnownArguments, EnvBase):
     def _stepped(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_size:
             return lazy_stack([self._stepped(element) for element in tensordict.unbind(0)], 0)
-        full = self._full(tensordict)
-        if self.input_mode == "text":
-            turn: object = Text(prompt=plain(full), batch_size=())
-        else:
-            cls = ChatHistory if self.input_mode == "history" else Tokens
-            turn = container_of(cls, {"prompt": full})
+        turn = self._turn(self._full(tensordict))
         conversation = non_tensor(plain(tensordict.get("conversation", None)))
         return tensordict_of(
             {self.input_mode: turn, "conversation": conversation, "reward": torch.zeros(1, 1), **_flags(False)}
@@ -247,9 +242,9 @@ class ChatEnv(KnownArguments, EnvBase):
         if self.tokenizer is None:
             raise ValueError(f"rewards of input_mode={self.input_mode!r} need tokenizer=, which reads the answer.")
         prompt = plain(element.get((self.input_mode, "prompt")))
-        full = self._full(element)
-        answer = element.get((self.input_mode, "response"), None)
-        answer = plain(full)[len(prompt) :] if answer is None else plain(answer)
+        answer = plain(element.get((self.input_mode, "response"), None))
+        if answer is None:
+            answer = plain(self._full(element))[len(prompt) :]
         if self.input_mode == "tokens":
             special = self.tokenizer.all_special_ids
             token_ids = torch.as_tensor(answer).tolist()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from tensordict import TensorDictBase
-from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Composite, NonTensor, Unbounded
 
 from llmrl._utils.arguments import check_least
 from llmrl._utils.types import InputMode, Row, StateDict, Tokenizer
@@ -71,6 +71,8 @@ class DatasetChatEnv(ChatEnv):
         device: torch.device | None = None,
     ) -> None:
         check_least(1, repeats=repeats)
+        if repeats % len(self.roles):
+            raise ValueError(f"repeats must be a multiple of the {len(self.roles)} roles {self.roles}, got {repeats}.")
         if batch_size is not None and num_envs is not None:
             raise ValueError(
                 f"batch_size={batch_size!r} and num_envs={num_envs} both set the batch shape: pass one of them."
@@ -127,56 +129,43 @@ class DatasetChatEnv(ChatEnv):
 
     def _make_specs(self, shape: torch.Size) -> None:
         super()._make_specs(shape)
-        columns, apart = (
-            {name: NonTensor(shape=tuple(shape), example_data=None) for name in sorted(names)}
-            for names in ({*self.columns, self.data_key} - RESERVED_ENTRIES, RESERVED_ENTRIES & {*self.columns})
-        )
-        if apart:
-            columns["columns"] = Composite(apart, shape=shape)
-        rollout: dict[str, TensorSpec] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
-        for key in ("sample_index", "group_size"):
-            rollout[key] = Unbounded(shape, dtype=torch.int64)
-        self.state_spec = Composite(
-            {
-                **columns,
-                "rollout": Composite(rollout, shape=shape),
-            },
-            shape=shape,
-        )
+        state_spec = columns_spec({*self.columns, self.data_key} - RESERVED_ENTRIES, shape)
+        if apart := RESERVED_ENTRIES.intersection(self.columns):
+            state_spec["columns"] = columns_spec(apart, shape)
+        state_spec["rollout"] = rollout_spec(shape)
+        self.state_spec = state_spec
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        shape = self.batch_size if tensordict is None or self.batch_locked else tensordict.batch_size
+        if tensordict is None:
+            tensordict = TensorDict(batch_size=self.batch_size)
+        shape = self.batch_size if self.batch_locked else tensordict.batch_size
         # In a partial reset, only the marked conversations draw a new prompt.
-        mask = None if tensordict is None else tensordict.get("_reset", None)
-        is_drawn = [True] * shape.numel() if mask is None else mask.reshape(-1).tolist()
+        is_drawn = tensordict.get("_reset", torch.ones(shape, dtype=torch.bool)).reshape(-1).tolist()
         drawn = iter(self.prompts.draw_many(sum(is_drawn)))
         return self._moved(restacked(self._open_all([next(drawn) if is_new else None for is_new in is_drawn]), shape))
 
     def _open_all(self, drawn: Sequence[Drawn | None]) -> list[TensorDictBase]:
         """Open a conversation for each draw; for None, return a placeholder."""
-        placeholder = (self.prompts.items[0], "", 0)
+        return [self._placeholder() if one is None else self._opened(*one, query=self._query(one[0])) for one in drawn]
+
+    def _placeholder(self) -> TensorDictBase:
+        """Return a conversation for a place of a batch that a partial reset does not open."""
         blank: object = torch.zeros(0) if self.input_mode == "tokens" else ""
-        return [
-            self._opened(*placeholder, query=blank) if one is None else self._opened(*one, query=self._query(one[0]))
-            for one in drawn
-        ]
+        return self._opened(self.prompts.items[0], "", 0, query=blank)
 
     def _query(self, item: Row) -> object:
         return item[self._query_column] if self._prepare is None else self._prepare(copied(item))
 
     def _opened(self, item: Row, group_id: str, sample_index: int, *, query: object) -> TensorDictBase:
         # Non-tensor wrapping preserves lists, numbers and None.
-        entries = {key: non_tensor(value) for key, value in with_columns(item, self.columns).items()}
+        entries: dict[str, object] = {key: non_tensor(value) for key, value in with_columns(item, self.columns).items()}
         apart = {key: entries.pop(key) for key in RESERVED_ENTRIES.intersection(entries)}
         entries.setdefault(self.data_key, non_tensor(query))  # keep a column of the same name
-        step = tensordict_of({**entries, "columns": tensordict_of(apart)} if apart else entries)
-        rollout = {
-            "group_id": non_tensor(group_id),
-            "sample_index": torch.tensor(sample_index),
-            "group_size": torch.tensor(self.prompts.num_samples),
-        }
-        step.set("rollout", tensordict_of(rollout))
-        return step.update(self._open(tensordict_of({self.data_key: non_tensor(query)}), step.batch_size))
+        if apart:
+            entries["columns"] = tensordict_of(apart)
+        entries["rollout"] = rollout_entries(group_id, sample_index, self.prompts.num_samples)
+        opened = self._open(tensordict_of({self.data_key: non_tensor(query)}), torch.Size())
+        return tensordict_of(entries).update(opened)
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
         """Return the position in the dataset."""
@@ -185,6 +174,28 @@ class DatasetChatEnv(ChatEnv):
     def load_state_dict(self, state_dict: StateDict, *args: object, **kwargs: object) -> None:
         """Restore a saved position in the dataset."""
         self.prompts.load_state_dict(state_dict["prompts"])
+
+
+def columns_spec(names: Iterable[str], shape: torch.Size) -> Composite:
+    """Return the spec of columns of a dataset."""
+    return Composite({name: NonTensor(shape=tuple(shape), example_data=None) for name in sorted(names)}, shape=shape)
+
+
+def rollout_spec(shape: torch.Size) -> Composite:
+    """Return the spec of `rollout_entries`."""
+    numbers = {key: Unbounded(shape, dtype=torch.int64) for key in ("sample_index", "group_size")}
+    return Composite({"group_id": NonTensor(shape=tuple(shape), example_data=""), **numbers}, shape=shape)
+
+
+def rollout_entries(group_id: str, sample_index: int, group_size: int) -> TensorDictBase:
+    """Return the entries below `"rollout"`, which identify a conversation's place in its group."""
+    return tensordict_of(
+        {
+            "group_id": non_tensor(group_id),
+            "sample_index": torch.tensor(sample_index),
+            "group_size": torch.tensor(group_size),
+        }
+    )
 
 
 ChatEnv.dataset_class = DatasetChatEnv

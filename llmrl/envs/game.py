@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import ClassVar, TypeAlias, Unpack, cast
 import torch
 from tensordict import TensorDictBase
 
+from llmrl._utils.asynchronous import awaited
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.failure import describe
 from llmrl._utils.numbers import finite_number
@@ -21,7 +21,7 @@ from llmrl._utils.types import Row
 from llmrl.data import Message, StopReason, text_of
 from llmrl.data.message import copied
 from llmrl.data.tensordicts import plain
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened, system_messages
 from llmrl.envs.sampler import Drawn, OrderOptions
 
 Opponent: TypeAlias = Callable[[Sequence[Message]], str | Awaitable[str]]
@@ -131,19 +131,14 @@ class GameEnv(MessageChatEnv):
         self.roles = tuple(role for role in roles if role not in self._opponents)
         if not self.roles:
             raise ValueError(f"opponents play all roles, {list(roles)}: leave one to the policy.")
-        repeats = len(self.roles) if repeats is None else repeats
-        if repeats % len(self.roles):
-            raise ValueError(f"repeats must be a multiple of the {len(self.roles)} roles {self.roles}, got {repeats}.")
         self._tables: dict[tuple[str, int], _Table] = {}  # games that wait for players
         self._coming: dict[tuple[str, int], _Player] = {}
-        self._first_messages: list[Message] = []
-        if system_prompt is not None:
-            self._first_messages.append({"role": "system", "content": system_prompt})
+        self._first_messages = system_messages(system_prompt)
         self._make_game = make_game
         super().__init__(
             cast("Callable[[Row], MessageEnv]", make_game),  # `_made` returns the player
             dataset,
-            repeats=repeats,
+            repeats=len(self.roles) if repeats is None else repeats,
             **order,
         )
 
@@ -184,9 +179,9 @@ class GameEnv(MessageChatEnv):
             raise RuntimeError(f"the roles {self.roles} wait for each other: the game must be played by a collector.")
         return super()._open_all(drawn)
 
-    def _opened_step(self, opened: Opened | None) -> TensorDictBase:
+    def _opened_step(self, opened: Opened) -> TensorDictBase:
         step = super()._opened_step(opened)
-        if opened is not None and isinstance(opened.env, _Player) and opened.env.reward is not None:
+        if isinstance(opened.env, _Player) and opened.env.reward is not None:
             step.set("reward", torch.full((1, 1), opened.env.reward))
             for key in ("terminated", "done"):
                 step.set(key, torch.ones(1, dtype=torch.bool))
@@ -279,8 +274,7 @@ class _Table:
                     raise ValueError(f"observe gave the turn to {role!r}, which is not a role of the game.")
                 view = self._views[role]
                 view.append({"role": "user", "content": text})
-                answer = self._opponents[role](copied(tuple(view)))
-                answer = await answer if inspect.isawaitable(answer) else answer
+                answer = await awaited(self._opponents[role](copied(tuple(view))))
                 if not isinstance(answer, str):
                     raise TypeError(f"the opponent {role!r} must answer with a text, got {type(answer).__name__}.")
                 view.append({"role": "assistant", "content": answer})

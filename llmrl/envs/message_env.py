@@ -168,18 +168,13 @@ class MessageChatEnv(DatasetChatEnv):
                 self.release(element)
             raise failures[0]
         opened = iter([plain(element.get("message_env")) for element in elements])
-        return [self._opened_step(None if one is None else next(opened)) for one in drawn]
+        return [self._placeholder() if one is None else self._opened_step(next(opened)) for one in drawn]
 
-    def _opened_step(self, opened: Opened | None) -> TensorDictBase:
-        """Return the first step of a conversation; for None, return a placeholder."""
-        if opened is None:
-            step = self._opened(self.prompts.items[0], "", 0, query="")
-        else:
-            step = self._opened(*opened.drawn, query=opened.messages)
-        step.set("message_env", non_tensor(None if opened is None else opened.env))
-        for key in ("env_error", "env_traceback"):
-            step.set(key, non_tensor(""))
-        return step.set("env_info", non_tensor(None))
+    def _placeholder(self) -> TensorDictBase:
+        return _with_env(super()._placeholder(), None)
+
+    def _opened_step(self, opened: Opened) -> TensorDictBase:
+        return _with_env(self._opened(*opened.drawn, query=opened.messages), opened.env)
 
     async def before_step(self, element: TensorDictBase) -> None:
         """Answer one conversation asynchronously, before the batched step."""
@@ -211,15 +206,10 @@ class MessageChatEnv(DatasetChatEnv):
         answer = plain(tensordict.pop("env_answer"))
         if isinstance(answer, BaseException):  # ends only this conversation of the batch
             written = dict(super()._stepped(tensordict).items())
-            error = describe(answer)
-            traceback = traceback_of(answer)
-            info = None
+            outcome = {"env_error": describe(answer), "env_traceback": traceback_of(answer), "env_info": None}
         else:
             written = self._written(tensordict, answer)
-            error = ""
-            traceback = ""
-            info = answer.info or None
-        outcome = {"env_error": error, "env_traceback": traceback, "env_info": info}
+            outcome = {"env_error": "", "env_traceback": "", "env_info": answer.info or None}
         return tensordict_of({**written, **{key: non_tensor(value) for key, value in outcome.items()}})
 
     def _written(self, element: TensorDictBase, answer: MessageStep) -> dict[str, object]:
@@ -247,6 +237,16 @@ class MessageChatEnv(DatasetChatEnv):
         """Stop the event loop of the conversations' environments."""
         super().close(**kwargs)
         self._loops.close()
+
+
+def _with_env(step: TensorDictBase, message_env: MessageEnv | None) -> TensorDictBase:
+    entries = {"message_env": message_env, "env_error": "", "env_traceback": "", "env_info": None}
+    return step.update({key: non_tensor(value) for key, value in entries.items()})
+
+
+def system_messages(prompt: str | None) -> list[Message]:
+    """Return the message with a system prompt, or nothing if there is none."""
+    return [] if prompt is None else [{"role": "system", "content": prompt}]
 
 
 async def _answer(message_env: MessageEnv, message: Message) -> MessageStep:

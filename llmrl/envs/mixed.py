@@ -56,7 +56,7 @@ class MixedPrompts:
         self._names = list(samplers)
         self._weights = dict.fromkeys(self._names, 1.0) if weights is None else weights
         if not callable(self._weights):
-            self._shares(self._weights)
+            self._shares(self._weights, self._names)
         self.num_samples = next(iter(self._samplers.values())).num_samples
         """Number of rollouts in a group."""
         self.name = "+".join(self._names)
@@ -98,7 +98,8 @@ class MixedPrompts:
         while len(chosen) < count and (choice := self.choose(group_size)) is not None:
             chosen.append(choice)
             name, again = choice
-            num_new[name] += 0 if again else group_size
+            if not again:
+                num_new[name] += group_size
             if num_new[name] > self._samplers[name].num_surely_left:
                 break
         return chosen
@@ -117,8 +118,7 @@ class MixedPrompts:
         place, index = divmod(position, len(self._names))
         return self._names[index], place
 
-    def _shares(self, weights: Mapping[str, float], names: Sequence[str] = ()) -> dict[str, float]:
-        names = names or self._names
+    def _shares(self, weights: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
         if set(weights) != set(self._names):
             raise ValueError(f"weights must name the environments {self._names}; got {sorted(weights)}.")
         shares = {name: finite_number(weights[name], f"the weight of {name!r}") for name in names}

@@ -8,20 +8,19 @@ from typing import Any, Unpack
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch.utils.data import DataLoader
-from torchrl.data import Composite, NonTensor, TensorSpec, Unbounded
+from torchrl.data import Composite
 from torchrl.envs import Transform
 
 from llmrl._utils.arguments import KnownArguments, check_least
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
-from llmrl.data.tensordicts import RESERVED_ENTRIES, non_tensor, restacked, tensordict_of
-from llmrl.envs.dataset import DatasetChatEnv
+from llmrl.data.tensordicts import RESERVED_ENTRIES, batch_elements, non_tensor, restacked
+from llmrl.envs.dataset import DatasetChatEnv, columns_spec, rollout_entries, rollout_spec
 from llmrl.envs.sampler import Drawn, DrawOptions, EndOfData, PromptSampler, columns_of, with_columns
 from llmrl.envs.sources import Source, load_rows, rows_of_loader
 from llmrl.transforms import environment_parts
 
 _READ_BY_ENVIRONMENTS = {"text", "tokens"}
-_COUNTS = ("sample_index", "group_size")
 
 
 class PrimerOptions(DrawOptions, total=False):
@@ -106,39 +105,35 @@ class DataLoadingPrimer(KnownArguments, Transform):
         assert parent is not None
         if tensordict is None:
             tensordict = TensorDict(batch_size=parent.batch_size)
-        mask = tensordict.get("_reset", None)
-        if mask is None and tensordict.get(self.columns[0], None) is not None:
-            return tensordict
         shape = tensordict.batch_size
-        chosen = torch.ones(shape, dtype=torch.bool) if mask is None else mask.reshape(shape)
-        drawn = iter(self.draw(int(chosen.sum())))
+        mask = tensordict.get("_reset", None)
+        if mask is None:
+            if tensordict.get(self.columns[0], None) is not None:
+                return tensordict
+            mask = torch.ones(shape, dtype=torch.bool)
+        is_drawn = mask.reshape(-1).tolist()
+        drawn = iter(self.draw(sum(is_drawn)))
         elements = [
-            self._written(element, next(drawn)) if bool(chosen.reshape(-1)[index]) else element
-            for index, element in enumerate(tensordict.reshape(-1).unbind(0) if shape else [tensordict])
+            self._written(element, next(drawn)) if is_new else element
+            for element, is_new in zip(batch_elements(tensordict), is_drawn, strict=True)
         ]
         return restacked(elements, shape)
 
     def _written(self, element: TensorDictBase, drawn: Drawn) -> TensorDictBase:
         row, group_id, sample_index = drawn
-        rollout = {"group_id": non_tensor(group_id), "sample_index": torch.tensor(sample_index)}
-        rollout["group_size"] = torch.tensor(self.group_size)
         element = element.copy()
         for key, value in with_columns(row, self.columns).items():
             element.set(key, non_tensor(value))
-        return element.set("rollout", tensordict_of(rollout))
+        return element.set("rollout", rollout_entries(group_id, sample_index, self.group_size))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         return tensordict_reset.update(tensordict.select(*self.columns, "rollout", strict=False))
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
         """Add the columns and the group entries that a reset reads."""
-        shape = input_spec.shape
-        rollout: dict[str, TensorSpec] = {"group_id": NonTensor(shape=tuple(shape), example_data="")}
-        rollout |= {key: Unbounded(shape, dtype=torch.int64) for key in _COUNTS}
         state_spec = input_spec["full_state_spec"]
-        for column in self.columns:
-            state_spec[column] = NonTensor(shape=tuple(shape), example_data=None)
-        state_spec["rollout"] = Composite(rollout, shape=shape)
+        state_spec.update(columns_spec(self.columns, input_spec.shape))
+        state_spec["rollout"] = rollout_spec(input_spec.shape)
         return input_spec
 
     def state_dict(self, *args: object, **kwargs: object) -> StateDict:
@@ -184,17 +179,17 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     def _start(self, make_prompts: Callable[[], PromptSampler]) -> None:
         ray = require("ray", extra="ray")
         self._actor = ray.remote(_SharedPrompts).options(**self._actor_options).remote(make_prompts)
-        self.columns, self.group_size = self._ask("facts")
+        self.columns, self.group_size = ray.get(self._actor.facts.remote())
 
     def _ask(self, method: str, *arguments: object) -> Any:
-        return require("ray", extra="ray").get(getattr(self._actor, method).remote(*arguments))
+        answer = require("ray", extra="ray").get(self._actor.call.remote(method, *arguments))
+        if isinstance(answer, EndOfData):
+            raise answer
+        return answer
 
     def draw(self, count: int) -> list[Drawn]:
         """Return the next rows; no other primer of the actor gets them."""
-        drawn = self._ask("draw", count)
-        if isinstance(drawn, EndOfData):
-            raise drawn
-        return drawn
+        return self._ask("draw_many", count)
 
     def reset_dataloader(self) -> None:
         """Restart the data for all primers that share it."""
@@ -218,20 +213,11 @@ class _SharedPrompts:
     def facts(self) -> tuple[tuple[str, ...], int]:
         return columns_of(self._prompts.items), self._prompts.num_samples
 
-    def draw(self, count: int) -> list[Drawn] | EndOfData:
+    def call(self, method: str, *arguments: object) -> object:
         try:
-            return self._prompts.draw_many(count)
+            return getattr(self._prompts, method)(*arguments)
         except EndOfData as end:  # returned, because Ray wraps exceptions
             return end
-
-    def begin_anew(self) -> None:
-        self._prompts.begin_anew()
-
-    def state_dict(self) -> StateDict:
-        return self._prompts.state_dict()
-
-    def load_state_dict(self, state: StateDict) -> None:
-        self._prompts.load_state_dict(state)
 
 
 def _rows(source: Source) -> Sequence[Row]:
@@ -242,9 +228,7 @@ def _rows(source: Source) -> Sequence[Row]:
 
 def dataset_env_of(env: object) -> DatasetChatEnv | DataLoadingPrimer | None:
     """Return the part of an environment that draws prompts from its own dataset, or None."""
-    drawing = [
-        part
-        for part in environment_parts(env)
-        if isinstance(part, DatasetChatEnv) or (isinstance(part, DataLoadingPrimer) and not part.is_shared)
-    ]
-    return drawing[0] if drawing else None
+    for part in environment_parts(env):
+        if isinstance(part, DatasetChatEnv) or (isinstance(part, DataLoadingPrimer) and not part.is_shared):
+            return part
+    return None

@@ -29,14 +29,12 @@ def filled(template: str, row: Row, fields: Mapping[str, str]) -> str:
         >>> filled('{"{{x}}": "{query}"} {n}', {"query": "1 + 1", "n": [2]}, {})
         '{"{x}": "1 + 1"} [2]'
     """
+    values = {"row": dict(row), **row, **fields}
 
     def value(match: re.Match[str]) -> str:
-        name = match[2]
-        if not name:
+        if not match[2]:
             return "{" + match[1] + "}"
-        if name in fields:
-            return fields[name]
-        found = dict(row) if name == "row" and "row" not in row else row[name]
+        found = values[match[2]]
         return found if isinstance(found, str) else json.dumps(as_json(found), ensure_ascii=False)
 
     return _NAME.sub(value, template)

@@ -15,7 +15,7 @@ from typing import TypedDict
 from llmrl._utils.arguments import check_least
 from llmrl._utils.types import Row, StateDict
 from llmrl.data.message import copied
-from llmrl.envs.sources import StreamedRows
+from llmrl.envs.sources import StreamedRows, rows_to_check
 
 _MAX_HASHED = 1000
 Drawn = tuple[Row, str, int]
@@ -111,18 +111,19 @@ class PromptSampler:
         stop = self._position + count - len(again)
         if isinstance(self.items, StreamedRows):
             self.items.read(-(-stop // self.num_samples))
-        if self.num_epochs is not None:
-            stop = min(stop, (self._first_epoch + self.num_epochs) * len(self.items) * self.num_samples)
-        return again + list(range(self._position, stop))
+        return again + list(range(self._position, int(min(stop, self._end))))
+
+    @property
+    def _end(self) -> float:
+        """Position after the last draw; infinite without `num_epochs`."""
+        if self.num_epochs is None:
+            return math.inf
+        return (self._first_epoch + self.num_epochs) * len(self.items) * self.num_samples
 
     @property
     def num_surely_left(self) -> float:
         """Minimum number of draws before the data ends; 0 for streamed rows."""
-        if isinstance(self.items, StreamedRows):
-            return 0
-        if self.num_epochs is None:
-            return math.inf
-        return (self._first_epoch + self.num_epochs) * len(self.items) * self.num_samples - self._position
+        return 0 if isinstance(self.items, StreamedRows) else self._end - self._position
 
     def draw(self) -> Drawn:
         """Return the next item, its group id and its index in the group; raise `EndOfData` after the last epoch."""
@@ -145,12 +146,13 @@ class PromptSampler:
     def at(self, position: int) -> Drawn:
         """Return the draw at a position, without drawing."""
         group, sample_index = divmod(position, self.num_samples)
-        epoch, place = divmod(group, len(self.items))
-        if self.shuffle and epoch != self._order_epoch:
-            self._order = list(range(len(self.items)))
-            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
-            self._order_epoch = epoch
-        index = self._order[place] if self.shuffle else place
+        epoch, index = divmod(group, len(self.items))
+        if self.shuffle:
+            if epoch != self._order_epoch:
+                self._order = list(range(len(self.items)))
+                random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+                self._order_epoch = epoch
+            index = self._order[index]
         return copied(self.items[index]), f"{self.name}/{epoch}/{index}", sample_index
 
     def item_of(self, group_id: str) -> Row:
@@ -240,8 +242,7 @@ def columns_of(items: Sequence[Row]) -> tuple[str, ...]:
 
     Raises TypeError if a name is no text.
     """
-    rows = items if isinstance(items, list | tuple) else [items[0]]
-    names = tuple(dict.fromkeys(name for row in rows for name in row))
+    names = tuple(dict.fromkeys(name for row in rows_to_check(items) for name in row))
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"the dataset has a column named {name!r}; names must be texts: rename the column.")

@@ -6,7 +6,7 @@ import csv
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -107,10 +107,13 @@ def _choose(parts: Mapping[str, object], split: str | None, label: str) -> objec
     return parts[split]
 
 
+def rows_to_check(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows; only the first one if they are read or generated on demand, so that the others are not."""
+    return rows if isinstance(rows, list | tuple) else [rows[0]]
+
+
 def _check(rows: Sequence[Row], columns: list[str], label: str) -> None:
-    # If rows are read or generated on demand, only the first one is checked, so that the others are not loaded.
-    to_check = rows if isinstance(rows, list | tuple) else [rows[0]]
-    for index, row in enumerate(to_check):
+    for index, row in enumerate(rows_to_check(rows)):
         if not isinstance(row, Mapping) and (columns or not isinstance(row, str)):
             raise TypeError(f"row {index} of the {label} must be a mapping from columns to values, got {row!r:.80}.")
         for column in columns:
@@ -178,10 +181,7 @@ def _read_file(path: Path) -> Any:
 
 
 def _read_json_lines(path: Path) -> list[Row]:
-    return list(_parsed_lines(path))
-
-
-def _parsed_lines(path: Path) -> Iterator[Row]:
+    rows: list[Row] = []
     with path.open(encoding="utf-8-sig") as file:  # with or without a byte order mark
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -194,7 +194,8 @@ def _parsed_lines(path: Path) -> Iterator[Row]:
                 raise ValueError(
                     f"{path}:{number} must be an object, from columns to values, got {line.strip()!r:.80}."
                 )
-            yield row
+            rows.append(row)
+    return rows
 
 
 def _read_json(path: Path) -> object:

@@ -12,12 +12,11 @@ from tensordict import TensorDictBase
 from torchrl.envs import TransformedEnv
 
 from llmrl._utils.arguments import KnownArguments
-from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.types import Row
 from llmrl.data import Message
 from llmrl.data.message import copied, text_of
 from llmrl.data.tensordicts import non_tensor, tensordict_of
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened, system_messages
 from llmrl.envs.sampler import DrawOptions
 from llmrl.envs.sources import load_rows
 from llmrl.rewards import RewardFn, Rubric
@@ -76,7 +75,7 @@ class ToolEnv(KnownArguments, TransformedEnv):
         cls = factory.func if isinstance(factory, functools.partial) else factory
         if not isinstance(cls, type):
             raise TypeError(f"factory must be a class, or a functools.partial of one, got {factory!r:.80}.")
-        rows = [{"prompt": []}] if dataset is None else load_rows(dataset, split=None)
+        rows = [{"prompt": []}] if dataset is None else load_rows(dataset)
         column = next((column for column in ("prompt", "query") if column in rows[0]), None)
         if column is None:
             raise ValueError(f"the rows have neither 'prompt' nor 'query', only {sorted(rows[0])}.")
@@ -85,21 +84,10 @@ class ToolEnv(KnownArguments, TransformedEnv):
             if not hasattr(cls, "get_reward"):
                 raise ValueError(f"{cls.__name__} has no get_reward: give it one, or pass a rubric.")
             rubric = Rubric(RewardFn(_OwnReward(instances.state_name), name="get_reward"), timeout_seconds=timeout)
-        chat_env = _OpenedByTools(
-            lambda row: _Opening(instances, row, column, system_prompt),
-            rows,
-            **draws,
-        )
-        tools = _ToolsAtHome(instances, chat_env.loop, timeout)
+        chat_env = _OpenedByTools(lambda row: _Opening(instances, row, column, system_prompt), rows, **draws)
+        tools = ToolTransform(instances.tools, timeout=timeout)
+        tools._home = chat_env._loops.current  # the event loop of their instances
         super().__init__(chat_env.append_transform(tools), RubricReward(rubric))
-
-
-class _ToolsAtHome(ToolTransform):
-    """Tools that run on the event loop of their instances."""
-
-    def __init__(self, instances: InstanceTools, home: BackgroundLoop, timeout: float) -> None:
-        super().__init__(instances.tools, timeout=timeout)
-        self._home = home
 
 
 class _Opening(MessageEnv):
@@ -114,9 +102,8 @@ class _Opening(MessageEnv):
 
     async def init(self) -> Sequence[Message]:
         prompt = self._row[self._column]
-        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if self._system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": self._system_prompt})
+        given: Sequence[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [*system_messages(self._system_prompt), *given]
         instance, said = await self._instances.open(self.session.id, copied(self._row))
         self.session.states[self._instances.state_name] = instance
         if said is None and messages:
@@ -140,15 +127,10 @@ class _Opening(MessageEnv):
 class _OpenedByTools(MessageChatEnv):
     """Adds a conversation's instance to the session of its tools."""
 
-    @property
-    def loop(self) -> BackgroundLoop:
-        return self._loops.current
-
-    def _opened_step(self, opened: Opened | None) -> TensorDictBase:
+    def _opened_step(self, opened: Opened) -> TensorDictBase:
         step = super()._opened_step(opened)
-        if opened is not None and isinstance(opened.env, _Opening):
-            step.set(STATE_KEY, tensordict_of({"session": non_tensor(opened.env.session)}))
-        return step
+        assert isinstance(opened.env, _Opening)
+        return step.set(STATE_KEY, tensordict_of({"session": non_tensor(opened.env.session)}))
 
 
 class _OwnReward:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
+from llmrl._utils.asynchronous import awaited, is_async
 from llmrl._utils.numbers import finite_number, location_of
 from llmrl._utils.types import Row
 from llmrl.data import Message, RolloutStatus, StopReason, text_of
@@ -88,8 +89,7 @@ class RewardFn:
         self.function = function
         self.name = name
         self.weight = weight
-        # An async function, or an object with an async `__call__`.
-        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        self.is_async = is_async(function)
         parameters = inspect.signature(function).parameters.values()
         nameless = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
         if nameless:
@@ -118,5 +118,4 @@ class RewardFn:
         self.check_inputs(available)
         chosen = available if self._takes_all else {k: available[k] for k in self._names if k in available}
         given = {name: value if name in rollout.tools else copied(value) for name, value in chosen.items()}
-        result = self.function(**given)
-        return finite_number(await result if inspect.isawaitable(result) else result, f"the score of {self.name!r}")
+        return finite_number(await awaited(self.function(**given)), f"the score of {self.name!r}")

@@ -12,14 +12,12 @@ from llmrl._utils.imports import require
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
 from llmrl.envs.hubs.gymnasium_spaces import NoAction, about, action_of, action_words, drawn, observation_text
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, system_messages
 from llmrl.envs.sampler import DrawOptions
-from llmrl.envs.tasks.task import Split, check_split
+from llmrl.envs.tasks.task import Split, first_seed
 
 if TYPE_CHECKING:
     import gymnasium
-
-_FIRST_TEST_SEED = 1_000_000
 
 
 class GymnasiumTextEnv(MessageEnv):
@@ -51,8 +49,7 @@ class GymnasiumTextEnv(MessageEnv):
 
     async def init(self) -> list[Message]:
         """Return the first observation."""
-        opening: list[Message] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*opening, await asyncio.to_thread(self._reset)]
+        return [*system_messages(self.system_prompt or None), await asyncio.to_thread(self._reset)]
 
     async def step(self, message: Message) -> MessageStep:
         """Apply the action in the message's text; the observation of a terminated episode is discarded."""
@@ -79,7 +76,7 @@ class GymnasiumTextEnv(MessageEnv):
         )
 
     def _message(self, observation: object) -> Message:
-        picture = drawn(self.env) if hasattr(self.env, "render_mode") else ""
+        picture = drawn(self.env)
         text = observation_text(observation)
         return {"role": "user", "content": f"{picture}\n\n{text}" if picture else text}
 
@@ -126,7 +123,7 @@ class GymnasiumEnv(MessageChatEnv):
         **draws: Unpack[DrawOptions],
     ) -> None:
         check_least(1, num_problems=num_problems)
-        first = _FIRST_TEST_SEED if check_split(split) == "test" else 0
+        first = first_seed(split)
         self._options = dict(options or {})
         self._env_id = env_id
         env = self._make()

@@ -103,10 +103,9 @@ def about(env: gymnasium.Env) -> str:
 
 def drawn(env: gymnasium.Env) -> str:
     """Return the rendering of `render_mode="ansi"`, with coloured characters in brackets; "" in other modes."""
-    if env.render_mode != "ansi":
+    if getattr(env, "render_mode", None) != "ansi":  # GEM's environments have no such attribute
         return ""
-    picture = env.render()
-    return _COLOURED.sub(r"[\1]", str(picture)).strip("\n") if picture else ""
+    return _COLOURED.sub(r"[\1]", str(env.render() or "")).strip("\n")
 
 
 def _plain(value: object) -> object:

@@ -234,15 +234,12 @@ class _Places:
     """Factory of the sandboxes for the stages of tasks."""
 
     def __init__(self, tasks: Sequence[HarborTask], sandbox: MakeSandbox | str | None) -> None:
-        if isinstance(sandbox, str) and sandbox not in _PROGRAMS:
-            raise ValueError(f"sandbox must be one of {_PROGRAMS} or a function of an image, got {sandbox!r}.")
-        self._make: MakeSandbox | None
         if isinstance(sandbox, str):
-            self._make = functools.partial(ContainerSandbox, program=sandbox, folder=None)
-        else:
-            self._make = sandbox
-        stages = [stage for task in tasks for stage in (task.agent, task.verifier) if stage is not None]
-        if self._make is not None:
+            if sandbox not in _PROGRAMS:
+                raise ValueError(f"sandbox must be one of {_PROGRAMS} or a function of an image, got {sandbox!r}.")
+            sandbox = functools.partial(ContainerSandbox, program=sandbox, folder=None)
+        self._make = sandbox
+        if sandbox is not None:
             if without := next((task for task in tasks if task.agent.image is None), None):
                 raise BadTask(f"the task {without.name!r} has neither an image nor a Dockerfile: leave out sandbox.")
             return
@@ -251,6 +248,7 @@ class _Places:
                 f"{len(bound)} of {len(tasks)} tasks need an image, the first is {bound[0].name!r}: "
                 f"{bound[0].why_image}. Pass sandbox='docker', or a function that creates a sandbox from an image."
             )
+        stages = [stage for task in tasks for stage in task.stages]
         targets = [path for stage in stages for path in (stage.workdir, *(target for _, target in stage.copies))]
         tops = {f"/{path.split('/')[1]}" for path in targets}
         self._links = tuple(sorted({*_LINKED, *tops} - {"/tmp"}))

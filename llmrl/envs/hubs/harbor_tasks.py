@@ -66,10 +66,16 @@ class HarborTask:
     """Whether the reward is computed from pytest's summary, as in terminal-bench, instead of read from a file."""
 
     @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The agent's stage, and that of a separate verifier."""
+        return (self.agent,) if self.verifier is None else (self.agent, self.verifier)
+
+    @property
     def why_image(self) -> str:
         """Reason why the task cannot be played without an image; empty if it can."""
-        if reason := self.agent.why_image or (self.verifier.why_image if self.verifier else ""):
-            return reason
+        for stage in self.stages:
+            if stage.why_image:
+                return stage.why_image
         script = self.folder / self.test_command[-1].lstrip("/")
         path = script if script.is_file() else self.folder / script.name
         found = _INSTALLS.search(path.read_text(errors="replace"))
@@ -91,6 +97,10 @@ def read_tasks(folder: Path) -> list[HarborTask]:
     return [read_task(path) for path in folders]
 
 
+def _bad(folder: Path, problem: str) -> BadTask:
+    return BadTask(f"the task {str(folder)!r} {problem}")
+
+
 def _file_of(folder: Path) -> Path | None:
     return next((folder / name for name in _FILES if (folder / name).is_file()), None)
 
@@ -108,7 +118,7 @@ def read_task(folder: Path) -> HarborTask:
     except BadTask:
         raise
     except Exception as error:
-        raise BadTask(f"the task {str(folder)!r} cannot be read: {file.name}: {error}") from error
+        raise _bad(folder, f"cannot be read: {file.name}: {error}") from error
 
 
 def _harbor_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
@@ -124,7 +134,7 @@ def _harbor_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
         ((folder / "tests" / "docker-compose.yaml").is_file(), "several containers (docker-compose.yaml)"),
     ):
         if is_there:
-            raise BadTask(f"the task {str(folder)!r} has {what}, which llmrl does not support.")
+            raise _bad(folder, f"has {what}, which llmrl does not support.")
     instruction = _text(folder, "instruction.md")
     _text(folder, "tests/test.sh")
     agent = _stage(folder / "environment", environment, DEFAULT_WORKDIR)
@@ -156,10 +166,10 @@ def _harbor_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
 
 def _terminal_bench_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
     if (parser := config.get("parser_name", "pytest")) != "pytest":
-        raise BadTask(f"the task {str(folder)!r} has parser_name {parser!r}; only 'pytest' is supported.")
+        raise _bad(folder, f"has parser_name {parser!r}; only 'pytest' is supported.")
     instruction = config.get("instruction")
     if not isinstance(instruction, str) or not instruction.strip():
-        raise BadTask(f"the task {str(folder)!r} has no instruction in task.yaml.")
+        raise _bad(folder, "has no instruction in task.yaml.")
     _text(folder, "run-tests.sh")
     return HarborTask(
         name=folder.name,
@@ -181,7 +191,7 @@ def _terminal_bench_task(folder: Path, config: Mapping[str, Any]) -> HarborTask:
 def _artifacts(folder: Path, given: Sequence[str | Mapping[str, str]]) -> tuple[str, ...]:
     paths = [one if isinstance(one, str) else one["source"] for one in given]
     if relative := [path for path in paths if not path.startswith("/")]:
-        raise BadTask(f"the task {str(folder)!r} has artifacts {relative}; absolute paths are expected.")
+        raise _bad(folder, f"has artifacts {relative}; absolute paths are expected.")
     return tuple(map(posixpath.normpath, paths))
 
 
@@ -190,9 +200,9 @@ def _text(folder: Path, name: str) -> str:
     try:
         text = path.read_text() if path.is_file() else ""
     except UnicodeDecodeError as error:
-        raise BadTask(f"the task {str(folder)!r} has a file {name} that is not UTF-8: {error}") from None
+        raise _bad(folder, f"has a file {name} that is not UTF-8: {error}") from None
     if not text.strip():
-        raise BadTask(f"the task {str(folder)!r} has no {name}, or an empty one.")
+        raise _bad(folder, f"has no {name}, or an empty one.")
     return text
 
 
@@ -202,7 +212,7 @@ def _seconds(folder: Path, value: object, name: str) -> float:
     except (TypeError, ValueError) as error:
         raise BadTask(f"the task {str(folder)!r}: {error}") from None
     if seconds <= 0:
-        raise BadTask(f"the task {str(folder)!r} has {name} {seconds:g}; a positive number of seconds is expected.")
+        raise _bad(folder, f"has {name} {seconds:g}; a positive number of seconds is expected.")
     return seconds
 
 
@@ -212,7 +222,7 @@ def _variables(folder: Path, given: Mapping[str, object]) -> dict[str, str]:
     def of_machine(found: re.Match[str]) -> str:
         value = os.environ.get(found[1], found[2])
         if value is None:
-            raise BadTask(f"the task {str(folder)!r} needs the environment variable {found[1]}, which is not set.")
+            raise _bad(folder, f"needs the environment variable {found[1]}, which is not set.")
         return value
 
     return {name: _VARIABLE.sub(of_machine, str(value)) for name, value in given.items()}

@@ -13,7 +13,7 @@ from llmrl._utils.numbers import finite_number
 from llmrl._utils.types import Row
 from llmrl.envs.hubs.virtual_env import python_with
 from llmrl.envs.sampler import DrawOptions
-from llmrl.envs.tasks.task import Split, check_split
+from llmrl.envs.tasks.task import Split, first_seed
 from llmrl.envs.tool_env import ToolEnv
 from llmrl.tools import StopSignal
 from llmrl.tools.browser_page import PageActions
@@ -26,7 +26,6 @@ Result = TypeVar("Result")
 
 _PACKAGE = "miniwob>=1.1,<1.2"
 _HOST = "miniwob.test"
-_FIRST_TEST_SEED = 1_000_000
 _MAX_HTML_CHARS = 6000
 _SYSTEM_PROMPT = (
     "Do the task on the web page with your tools. Selectors are CSS selectors of the page's HTML, or text=WORDS. The "
@@ -134,7 +133,7 @@ class MiniWoBEnv(ToolEnv):
                 near = nearest(task, known)
                 hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known)}."
                 raise ValueError(f"MiniWoB has no task {task!r}; {hint}")
-        first = _FIRST_TEST_SEED if check_split(split) == "test" else 0
+        first = first_seed(split)
         rows: list[Row] = [
             {"prompt": [], "task": task, "problem": first + number, "mode": split}
             for number in range(num_problems)

@@ -50,9 +50,9 @@ def score_gain(observation: str) -> float:
     found = {name: pattern.search(observation) for name, pattern in _SCORES.items()}
     try:
         values = {name: float(match[1]) for name, match in found.items() if match}
-    except ValueError:
+        return values["Evaluation"] - values.get("Baseline", 0.0)
+    except (ValueError, KeyError):
         return 0.0
-    return values.get("Evaluation", 0.0) - values.get("Baseline", 0.0) if "Evaluation" in values else 0.0
 
 
 class MLGymWrapper(MessageEnv):

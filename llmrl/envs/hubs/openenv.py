@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Unpack
 
 import torch
 
+from llmrl._utils.arguments import check_positive
 from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
 from llmrl.data.message import copied
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, system_messages
 from llmrl.envs.sampler import DrawOptions
 
 if TYPE_CHECKING:
@@ -69,8 +70,7 @@ class OpenEnvChatEnv(MessageChatEnv):
         device: torch.device | None = None,
         **draws: Unpack[DrawOptions],
     ) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be positive, got {timeout}.")
+        check_positive(timeout=timeout)
         require("aiohttp", extra="server")
         address = url if "://" in url else f"http://{url}"
         server = _Server(
@@ -81,12 +81,7 @@ class OpenEnvChatEnv(MessageChatEnv):
             system_prompt,
             timeout,
         )
-        super().__init__(
-            lambda row: _Session(server, row),
-            dataset,
-            device=device,
-            **draws,
-        )
+        super().__init__(lambda row: _Session(server, row), dataset, device=device, **draws)
 
 
 @dataclass(slots=True)
@@ -139,8 +134,8 @@ class _Session(MessageEnv):
             raise ConnectionError(f"{server.url} opened no session within {server.timeout:g} s: {why}.") from None
         if step.is_done:
             raise ValueError(f"{server.url} ended the conversation before its first answer.")
-        system = [] if server.system_prompt is None else [{"role": "system", "content": server.system_prompt}]
-        return [*system, {"role": "user", "content": server.content(copied(observation))}]
+        content = server.content(copied(observation))
+        return [*system_messages(server.system_prompt), {"role": "user", "content": content}]
 
     async def _begin(self) -> tuple[object, MessageStep]:
         import aiohttp
@@ -220,7 +215,7 @@ class _Session(MessageEnv):
             if code == "CAPACITY_REACHED":
                 raise _NotNow(f"it is full: {reason}")
             if code == "VALIDATION_ERROR" and question["type"] == "step":
-                raise _InvalidAction(reason if isinstance(reason, str) else json.dumps(reason, ensure_ascii=False))
+                raise _InvalidAction(_as_text(reason))
             raise RuntimeError(f"{url} refused {question!r:.200}: {code}, {reason}")
         if is_unasked:
             raise RuntimeError(f"{url} sent {received!r:.200}, which was not requested.")
@@ -257,4 +252,8 @@ def _content_of(observation: object) -> str:
         observation = {name: value for name, value in observation.items() if name != "metadata"}
         if len(observation) == 1:
             [observation] = observation.values()
-    return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
+    return _as_text(observation)
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

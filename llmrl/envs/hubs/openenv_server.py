@@ -289,7 +289,7 @@ class OpenEnvServer:
         new = chat[len(full.chats) :]
         reward = float(step["reward"].sum())
         metadata = _outcome(step) if conversation.is_done else {}
-        is_scored = bool(step["is_scored"].all()) if "is_scored" in step else True
+        is_scored = "is_scored" not in step or bool(step["is_scored"].all())
         return {
             "observation": {"messages": as_json(new), "metadata": metadata},
             "reward": None if conversation.is_done and not is_scored else reward,
@@ -300,8 +300,8 @@ class OpenEnvServer:
     def _state(self, session: _Session) -> dict[str, JSON]:
         conversation = session.conversation
         return {
-            "episode_id": None if conversation is None else conversation.episode_id,
-            "step_count": 0 if conversation is None else conversation.num_steps,
+            "episode_id": getattr(conversation, "episode_id", None),
+            "step_count": getattr(conversation, "num_steps", 0),
             "num_problems": self._num_problems(),
         }
 
@@ -345,7 +345,6 @@ def _read(text: str) -> tuple[str, dict[str, JSON]]:
 
 
 def _message_of(action: dict[str, JSON]) -> Message:
-    """Return the assistant's message."""
     if unknown := [name for name in action if name not in _ACTION_FIELDS]:
         raise _Refused("VALIDATION_ERROR", f"an action has the fields {', '.join(_ACTION_FIELDS)}, got {unknown}.")
     if action.get("content") is None and not action.get("tool_calls"):

@@ -101,7 +101,8 @@ class Tau2Env(AgentEnv):
             self._workers.close()
             raise ValueError(f"the domain {domain!r} cannot be played: {describe(error)}") from error
         draws.setdefault("name", split or "train")
-        super().__init__(self._play_alone, rows, host=host, port=port, public_url=public_url, **draws)
+        play = self.run_agent  # called by the collector itself, because it returns scores by role
+        super().__init__(play, rows, host=host, port=port, public_url=public_url, **draws)  # type: ignore[arg-type]
 
     async def run_agent(self, row: Row, model: AgentModel) -> dict[str, Score]:
         """Play the conversation, and return tau2's reward."""
@@ -120,9 +121,6 @@ class Tau2Env(AgentEnv):
         reason = str(StopReason.ENVIRONMENT_TRUNCATED) if ended in _CUT else ""
         reward = finite_number(played["reward"], f"the reward of {row['task_id']!r}")
         return {"": Score(reward, played["breakdown"], reason=reason)}
-
-    async def _play_alone(self, row: Row, model: AgentModel) -> None:
-        raise NotImplementedError("conversations are played by `run_agent`.")
 
     def close(self, **kwargs: object) -> None:
         """End the worker process."""

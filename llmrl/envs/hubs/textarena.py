@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, Unpack
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.imports import require
 from llmrl.envs.game import Game, GameEnv, Opponent
 from llmrl.envs.sampler import OrderOptions
@@ -98,8 +99,7 @@ class TextArenaGame(Game):
 
 def role_names(num_players: int) -> tuple[str, ...]:
     """Return the names of the players in TextArena's order."""
-    if num_players < 1:
-        raise ValueError(f"num_players must be at least 1, got {num_players}.")
+    check_least(1, num_players=num_players)
     return tuple(f"player_{number}" for number in range(num_players))
 
 

@@ -9,6 +9,7 @@ from typing import Unpack
 
 import torch
 
+from llmrl._utils.arguments import check_positive
 from llmrl._utils.failure import describe
 from llmrl._utils.numbers import finite_number
 from llmrl._utils.types import Row
@@ -83,15 +84,9 @@ class VerifiersEnv(AgentEnv):
     ) -> None:
         if isinstance(requirements, str):
             raise TypeError(f"requirements must be lines in a list, got {requirements!r}.")
-        if not timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}.")
+        check_positive(timeout_seconds=timeout_seconds)
         self.taskset = taskset
-        opening = {
-            "taskset": taskset,
-            "config": dict(config or {}),
-            "select": dict(select or {}),
-            "split": split,
-        }
+        opening = {"taskset": taskset, "config": dict(config or {}), "select": dict(select or {}), "split": split}
         python = functools.partial(python_with, (_VERIFIERS, "uv", *requirements))
         self._workers = Workers(python, "verifiers_worker.py", opening, open_seconds)
         draws.setdefault("name", split or "train")
@@ -117,7 +112,7 @@ class VerifiersEnv(AgentEnv):
             )
         self._seats = seats
         super().__init__(
-            self._play_alone,
+            self.run_agent,  # type: ignore[arg-type]  # returns scores by role
             dataset,
             host=host,
             port=port,
@@ -172,9 +167,6 @@ class VerifiersEnv(AgentEnv):
         except (TypeError, ValueError) as error:
             error_text = f"{describe(error)} Returned by {self.taskset!r}."
             return Score(0.0, finite, is_scored=False, error=error_text, reason=reason)
-
-    async def _play_alone(self, row: Row, model: AgentModel) -> None:
-        raise NotImplementedError("episodes are played by `run_agent`.")
 
     def close(self, **kwargs: object) -> None:
         """End the worker process."""

@@ -25,8 +25,8 @@ class InstallError(ValueError):
 
 def cache_folder() -> Path:
     """Return the folder of the virtual environments, below `XDG_CACHE_HOME` or `~/.cache`."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "llmrl" / "environments"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "llmrl", "environments")
 
 
 def python_with(requirements: Sequence[str], *, version: str = "") -> Path:

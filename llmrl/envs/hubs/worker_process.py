@@ -248,24 +248,27 @@ def _receive(me: weakref.ref[WorkerProcess], channel: socket.socket) -> None:
     buffer = FrameBuffer(_MAX_ANSWER_BYTES)
     reason = ""
     while not reason:
+        data = b""
+        answers: list[Answer] = []
         try:
             data = channel.recv(1 << 20)
-            answers = list(buffer.add(data)) if data else []
-        except (OSError, BrokenFrame) as error:
-            data, answers = b"", []
-            reason = f"the worker sent {error}." if isinstance(error, BrokenFrame) else ""
+            answers = list(buffer.add(data))
+        except BrokenFrame as error:
+            reason = f"the worker sent {error}."
+        except OSError:  # the channel was closed
+            pass
         worker = me()
         if worker is None:
             return
         for answer in answers:
             worker._received(answer)
         if not data:
-            if not reason:
-                # Wait for the end of the process, and read the rest of its output.
-                code = worker._process.wait()
-                worker._drain.join(_TERM_SECONDS)
-                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                reason = f"the worker ended {how}."
+            # Wait for the end of the process, and read the rest of its output.
+            code = worker._process.wait()
+            worker._drain.join(_TERM_SECONDS)
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            reason = f"the worker ended {how}."
+        if reason:
             worker.fail(reason)
         del worker
 

@@ -37,7 +37,9 @@ def _without_nan(value: object) -> object:
         return str(value)
     if isinstance(value, dict):
         return {str(key): _without_nan(entry) for key, entry in value.items()}
-    return [_without_nan(entry) for entry in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    return value
 
 
 class Connection:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from llmrl.envs.tasks.task import DeclaredTaskEnv, Split, Task, check_split, named_task
+from llmrl.envs.tasks.task import DeclaredTaskEnv, Split, Task, named_task, part_of
 from llmrl.rewards import RewardFn, Rubric, extract_answer, last_number
 from llmrl.transforms import RubricReward
 
@@ -18,14 +18,12 @@ def addition_problems(split: Split = "train", *, num_digits: int = 1) -> list[di
         >>> addition_problems("test")[0].keys()
         dict_keys(['query', 'answer'])
     """
-    check_split(split)
     if not 1 <= num_digits <= 3:
         raise ValueError(f"num_digits must be 1, 2 or 3, got {num_digits}.")
     numbers = range(0 if num_digits == 1 else 10 ** (num_digits - 1), 10**num_digits)
     problems = [{"query": f"{a} + {b} =", "answer": str(a + b)} for a in numbers for b in numbers]
     random.Random(0).shuffle(problems)
-    num_test = round(len(problems) / 4)
-    return problems[:num_test] if split == "test" else problems[num_test:]
+    return part_of(problems, split)
 
 
 def is_last_number_right(completion: str, answer: str) -> float:

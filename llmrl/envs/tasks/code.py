@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import secrets
@@ -60,7 +61,7 @@ def code_of(completion: str, *, reasoning: bool = False) -> str | None:
     if answer is None or len(answer) > _MAX_CHARACTERS:
         return None
     blocks = [found[2] for found in _FENCED.finditer(answer) if _is_python(found[1])]
-    return blocks[-1] if blocks else answer
+    return [answer, *blocks][-1]
 
 
 def _is_python(label: str | None) -> bool:
@@ -87,9 +88,8 @@ async def run_tests(code: str, inputs: Sequence[object], expected: Sequence[str]
     program = _PROGRAM.format(code=code, inputs=list(inputs), mark=mark)
     result = await _interpreters().run(program)
     lines = [line.removeprefix(mark) for line in result.stdout.split("\n") if line.startswith(mark)]
-    given = [_canonical(line) for line in lines[: len(right)]]
-    given += [None] * (len(right) - len(given))
-    return [one == other for one, other in zip(given, right, strict=True)]
+    given = map(_canonical, lines[: len(right)])
+    return [one == other for one, other in itertools.zip_longest(given, right)]
 
 
 def _canonical(text: str) -> str | None:

@@ -70,23 +70,20 @@ def code_problems(
     if num_parts not in (1, 2, 3):
         raise ValueError(f"num_parts must be 1, 2 or 3, got {num_parts}.")
     generator = random.Random(seed)
-    functions = sorted(
-        described
-        for described in {
-            _described(keep, change, give, k)
-            for keep, change, give, k in itertools.product(_KEEP, _CHANGE, _GIVE, _NUMBERS)
-            if (keep != "all") + (change != "") + (give != "their list") == num_parts
-        }
-        if is_in_split(described[0], split)
+    described = (
+        _described(keep, change, give, k)
+        for keep, change, give, k in itertools.product(_KEEP, _CHANGE, _GIVE, _NUMBERS)
+        if (keep != "all") + (change != "") + (give != "their list") == num_parts
     )
+    functions = sorted({(text, solution) for text, solution in described if is_in_split(text, split)})
     generator.shuffle(functions)
     return [_problem(text, solution, generator) for text, solution in functions[:num_problems]]
 
 
 def _described(keep: str, change: str, give: str, k: int) -> tuple[str, str]:
     """Return a function's description in words, and its code."""
-    steps = [*([f"keep {keep}"] if keep != "all" else []), *([change] if change else []), f"return {give}"]
-    text = ", then ".join(steps).format(k=k)
+    steps = [f"keep {keep}" * (keep != "all"), change, f"return {give}"]
+    text = ", then ".join(filter(None, steps)).format(k=k)
     parts = {"keep": _KEEP[keep], "change": _CHANGE[change], "give": _GIVE[give]}
     return text, _SOLUTION.format(**{name: part.format(k=k) for name, part in parts.items()})
 

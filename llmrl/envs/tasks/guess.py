@@ -87,8 +87,8 @@ class _HintingEnv(DatasetChatEnv):
             return step
         messages = tensordict.get(("history", "full")).chats
         guessed = guesses(messages)
-        said = hint(guessed, plain(tensordict.get("answer")), plain(tensordict.get("highest"))) if guessed else None
-        if said is not None:
+        answer, highest = (plain(tensordict.get(name)) for name in ("answer", "highest"))
+        if guessed and (said := hint(guessed, answer, highest)) is not None:
             prompt = History.from_chats((*messages, {"role": self.user_role, "content": said}), check=False)
             step.set("history", container_of(ChatHistory, {"prompt": prompt}))
         return step

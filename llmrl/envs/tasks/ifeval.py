@@ -85,6 +85,7 @@ class IfEvalScorer(RubricReward):
             functions.append(RewardFn(aggregated, name="aggregate"))
         super().__init__(Rubric(*functions, truncation_reward=0.0), terminate_when_answered=set_done_if_answer)
         self.format_weights = weights
+        self.reasoning = reasoning
 
 
 def _mean(values: Sequence[bool]) -> float:

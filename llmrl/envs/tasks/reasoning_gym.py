@@ -58,7 +58,6 @@ class ReasoningGymProblems:
         config: Mapping[str, Row] | None = None,
     ) -> None:
         factory = require("reasoning_gym.factory", extra="envs")
-        require("reasoning_gym", extra="envs")
         check_least(1, num_problems=num_problems, window=window)
         self.weights = {tasks: 1.0} if isinstance(tasks, str) else dict(tasks)
         _check_names(factory.DATASETS, self.weights, config or {})

@@ -96,8 +96,9 @@ def announced_environments() -> dict[str, EntryPoint]:
 
 
 def origin_of(point: EntryPoint) -> str:
-    """Return the distribution of an entry point, and its version."""
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
+    """Return the distribution of an installed package's entry point, and its version."""
+    assert point.dist is not None
+    return f"{point.dist.name} {point.dist.version}"
 
 
 def is_env_name(name: str) -> bool:
@@ -148,7 +149,6 @@ def _announced_as(name: str) -> str:
 
 
 def _unknown(name: str) -> str:
-    """Return the message about an unknown name."""
     announced = announced_environments()
     known = [*TASKS, *(f"{hub}:{about.partition(',')[0]}" for hub, (_, about) in HUBS.items()), *announced]
     same = [one for one in announced if one.partition("/")[2] == name]
@@ -195,7 +195,8 @@ def make_task_env(
         given["seed"] = options.pop("seed", 0)
         known = keywords_of(found.make)
         given = {key: value for key, value in given.items() if key in found.argument_names}
-        refuse_unknown(f"the environment {name!r}", options, options if known is None else known)
+        if known is not None:
+            refuse_unknown(f"the environment {name!r}", options, known)
     env = found.make(**given, **options)
     if not isinstance(env, EnvBase):
         raise TypeError(f"the environment {name!r} must be an EnvBase, but its function returned {type(env).__name__}.")

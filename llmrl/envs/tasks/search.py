@@ -15,8 +15,8 @@ from llmrl.envs.tasks.task import (
     Split,
     TaskEnv,
     TaskOptions,
-    check_split,
     named_task,
+    part_of,
     refuse_generator_options,
     task_rows,
 )
@@ -28,8 +28,6 @@ _SYSTEM_PROMPT = (
     "Answer questions about people. You know nothing about them: call the search tool first, "
     "then reply with the answer only."
 )
-_NUM_PEOPLE = 60
-"""Number of people in the generated corpus by default."""
 _FIRST = ("Ada", "Bruno", "Carla", "Dario", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas")
 _LAST = ("Adler", "Brandt", "Conti", "Duarte", "Egger", "Ferrari", "Gruber", "Hansen", "Ivanov", "Jensen")
 _FACTS = {
@@ -51,7 +49,7 @@ _FACTS = {
 }  # fmt: skip
 
 
-def search_corpus(*, num_people: int = _NUM_PEOPLE, seed: int = 0) -> tuple[list[str], list[dict[str, str]]]:
+def search_corpus(*, num_people: int = 60, seed: int = 0) -> tuple[list[str], list[dict[str, str]]]:
     """Return documents about `num_people` (2 to 100) fictional people, and questions (`query`, `answer`) about them.
 
     Example:
@@ -149,14 +147,13 @@ class SearchEnv(TaskEnv):
         tool_parser: str = "none",
         **options: Unpack[TaskOptions],
     ) -> None:
+        own = {} if num_people is None else {"num_people": num_people}
         if dataset is None:
-            num_people = _NUM_PEOPLE if num_people is None else num_people
-            documents, questions = search_corpus(num_people=num_people, seed=options.get("seed", 0))
-            num_test = len(questions) // 4
-            questions = questions[:num_test] if check_split(split) == "test" else questions[num_test:]
+            documents, questions = search_corpus(seed=options.get("seed", 0), **own)
+            questions = part_of(questions, split)
             rows = task_rows(questions, split=split, query="query")
         else:
-            refuse_generator_options({} if num_people is None else {"num_people": num_people})
+            refuse_generator_options(own)
             rows = task_rows(dataset, split=split, query="query", columns=("answer", "documents"))
             documents = list(dict.fromkeys(document for row in rows for document in row.pop("documents")))
         opening = example_conversation() if show_example else ()

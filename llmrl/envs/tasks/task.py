@@ -22,6 +22,7 @@ Split = Literal["train", "test"]
 Dataset = str | Path | Iterable[Row]
 """A source of `load_rows`."""
 Rows = list[dict[str, Any]]
+_FIRST_TEST_SEED = 1_000_000
 
 REASONING_PROMPT = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant "
@@ -141,13 +142,14 @@ class Task:
         own = {name: options.pop(name) for name in self.own_options() if name in options}
         if dataset is not None:
             refuse_generator_options(own)
-        if dataset is None and not isinstance(self.source, str):
+        elif isinstance(self.source, str):
+            dataset = self.source
+        else:
             if "seed" in inspect.signature(self.source).parameters:
                 own["seed"] = options.get("seed", 0)
             dataset = self.source(split=split, **own)
-        given = self.source if dataset is None else dataset
-        subset = self.subset if isinstance(given, str) and given == self.source else None
-        rows = task_rows(given, split=split, subset=subset, query=self.query, columns=self.columns)  # type: ignore[arg-type]
+        subset = self.subset if isinstance(dataset, str) and dataset == self.source else None
+        rows = task_rows(dataset, split=split, subset=subset, query=self.query, columns=self.columns)
         if self.complete_rows is not None:
             self.complete_rows(rows)
         return rows
@@ -223,6 +225,7 @@ class DeclaredTaskEnv(TaskEnv):
         return cls(data, split=split, **options)
 
 
+Problem = TypeVar("Problem")
 Maker = TypeVar("Maker", bound=Callable[..., TaskEnv])
 TASKS: dict[str, tuple[Callable[..., TaskEnv], str]] = {}
 """Factory and one-line description of each named task environment."""
@@ -256,6 +259,17 @@ def refuse_generator_options(given: Mapping[str, object]) -> None:
 def is_in_split(problem: str, split: Split) -> bool:
     """Return whether a generated problem belongs to a split; a hash assigns a tenth of the problems to `test`."""
     return (zlib.crc32(problem.encode()) % 10 == 0) == (check_split(split) == "test")
+
+
+def part_of(problems: list[Problem], split: str) -> list[Problem]:
+    """Return the problems of a split: a quarter of them for `test`, the others for `train`."""
+    num_test = len(problems) // 4
+    return problems[:num_test] if check_split(split) == "test" else problems[num_test:]
+
+
+def first_seed(split: str) -> int:
+    """Return the first seed of a split, for problems that are seeds."""
+    return _FIRST_TEST_SEED if check_split(split) == "test" else 0
 
 
 def check_split(split: str) -> str:

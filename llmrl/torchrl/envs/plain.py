@@ -65,10 +65,17 @@ class LLMEnv(KnownArguments, EnvBase):
         self._batch_locked = False
         self.from_text = from_text
         self.eos_token_id = eos_token_id
-        self.prompt_key = (str_key or "text") if from_text else (token_key or "tokens")
+        self.prompt_key: NestedKey
         # Not `action_key`, a property of `EnvBase` that is derived from the specs below.
-        self._response_key = action_key or ("text_response" if from_text else "tokens_response")
-        spec = NonTensor(shape=(), example_data="") if from_text else Unbounded((-1,), dtype=torch.int64)
+        self._response_key: NestedKey
+        if from_text:
+            self.prompt_key = str_key or "text"
+            self._response_key = action_key or "text_response"
+            spec: TensorSpec = NonTensor(shape=(), example_data="")
+        else:
+            self.prompt_key = token_key or "tokens"
+            self._response_key = action_key or "tokens_response"
+            spec = Unbounded((-1,), dtype=torch.int64)
         self.observation_spec = Composite({self.prompt_key: spec})
         self.state_spec = Composite({self.prompt_key: spec.clone()})
         self.action_spec = Composite({self._response_key: spec.clone()})
@@ -145,7 +152,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         self._batch_locked = False
         if tokenizer is None and (vocab_size is None or text_output):
             raise TypeError("tokenizer is missing: pass it, or pass vocab_size and text_output=False.")
-        self.vocab_size: int = len(tokenizer) if tokenizer is not None and vocab_size is None else vocab_size  # type: ignore[assignment]
+        self.vocab_size: int = len(tokenizer) if vocab_size is None else vocab_size  # type: ignore[arg-type]
         self.observation_key = observation_key
         self.text_key = text_key or "text"
         self.text_output = text_output
@@ -165,9 +172,9 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         """Reset with one text, or with several of equal numbers of tokens."""
         if self._tokenizer is None:
             raise TypeError("make_tensordict needs a tokenizer; pass tokenizer= to LLMHashingEnv.")
-        texts = [input] if isinstance(input, str) else input
-        rows = torch.tensor([self._tokenizer.encode(one) for one in texts], dtype=torch.int64)
-        tokens = rows[0] if isinstance(input, str) else rows
+        encode = self._tokenizer.encode
+        token_ids: Sequence[object] = encode(input) if isinstance(input, str) else [encode(one) for one in input]
+        tokens = torch.tensor(token_ids, dtype=torch.int64)
         return self.reset(TensorDict({self.observation_key: tokens}, batch_size=tokens.shape[:-1]))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
@@ -183,8 +190,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         return step.set("reward", torch.zeros(*tokens.shape[:-1], 1))
 
     def _hashed(self, values: torch.Tensor) -> torch.Tensor:
-        hashed = self._hash(values if values.ndim > 1 else values.unsqueeze(0)).reshape(values.shape[:-1])
-        return hashed.unsqueeze(-1)
+        return self._hash(torch.atleast_2d(values)).reshape(*values.shape[:-1], 1)
 
     def _observed(self, tokens: torch.Tensor, hashed: torch.Tensor) -> TensorDict:
         shape = tokens.shape[:-1]

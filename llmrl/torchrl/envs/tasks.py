@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Self
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDictBase, tensorclass
@@ -106,23 +106,11 @@ class IfEvalScorer(envs.IfEvalScorer):
     A function as `aggregate_reward` is called with this entry.
     """
 
-    def __init__(
-        self,
-        *,
-        format_weights: Sequence[float] | None = None,
-        aggregate_reward: bool | Callable[..., float | torch.Tensor] = True,
-        set_done_if_answer: bool = True,
-        reasoning: bool = True,
-    ) -> None:
+    @functools.wraps(envs.IfEvalScorer.__init__)  # type: ignore[misc]  # preserves the signature
+    def __init__(self, *, aggregate_reward: bool | Callable[..., float | torch.Tensor] = True, **options: Any) -> None:
         if callable(aggregate_reward):
             aggregate_reward = _of_tensors(aggregate_reward)
-        super().__init__(
-            format_weights=format_weights,
-            aggregate_reward=aggregate_reward,
-            set_done_if_answer=set_done_if_answer,
-            reasoning=reasoning,
-        )
-        self.reasoning = reasoning
+        super().__init__(aggregate_reward=aggregate_reward, **options)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         next_elements = batch_elements(super()._step(tensordict, next_tensordict))
@@ -150,8 +138,7 @@ class IfEvalScorer(envs.IfEvalScorer):
         complete: bool | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted sum of the accuracies, plus 0.1 for exactly one answer and 0.05 for one thought."""
-        given = [score.prompt_level_strict_acc, score.inst_level_strict_acc]
-        given += [score.prompt_level_loose_acc, score.inst_level_loose_acc]
+        given = [getattr(score, name) for name in _ACCURACIES]
         device = next((one.device for one in given if one is not None), None)
         zero = torch.zeros(1, device=device)
         means = [zero if one is None else one.float().mean(-1, keepdim=True) for one in given]

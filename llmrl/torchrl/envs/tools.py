@@ -222,7 +222,7 @@ class SimpleToolTransform(ExecuteToolsInOrder):
                 "tool_call_pattern must have two groups, the tool's name and its arguments as JSON; "
                 f"{pattern.pattern!r} has {pattern.groups}."
             )
-        super().__init__(registry, functools.partial(_read, pattern) if parser is None else parser, False, False)
+        super().__init__(registry, parser or functools.partial(_read, pattern), pass_state_to_tools=False)
         self.tool_role = tool_name
         self.timeout = timeout
         self.tool_schemas = dict(tool_schemas or {})

@@ -19,16 +19,18 @@ from llmrl.data.tensordicts import batch_elements, container_of, non_tensor, pla
 from llmrl.rendering import TemplateRenderer
 from llmrl.transforms.parts import is_reward_written_before
 
-_AS_ASSISTANT = (
-    "But wait, let me think about this more carefully...",
-    "Let me check this once more, step by step.",
-    "Something may be wrong here; let me go through it again.",
-)
-_AS_USER = (
-    "Think about it more carefully, and answer again.",
-    "Are you sure? Check it step by step.",
-    "Go through your reasoning again, and correct what is wrong.",
-)
+_PROMPTS: dict[str, tuple[str, ...]] = {
+    "assistant": (
+        "But wait, let me think about this more carefully...",
+        "Let me check this once more, step by step.",
+        "Something may be wrong here; let me go through it again.",
+    ),
+    "user": (
+        "Think about it more carefully, and answer again.",
+        "Are you sure? Check it step by step.",
+        "Go through your reasoning again, and correct what is wrong.",
+    ),
+}
 
 
 class AddThinkingPrompt(KnownArguments, Transform):
@@ -83,7 +85,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if role not in ("user", "assistant"):
+        if role not in _PROMPTS:
             raise ValueError(f"role must be 'user' or 'assistant', got {role!r}.")
         if edit_last_turn and role != "assistant":
             raise ValueError(
@@ -92,7 +94,7 @@ class AddThinkingPrompt(KnownArguments, Transform):
             )
         if prompt is not None and random_prompt:
             raise ValueError("prompt and random_prompt exclude each other; give one of them.")
-        prompts: tuple[str, ...] = _AS_USER if role == "user" else _AS_ASSISTANT
+        prompts = _PROMPTS[role]
         if prompt is not None:
             prompts = (prompt,)
         elif not random_prompt:
@@ -256,8 +258,10 @@ class Tokenizer(KnownArguments, Transform):
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the token entries."""
+        if self.call_before_reset:
+            return observation_spec
         shape = observation_spec.shape
-        for out_key in [] if self.call_before_reset else self.out_keys:
+        for out_key in self.out_keys:
             observation_spec[out_key] = self._spec(shape)
             if self.return_attention_mask:
                 observation_spec[_mask_key(out_key)] = Bounded(1, 1, shape=(*shape, -1), dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ class HFRewardModelWrapper(KnownArguments, TensorDictModuleBase):
         inference_mode: bool = False,
     ) -> None:
         super().__init__()
-        self.in_keys = [token_key] if attention_mask_key is None else [token_key, attention_mask_key]
+        self.in_keys = [key for key in (token_key, attention_mask_key) if key is not None]
         self.out_keys = [reward_key]
         self.model = model
         self.inference_mode = inference_mode
@@ -147,11 +148,9 @@ class TorchRLBufferDataset(KnownArguments, torch.utils.data.IterableDataset):
         self.num_batches = num_batches
 
     def __iter__(self) -> Iterator[dict[str, object]]:
-        number = 0
-        while self.num_batches is None or number < self.num_batches:
+        for _ in itertools.islice(itertools.count(), self.num_batches):  # None is endless
             for row in self.replay_buffer.sample(self.batch_size).unbind(0):
                 yield self._fields(row)
-            number += 1
 
     def _fields(self, row: TensorDictBase) -> dict[str, object]:
         keys = self.keys
