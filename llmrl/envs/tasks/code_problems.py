@@ -82,7 +82,7 @@ def code_problems(
 
 def _described(keep: str, change: str, give: str, k: int) -> tuple[str, str]:
     """Return a function's description in words, and its code."""
-    steps = [f"keep {keep}" * (keep != "all"), change, f"return {give}"]
+    steps = ["" if keep == "all" else f"keep {keep}", change, f"return {give}"]
     text = ", then ".join(filter(None, steps)).format(k=k)
     parts = {"keep": _KEEP[keep], "change": _CHANGE[change], "give": _GIVE[give]}
     return text, _SOLUTION.format(**{name: part.format(k=k) for name, part in parts.items()})
