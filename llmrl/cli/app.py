@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from llmrl.cli import env as environments
 from llmrl.cli import recipe, recorded
@@ -28,6 +27,7 @@ from llmrl.cli.options import (
     Temperature,
     console,
     fail,
+    on_stderr,
 )
 
 app = typer.Typer(
@@ -43,7 +43,7 @@ def _print_version(is_asked: bool) -> None:
     if is_asked:
         from llmrl import __version__
 
-        console.print(f"llmrl {__version__}", highlight=False)
+        console.print(f"llmrl {__version__}")
         raise typer.Exit
 
 
@@ -100,7 +100,7 @@ def doctor(
     else:
         findings = command.examine() if engine is None else command.examine_server(engine)
     try:
-        if fix and model is None and command.fix(findings, Console(stderr=True)):
+        if fix and model is None and command.fix(findings, on_stderr()):
             findings = command.examine()
     except OSError as error:
         raise fail(error, exit_code=1) from None
@@ -177,7 +177,7 @@ def evaluate(
     from llmrl.engines import EngineError
     from llmrl.envs import make_task_env
 
-    shown = Console(stderr=True) if as_json else console
+    shown = on_stderr() if as_json else console
     try:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         found = ChatModel.find(model, max_model_len, chat_template, shown)
@@ -224,7 +224,7 @@ def audit(
             chat_template=chat_template,
             num_problems=limit,
             options=options_of(options or []),
-            console=Console(stderr=True),
+            console=on_stderr(),
         )
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         raise fail(error) from None
@@ -266,7 +266,7 @@ def chat(
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         raise fail(error) from None
     try:
-        console.print(f"vLLM starts with {found.path}", highlight=False, soft_wrap=True)
+        console.print(f"vLLM starts with {found.path}", soft_wrap=True)
         engine = AsyncVLLM.from_pretrained(found.path, max_model_len=found.max_model_len)
     except (EngineError, ImportError) as error:
         raise fail(error, exit_code=1) from None
@@ -304,7 +304,7 @@ def push(
         url = push_folder(folder, repository, is_public=public)
     except (ValueError, OSError) as error:
         raise fail(error) from None
-    print_json({"url": url}) if as_json else console.print(url, highlight=False, soft_wrap=True)
+    print_json({"url": url}) if as_json else console.print(url, soft_wrap=True)
 
 
 @app.command()
@@ -337,7 +337,7 @@ def serve(
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
         raise fail(error) from None
     try:
-        console.print(f"vLLM starts with {found.path}", highlight=False, soft_wrap=True)
+        console.print(f"vLLM starts with {found.path}", soft_wrap=True)
         engine = AsyncVLLM.from_pretrained(
             found.path, max_model_len=found.max_model_len, num_replicas=replicas if replicas > 1 else None
         )
@@ -377,10 +377,10 @@ def new(
         raise fail(error) from None
     if as_json:
         return print_json({"folder": name, "edit": first, "files": [first, *others]})
-    console.print(f"[bold]{first}[/bold]  edit this one", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{first}[/bold]  edit this one", soft_wrap=True)
     for path in others:
-        console.print(path, highlight=False, soft_wrap=True)
-    console.print(f"Next: cd {name}, then follow README.md.", highlight=False)
+        console.print(path, soft_wrap=True)
+    console.print(f"Next: cd {name}, then follow README.md.")
 
 
 _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}

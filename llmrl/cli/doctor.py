@@ -278,15 +278,14 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
     parts = ", ".join(f"{name} {size:.1f}" for name, size in plan["parts"].items())
     console.print(
         f"{plan['num_parameters'] / 1e9:.2f} B parameters on {plan['num_devices']} device(s): {plan['gib']:.1f} GiB "
-        f"on each; GiB by parts: {parts}",
-        highlight=False,
+        f"on each; GiB by parts: {parts}"
     )
     for device, verdict in plan["devices"].items():
         would = (
             f"needs {'; or '.join(verdict['would_fit'])}" if verdict["would_fit"] else "too small, whatever is changed"
         )
         text = "fits" if verdict["fits"] else would
-        console.print(f"  a device of {device}: {text}", highlight=False, soft_wrap=True)
+        console.print(f"  a device of {device}: {text}", soft_wrap=True)
 
 
 def _hardware(name: str) -> list[dict[str, object]]:
@@ -316,7 +315,7 @@ def fix(findings: list[Check], console: Console) -> bool:
     """
     commands = list(dict.fromkeys(finding.pip for finding in findings if finding.pip))
     for arguments in commands:
-        console.print(f"pip {' '.join(arguments)}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"pip {' '.join(arguments)}", soft_wrap=True, markup=False)
         code = subprocess.call([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments])
         if code:
             raise OSError(f"pip {' '.join(arguments)} failed with exit code {code}; its output above says why.")
@@ -339,9 +338,9 @@ def print_findings(findings: list[Check], console: Console) -> None:
         for finding in of_state:
             together.setdefault((finding.found, finding.advice), []).append(finding.name)
         for place, ((found, advice), names) in enumerate(together.items(), start=1):
-            console.print(f"  {', '.join(names)}: {escape(found)}", soft_wrap=True)
+            console.print(f"  {', '.join(names)}: {escape(found)}", soft_wrap=True, highlight=True)
             if advice and advice not in {other for _, other in list(together)[place:]}:  # once, after the last
-                console.print(f"    [bold]{escape(advice)}[/bold]", soft_wrap=True)
+                console.print(f"    [bold]{escape(advice)}[/bold]", soft_wrap=True, highlight=True)
     if any(finding.pip for finding in findings if finding.state == "wrong"):
         console.print("\n[bold]llmrl doctor --fix[/bold] runs the commands of pip in this environment.")
     if not any(finding.state == "wrong" for finding in findings):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from llmrl.cli.json_output import print_json
@@ -32,6 +31,7 @@ from llmrl.cli.options import (
     Split,
     console,
     fail,
+    on_stderr,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def check(
     It plays prepared answers in a separate process, without a model. Exits with 1 if something is broken.
     """
     chosen = _Chosen(env, split, data, options or [])
-    shown = Console(stderr=True)
+    shown = on_stderr()
     with shown.status("") as status:
         result = _checked_apart(chosen, model, chat_template, limit, lambda step: status.update(f"playing {step}"))
     if isinstance(result, str):
@@ -152,7 +152,7 @@ async def _serve(server: OpenEnvServer, host: str, port: int) -> None:
     until = stop_signal()
     try:
         await server.start(host, port)
-        console.print(f"{server.name} is served at [bold]{server.url}[/bold] until Ctrl-C", highlight=False)
+        console.print(f"{server.name} is served at [bold]{server.url}[/bold] until Ctrl-C")
         await until.wait()
     finally:
         await server.close()

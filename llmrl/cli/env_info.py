@@ -126,7 +126,7 @@ def print_info(facts: Mapping[str, JSON], console: Console) -> None:
         if isinstance(value, dict):
             shown = ", ".join(f"{key} {number}".strip() for key, number in value.items())
         if shown not in (None, ""):
-            console.print(f"[bold]{name.replace('_', ' '):12}[/bold]{escape(printable(str(shown)))}", highlight=False)
+            console.print(f"[bold]{name.replace('_', ' '):12}[/bold]{escape(printable(str(shown)))}")
     table = Table("option", "default", "")
     options = facts["options"]
     assert isinstance(options, list)
@@ -136,4 +136,4 @@ def print_info(facts: Mapping[str, JSON], console: Console) -> None:
     console.print(table)
     if facts["prompt"] is not None:
         console.print("[bold]first prompt[/bold]")
-        console.print(escape(printable(str(facts["prompt"]))), highlight=False)
+        console.print(escape(printable(str(facts["prompt"]))))

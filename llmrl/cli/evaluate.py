@@ -109,7 +109,7 @@ def run(settings: EvaluationSettings, env: EnvBase, console: Console) -> Evaluat
             closing.callback(settings.folder.close)
         report, tokenizer = _played(settings, env, console)
         console.print(table_of(report))
-        console.print(f"{len(report.rollouts)} answers in {report.seconds:.0f} s", highlight=False)
+        console.print(f"{len(report.rollouts)} answers in {report.seconds:.0f} s")
         if settings.folder is not None:
             _save(settings.folder, report, tokenizer, console)
     return report
@@ -120,7 +120,7 @@ def _played(settings: EvaluationSettings, env: EnvBase, console: Console) -> tup
     from llmrl.policies import vLLMWrapper
 
     model = settings.model
-    console.print(f"vLLM starts with {model.path}", highlight=False, soft_wrap=True)
+    console.print(f"vLLM starts with {model.path}", soft_wrap=True)
     engine = AsyncVLLM.from_pretrained(model.path, max_model_len=model.max_model_len, seed=settings.seed)
     try:
         tokenizer = engine.get_tokenizer()
@@ -152,4 +152,4 @@ def _save(folder: RunFolder, report: EvaluationReport, tokenizer: Tokenizer, con
     folder.save_tokenizer(tokenizer)
     folder.log_evaluation(0, "eval", report.rollouts)
     folder.write_summary({"evaluation": report.to_summary()})
-    console.print(f"saved: [bold]llmrl view {folder.path}[/bold]", highlight=False, soft_wrap=True)
+    console.print(f"saved: [bold]llmrl view {folder.path}[/bold]", soft_wrap=True)

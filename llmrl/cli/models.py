@@ -94,8 +94,7 @@ class ChatModel:
         longest = getattr(config, "max_position_embeddings", None) or max_model_len
         if max_model_len > longest:
             console.print(
-                f"--max-model-len is {longest}, the length of the model's context, in place of {max_model_len}",
-                highlight=False,
+                f"--max-model-len is {longest}, the length of the model's context, in place of {max_model_len}"
             )
         return cls(path, min(max_model_len, longest), make_chat_renderer(path, chat_template))
 

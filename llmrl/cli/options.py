@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from llmrl._utils.terminal import printable
 
-console = Console()
+console = Console(highlight=False)
 Model = Annotated[str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")]
 EnvName = Annotated[str, typer.Argument(metavar="ENV", help="Environment: a name, or FILE.py:FUNCTION for your own.")]
 EnvOptions = Annotated[
@@ -36,8 +36,13 @@ ChatTemplate = Annotated[
 ]
 
 
+def on_stderr() -> Console:
+    """Return a console for what is not the result of a command."""
+    return Console(stderr=True, highlight=False)
+
+
 def fail(message: object, *, exit_code: int = 2) -> typer.Exit:
     """Print an error and return the exit; the default exit code is that of wrong usage."""
     text = escape(printable(str(message)))
-    Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {text}", highlight=False, soft_wrap=True)
+    on_stderr().print(f"[bold red]llmrl:[/bold red] {text}", soft_wrap=True)
     return typer.Exit(exit_code)

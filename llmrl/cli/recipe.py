@@ -136,13 +136,12 @@ def verify(
     if as_json:
         print_json({"recipe": recipe.name, "run": str(finished), **asdict(verdict), "curves": curves, "bands": bands})
     elif verdict.is_inside:
-        console.print(f"{finished} is [bold]inside[/bold] the band of {recipe.name}", highlight=False, soft_wrap=True)
+        console.print(f"{finished} is [bold]inside[/bold] the band of {recipe.name}", soft_wrap=True)
     else:
         value = "has no value" if verdict.value is None else f"is {verdict.value:.3f}"
         console.print(
             f"{finished} is [bold]outside[/bold] the band of {recipe.name}: it left at step {verdict.step}, where "
             f"{verdict.measure} {value} and the band {verdict.low:.3f} to {verdict.high:.3f}",
-            highlight=False,
             soft_wrap=True,
         )
     raise typer.Exit(not verdict.is_inside)

@@ -81,7 +81,7 @@ def _announcing(console: Console, *, is_json: bool) -> OnStep:
     """Return a function that names each step before it is computed; with JSON output it prints nothing."""
     if is_json:
         return pass_over
-    return lambda number: console.print(f"[dim]computing step {number}[/dim]", highlight=False)
+    return lambda number: console.print(f"[dim]computing step {number}[/dim]")
 
 
 def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
@@ -92,22 +92,21 @@ def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
     _print_changes_here(replayed.changed_here, console)
     first = replayed.first_difference
     if first is None:
-        console.print("Everything that was compared is equal to the record, bit by bit.", highlight=False)
+        console.print("Everything that was compared is equal to the record, bit by bit.")
         return
     size = "differs" if first.is_beyond_rounding else "differs by rounding"
     console.print(
         f"[bold]{first.quantity} {size}[/bold], first at {_shown(first.where)}: recorded {first.recorded:.9g}, "
-        f"computed {first.computed:.9g}.",
-        highlight=False,
+        f"computed {first.computed:.9g}."
     )
     if first.is_beyond_rounding:
-        console.print(f"This usually means: {first.meaning}.", highlight=False)
+        console.print(f"This usually means: {first.meaning}.")
 
 
 def _print_changes_here(changes: Mapping[str, tuple[object, object]], console: Console) -> None:
     for name, (recorded, here) in changes.items():
         text = f"On this machine {name} is {here} in place of {recorded!s:.200}: numbers may differ by rounding."
-        console.print(printable(text), highlight=False, markup=False)
+        console.print(printable(text), markup=False)
 
 
 def _result(compared: Compared) -> str:
@@ -125,23 +124,18 @@ def _print_what_if(changed: WhatIf, console: Console) -> None:
             if before != after:
                 table.add_row(name, *("" if value is None else f"{value:.6g}" for value in (before, after)))
         console.print(table)
-        console.print(
-            f"{len(step.turned)} of {len(step.advantages)} rollouts have an advantage of another sign.",
-            highlight=False,
-        )
+        console.print(f"{len(step.turned)} of {len(step.advantages)} rollouts have an advantage of another sign.")
         if step.left_out:
             console.print(
                 f"{len(step.left_out)} more have an advantage now. Their group had no signal, so their rows were not "
-                "kept, and the changed step lacks them.",
-                highlight=False,
+                "kept, and the changed step lacks them."
             )
     if changed.gradient_cosine is not None:
-        console.print(f"The cosine between the gradients is {changed.gradient_cosine:.4f}.", highlight=False)
+        console.print(f"The cosine between the gradients is {changed.gradient_cosine:.4f}.")
     if changed.update_cosine is not None and changed.update_ratio is not None:
         console.print(
             f"The cosine between the changes of the weights is {changed.update_cosine:.4f}; that of the changed "
-            f"steps is {changed.update_ratio:.3g} times as long.",
-            highlight=False,
+            f"steps is {changed.update_ratio:.3g} times as long."
         )
 
 
@@ -157,7 +151,7 @@ def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None,
         return print_json(dataclasses.asdict(result))
     if result.rewards:
         mean = fmean(result.rewards.values())
-        console.print(f"The mean of the {len(result.rewards)} new rewards is {mean:.4g}.", highlight=False)
+        console.print(f"The mean of the {len(result.rewards)} new rewards is {mean:.4g}.")
     correlation = "undefined" if result.correlation is None else f"{result.correlation:.3f}"
     before, after = result.signal_share
     for line in (
@@ -166,9 +160,9 @@ def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None,
         f"Pairs in a group that change their order: {result.swapped_share:.1%}.",
         f"Groups with a signal: {before:.1%} before, {after:.1%} after.",
     ):
-        console.print(line, highlight=False)
+        console.print(line)
     if result.first_error:
-        console.print(f"The first error: {_shown(result.first_error)}", highlight=False)
+        console.print(f"The first error: {_shown(result.first_error)}")
     if result.most_changed:
         table = Table("step", "rollout", "before", "after", "answer", title="largest changes", title_justify="left")
         for one in result.most_changed:
@@ -193,18 +187,17 @@ def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None
         print_json({"config": changes, "machine": machines, "num_steps": len(steps), "first_difference": found})
         return parting is None
     for name, (old, new) in changes.items():
-        console.print(_shown(f"configuration: {name} is {old} and {new}"), highlight=False)
+        console.print(_shown(f"configuration: {name} is {old} and {new}"))
     for name, (old, new) in machines.items():
-        console.print(_shown(f"machine: {name} is {old!s:.200} and {new!s:.200}"), highlight=False)
+        console.print(_shown(f"machine: {name} is {old!s:.200} and {new!s:.200}"))
     if parting is None:
-        console.print(f"The {len(steps)} steps that both runs have made are equal.", highlight=False)
+        console.print(f"The {len(steps)} steps that both runs have made are equal.")
         return True
     console.print(
         f"[bold]Step {parting.step}: {_shown(parting.quantity)} differs[/bold], {_shown(parting.where)}: "
-        f"{_shown(f'{parting.first!s:.200}')} and {_shown(f'{parting.second!s:.200}')}.",
-        highlight=False,
+        f"{_shown(f'{parting.first!s:.200}')} and {_shown(f'{parting.second!s:.200}')}."
     )
-    console.print(f"This usually means: {parting.meaning}.", highlight=False)
+    console.print(f"This usually means: {parting.meaning}.")
     return False
 
 
@@ -220,13 +213,13 @@ def run_fork(path: Path, step: int, entries: Sequence[str], console: Console, *,
     if is_json:
         return print_json({"path": folders[0], "step": step, "changes": changed, "view": view})
     for name, (old, new) in changed.items():
-        console.print(_shown(f"{name}: {new} in place of {old}"), highlight=False)
+        console.print(_shown(f"{name}: {new} in place of {old}"))
     _print_changes_here(run.changes_here(), console)
     for line in (
         f"{folders[0]} has the first {step} steps; continue with run.path={folders[0]} resume=true",
         f"both in one picture: {view}",
     ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def run_conversations(path: Path, file: Path | None, form: str, split: str, *, is_json: bool) -> None:

@@ -131,7 +131,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
     collect_as_before = search_rarely(server)
     try:
         await server.start(settings.host, settings.port)
-        console.print(f"{settings.name} is served at [bold]{server.url}/v1[/bold] until Ctrl-C", highlight=False)
+        console.print(f"{settings.name} is served at [bold]{server.url}/v1[/bold] until Ctrl-C")
         while not until.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(until.wait(), _LOOK_SECONDS)
@@ -142,7 +142,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
         await server.close()
         if recorder is not None:
             recorder.close()
-            console.print(f"saved: [bold]llmrl view {settings.out}[/bold]", highlight=False, soft_wrap=True)
+            console.print(f"saved: [bold]llmrl view {settings.out}[/bold]", soft_wrap=True)
 
 
 def check_key(host: str, api_key: str | None) -> None:

@@ -18,9 +18,9 @@ def write_pages(paths: Sequence[Path], page: Path, console: Console, max_rollout
     for written, is_live in follow(paths, page, max_rollouts=max_rollouts):
         if is_first:
             hint = "open it in a browser; it needs no network"
-            console.print(f"{written}  [dim]{hint}[/dim]", highlight=False, soft_wrap=True)
+            console.print(f"{written}  [dim]{hint}[/dim]", soft_wrap=True)
         if is_first and is_live:
-            console.print("[dim]the run is in progress: the page follows it until Ctrl-C[/dim]", highlight=False)
+            console.print("[dim]the run is in progress: the page follows it until Ctrl-C[/dim]")
         is_first = False
 
 
@@ -34,7 +34,7 @@ def draw_curves(paths: Sequence[Path], console: Console) -> None:
     """Draw each run's curves to its `curve.png`."""
     for path in paths:
         plot_curve(read_run(path, max_rollouts=1).metrics, path / "curve.png")
-        console.print(path / "curve.png", highlight=False, soft_wrap=True)
+        console.print(path / "curve.png", soft_wrap=True)
 
 
 def print_reports(paths: Sequence[Path]) -> None:
