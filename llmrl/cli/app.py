@@ -28,6 +28,7 @@ from llmrl.cli.options import (
     console,
     fail,
     on_stderr,
+    refusals,
 )
 
 app = typer.Typer(
@@ -84,26 +85,20 @@ def doctor(
     from llmrl.cli import doctor as command
 
     if plan is not None:
-        try:
+        with refusals(ValueError, OSError):
             needed = command.plan_of(plan, entries or [])
-        except (ValueError, OSError) as error:
-            raise fail(error) from None
         print_json(needed) if as_json else command.print_plan(needed, console)
         return
     if model is not None:
         from llmrl.cli.model_check import examine_model
 
-        try:
+        with refusals(ValueError, OSError):
             findings = examine_model(model)
-        except (ValueError, OSError) as error:
-            raise fail(error) from None
     else:
         findings = command.examine() if engine is None else command.examine_server(engine)
-    try:
+    with refusals(OSError, exit_code=1):
         if fix and model is None and command.fix(findings, on_stderr()):
             findings = command.examine()
-    except OSError as error:
-        raise fail(error, exit_code=1) from None
     if as_json:
         print_json({"checks": [asdict(finding) for finding in findings]})
     else:
@@ -178,7 +173,7 @@ def evaluate(
     from llmrl.envs import make_task_env
 
     shown = on_stderr() if as_json else console
-    try:
+    with refusals(ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError):
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         found = ChatModel.find(model, max_model_len, chat_template, shown)
         environment = make_task_env(env, split, data=data, repeats=samples, **command.options_of(options or []))
@@ -187,12 +182,8 @@ def evaluate(
         settings = command.EvaluationSettings(
             env=env, model=found, sampling=sampling, seed=seed, limit=limit, folder=folder
         )
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
-        raise fail(error) from None
-    try:
+    with refusals(EngineError, ImportError, exit_code=1):
         report = command.run(settings, environment, shown)
-    except (EngineError, ImportError) as error:
-        raise fail(error, exit_code=1) from None
     if as_json:
         print_json({"env": env, "model": found.path, "split": split, **report.to_summary()})
 
@@ -216,7 +207,7 @@ def audit(
     from llmrl.cli.evaluate import options_of
     from llmrl.watch.findings import Verdict
 
-    try:
+    with refusals(ValueError, TypeError, FileNotFoundError, ImportError):
         result = command.run_audit(
             env,
             model=model,
@@ -226,17 +217,13 @@ def audit(
             options=options_of(options or []),
             console=on_stderr(),
         )
-    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
-        raise fail(error) from None
     if as_json:
         print_json(result.to_json())
     else:
         command.print_audit(result, console)
     if out is not None:
-        try:
+        with refusals(OSError, exit_code=1):
             command.write_page(result, out)
-        except OSError as error:
-            raise fail(error, exit_code=1) from None
     raise typer.Exit(result.verdict is Verdict.BROKEN)
 
 
@@ -260,16 +247,12 @@ def chat(
     from llmrl.engines import AsyncVLLM, EngineError
     from llmrl.policies import vLLMWrapper
 
-    try:
+    with refusals(ValueError, TypeError, FileNotFoundError, ImportError):
         environment = make_env(env, system_prompt=system, tools=tool or [])
         found = ChatModel.find(model, max_model_len, chat_template, console)
-    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
-        raise fail(error) from None
-    try:
+    with refusals(EngineError, ImportError, exit_code=1):
         console.print(f"vLLM starts with {found.path}", soft_wrap=True)
         engine = AsyncVLLM.from_pretrained(found.path, max_model_len=found.max_model_len)
-    except (EngineError, ImportError) as error:
-        raise fail(error, exit_code=1) from None
     try:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         policy = vLLMWrapper(engine, renderer=found.renderer, generate_kwargs=sampling)
@@ -299,11 +282,9 @@ def push(
     from llmrl.cli.models import model_path
     from llmrl.runs.exports import push_folder
 
-    try:
+    with refusals(ValueError, OSError):
         folder = Path(model_path(str(run))) if step is None else run / f"exports/step-{step:06d}"
         url = push_folder(folder, repository, is_public=public)
-    except (ValueError, OSError) as error:
-        raise fail(error) from None
     print_json({"url": url}) if as_json else console.print(url, soft_wrap=True)
 
 
@@ -328,21 +309,17 @@ def serve(
     from llmrl.engines import AsyncVLLM, EngineError
     from llmrl.policies import vLLMWrapper
 
-    try:
+    with refusals(ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError):
         named = name or Path(model).name
         settings = command.ServeSettings(name=named, host=host, port=port, api_key=api_key, out=out)
         found = ChatModel.find(model, max_model_len, chat_template, console)
         if out is not None:  # fail before the engine starts
             open_folder(out).close()
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
-        raise fail(error) from None
-    try:
+    with refusals(EngineError, ImportError, exit_code=1):
         console.print(f"vLLM starts with {found.path}", soft_wrap=True)
         engine = AsyncVLLM.from_pretrained(
             found.path, max_model_len=found.max_model_len, num_replicas=replicas if replicas > 1 else None
         )
-    except (EngineError, ImportError) as error:
-        raise fail(error, exit_code=1) from None
     try:
         # Clients choose how to sample, and nothing is trained here.
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "replay": False}
@@ -371,10 +348,8 @@ def new(
     """
     from llmrl.cli.new import make_project
 
-    try:
+    with refusals(ValueError, FileExistsError):
         first, *others = make_project(kind, name, Path())
-    except (ValueError, FileExistsError) as error:
-        raise fail(error) from None
     if as_json:
         return print_json({"folder": name, "edit": first, "files": [first, *others]})
     console.print(f"[bold]{first}[/bold]  edit this one", soft_wrap=True)
@@ -394,10 +369,8 @@ def train(context: typer.Context, as_json: AsJSON = False) -> None:
     """
     from llmrl.cli.train import entries_of
 
-    try:
+    with refusals(ValueError, FileNotFoundError):
         entries = entries_of(context.args)
-    except (ValueError, FileNotFoundError) as error:
-        raise fail(error) from None
     _run_script(entries, as_json=as_json)
 
 

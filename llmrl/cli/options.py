@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -46,3 +48,12 @@ def fail(message: object, *, exit_code: int = 2) -> typer.Exit:
     text = escape(printable(str(message)))
     on_stderr().print(f"[bold red]llmrl:[/bold red] {text}", soft_wrap=True)
     return typer.Exit(exit_code)
+
+
+@contextmanager
+def refusals(*kinds: type[Exception], exit_code: int = 2) -> Iterator[None]:
+    """Print an error of these kinds, and exit."""
+    try:
+        yield
+    except kinds as error:
+        raise fail(error, exit_code=exit_code) from None

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from llmrl.cli.json_output import print_json
-from llmrl.cli.options import AsJSON, console, fail
+from llmrl.cli.options import AsJSON, console, refusals
 
 if TYPE_CHECKING:
     from llmrl.recipes import Recipe
@@ -147,15 +147,11 @@ def verify(
     raise typer.Exit(not verdict.is_inside)
 
 
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """Print the error of a recipe or its entries, or the script that failed, and exit with 2."""
+def _refusals() -> contextlib.AbstractContextManager[None]:
+    """Refuse what is wrong with a recipe or its entries, or a script that failed."""
     from llmrl.recipes.run import RecipeRunError
 
-    try:
-        yield
-    except (ValueError, OSError, ImportError, RecipeRunError) as error:
-        raise fail(error) from None
+    return refusals(ValueError, OSError, ImportError, RecipeRunError)
 
 
 def _check_entries(entries: list[str]) -> None:
