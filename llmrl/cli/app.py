@@ -244,16 +244,15 @@ def chat(
     """Talk to a model through an environment, with its tools; `/tokens` shows the probability of each token."""
     from llmrl.cli.chat import ChatSession, make_env, talk
     from llmrl.cli.models import ChatModel
-    from llmrl.engines import AsyncVLLM, EngineError
+    from llmrl.engines import EngineError
     from llmrl.policies import vLLMWrapper
 
     with refusals(ValueError, TypeError, FileNotFoundError, ImportError):
         environment = make_env(env, system_prompt=system, tools=tool or [])
         found = ChatModel.find(model, max_model_len, chat_template, console)
     with refusals(EngineError, ImportError, exit_code=1):
-        console.print(f"vLLM starts with {found.path}", soft_wrap=True)
-        engine = AsyncVLLM.from_pretrained(found.path, max_model_len=found.max_model_len)
-    try:
+        engine = found.start_engine(console)
+    with engine:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         policy = vLLMWrapper(engine, renderer=found.renderer, generate_kwargs=sampling)
         talk(
@@ -262,8 +261,6 @@ def chat(
             lambda: console.input("[bold cyan]you:[/bold cyan] "),
             found.renderer.decode,
         )
-    finally:
-        engine.shutdown()
 
 
 @app.command()
@@ -306,7 +303,7 @@ def serve(
     from llmrl.cli import serve as command
     from llmrl.cli.evaluate import open_folder
     from llmrl.cli.models import ChatModel
-    from llmrl.engines import AsyncVLLM, EngineError
+    from llmrl.engines import EngineError
     from llmrl.policies import vLLMWrapper
 
     with refusals(ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError):
@@ -316,18 +313,11 @@ def serve(
         if out is not None:  # fail before the engine starts
             open_folder(out).close()
     with refusals(EngineError, ImportError, exit_code=1):
-        console.print(f"vLLM starts with {found.path}", soft_wrap=True)
-        engine = AsyncVLLM.from_pretrained(
-            found.path, max_model_len=found.max_model_len, num_replicas=replicas if replicas > 1 else None
-        )
-    try:
+        engine = found.start_engine(console, num_replicas=replicas if replicas > 1 else None)
+    with engine, refusals(OSError, exit_code=1):
         # Clients choose how to sample, and nothing is trained here.
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "replay": False}
         command.run(settings, vLLMWrapper(engine, renderer=found.renderer, generate_kwargs=sampling), console)
-    except OSError as error:
-        raise fail(error, exit_code=1) from None
-    finally:
-        engine.shutdown()
 
 
 app.add_typer(environments.app, name="env")

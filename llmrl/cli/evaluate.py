@@ -116,20 +116,15 @@ def run(settings: EvaluationSettings, env: EnvBase, console: Console) -> Evaluat
 
 
 def _played(settings: EvaluationSettings, env: EnvBase, console: Console) -> tuple[EvaluationReport, Tokenizer]:
-    from llmrl.engines import AsyncVLLM
     from llmrl.policies import vLLMWrapper
 
     model = settings.model
-    console.print(f"vLLM starts with {model.path}", soft_wrap=True)
-    engine = AsyncVLLM.from_pretrained(model.path, max_model_len=model.max_model_len, seed=settings.seed)
-    try:
+    with model.start_engine(console, seed=settings.seed) as engine:
         tokenizer = engine.get_tokenizer()
         policy = vLLMWrapper(engine, renderer=model.renderer, generate_kwargs=settings.sampling)
         with Evaluator({settings.env: env}, policy, num_problems=settings.limit) as evaluator:
             with Live(_Progress(evaluator), console=console, refresh_per_second=4):
                 return evaluator.evaluate()[settings.env], tokenizer
-    finally:
-        engine.shutdown()
 
 
 def table_of(report: EvaluationReport) -> Table:

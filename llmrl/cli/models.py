@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -14,6 +15,9 @@ from llmrl.rendering import Renderer, make_renderer
 from llmrl.runs.exports import exports_of
 from llmrl.runs.run_folder import holds_run
 from llmrl.testing.embedded_model import ensure_embedded_model
+
+if TYPE_CHECKING:
+    from llmrl.engines import AsyncVLLM
 
 
 def model_path(name: str) -> str:
@@ -97,6 +101,13 @@ class ChatModel:
                 f"--max-model-len is {longest}, the length of the model's context, in place of {max_model_len}"
             )
         return cls(path, min(max_model_len, longest), make_chat_renderer(path, chat_template))
+
+    def start_engine(self, console: Console, **options: Any) -> AsyncVLLM:
+        """Start vLLM with this model and further options of `AsyncVLLM.from_pretrained`."""
+        from llmrl.engines import AsyncVLLM
+
+        console.print(f"vLLM starts with {self.path}", soft_wrap=True)
+        return AsyncVLLM.from_pretrained(self.path, max_model_len=self.max_model_len, **options)
 
 
 def make_chat_renderer(path: str, chat_template: Path | None) -> Renderer:
