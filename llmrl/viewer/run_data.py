@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import TypedDict, cast
 
 from llmrl._utils.arguments import check_least
 from llmrl._utils.files import open_file, read_text
@@ -18,9 +18,13 @@ from llmrl.runs.run_folder import RunFolder, holds_run
 from llmrl.watch.token_log import TokenRow
 
 
-class Record(TypedDict):
-    """A rollout as stored in a run's folder: the result of `Rollout.to_record` with step and split."""
+class Turn(TypedDict):
+    """A request of an agent (`TurnTree.to_records`)."""
 
+    messages: list[Message]
+
+
+class _Required(TypedDict):
     step: int
     split: str
     group_id: str
@@ -29,19 +33,21 @@ class Record(TypedDict):
     reason: str
     reward: float
     messages: list[Message]
-    role: NotRequired[str]
-    turns: NotRequired[list[Turn]]
-    is_scored: NotRequired[bool]
-    error: NotRequired[str]
-    reward_breakdown: NotRequired[dict[str, float]]
-    columns: NotRequired[dict[str, JSON]]
-    num_turns: NotRequired[int]
 
 
-class Turn(TypedDict):
-    """A request of an agent (`TurnTree.to_records`)."""
+class Record(_Required, total=False):
+    """A rollout as stored in a run's folder: the result of `Rollout.to_record` with step and split.
 
-    messages: list[Message]
+    Records of earlier versions lack some of the entries below.
+    """
+
+    role: str
+    turns: list[Turn]
+    is_scored: bool
+    error: str
+    reward_breakdown: dict[str, float]
+    columns: dict[str, JSON]
+    num_turns: int
 
 
 @dataclass(slots=True)
