@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import TypedDict, cast, get_origin, get_type_hints
 
 from llmrl._utils.arguments import check_least
 from llmrl._utils.files import open_file, read_text
@@ -205,22 +205,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 _MAX_BITS = 1000
 """Maximum size of an integer; larger ones may not fit into a float."""
-_TYPES: dict[str, type] = {
-    "step": int,
-    "split": str,
-    "group_id": str,
-    "role": str,
-    "rollout_id": str,
-    "status": str,
-    "reason": str,
-    "messages": list,
-    "turns": list,
-    "is_scored": bool,
-    "error": str,
-    "reward_breakdown": dict,
-    "columns": dict,
-    "num_turns": int,
-}
+_TYPES = {name: get_origin(hint) or hint for name, hint in get_type_hints(Record).items() if name != "reward"}
 
 
 def _is_record(value: object) -> bool:

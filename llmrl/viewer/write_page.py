@@ -11,6 +11,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -90,11 +91,8 @@ def _page(runs: Sequence[RunData]) -> str:
         [_details(runs[number], record) for number, record in rollouts[start : start + _BLOCK_SIZE]]
         for start in range(0, len(rollouts), _BLOCK_SIZE)
     ]
+    records = [record for _, record in rollouts]
     problems: dict[str, int] = {}
-    asked = [
-        [number, problems.setdefault(_key_of_problem(record), len(problems)), _question(record), _answer(record)]
-        for number, record in rollouts
-    ]
     names = Counter(run.name for run in runs)
     head = {
         "runs": [
@@ -113,11 +111,11 @@ def _page(runs: Sequence[RunData]) -> str:
         ],
         "blockSize": _BLOCK_SIZE,
         "index": {
-            **{name: [record.get(name) for _, record in rollouts] for name in _LISTED},
-            **{
-                name: [row[place] for row in asked]
-                for place, name in enumerate(("run", "problem", "question", "answer"))
-            },
+            **{name: [record.get(name) for record in records] for name in _LISTED},
+            "run": [number for number, _ in rollouts],
+            "problem": [problems.setdefault(_key_of_problem(record), len(problems)) for record in records],
+            "question": list(map(_question, records)),
+            "answer": list(map(_answer, records)),
         },
     }
     assets = files("llmrl.viewer") / "page"
@@ -150,9 +148,7 @@ def _policy(script: str) -> str:
 
 
 def _packed(value: object) -> str:
-    def write(of: object) -> str:
-        return json.dumps(of, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
+    write = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         text = write(value)
     except ValueError:  # contains NaN or an infinity
