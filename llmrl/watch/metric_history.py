@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TypeAlias
 
+from llmrl._utils.numbers import wilson_interval
 from llmrl.collectors.groups import SIGNAL_PATIENCE
 
 Metrics: TypeAlias = Mapping[str, float]
@@ -84,10 +85,8 @@ class MetricHistory:
             return share, share
         total = sum(counts)
         share = sum(step[name] * count for step, count in zip(steps, counts, strict=True)) / total
-        # Lower end of Wilson's interval.
-        square = SURE_OF_SHARE**2 / total
-        spread = SURE_OF_SHARE * math.sqrt(max(0.0, share * (1 - share)) / total + square / (4 * total))
-        return share, (share + square / 2 - spread) / (1 + square)
+        low, _ = wilson_interval(share, total, SURE_OF_SHARE)
+        return share, low
 
     def margin(self, name: str) -> float:
         """Return the largest difference of two means over a few steps that chance explains; 0 with too few steps.
