@@ -131,8 +131,9 @@ class Run:
             trace_spans()
         if cfg.export.push_to_hub is not None:  # before training, because the hub may refuse
             open_repository(cfg.export.push_to_hub)
-        for name, (old, new) in (resumed_config(cfg)[1] if cfg.resume else {}).items():
-            self.console.print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
+        if cfg.resume:
+            for name, (old, new) in resumed_config(cfg)[1].items():
+                self.console.print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
         return RunRecorder(cfg, self.console)
 
     # The parts of the loop

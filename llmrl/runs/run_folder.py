@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from traceback import format_exception
 from typing import ParamSpec
@@ -38,8 +39,6 @@ from llmrl.watch.token_log import TokenLog
 from llmrl.watch.tracking import CSVTracker, Tracker, grouped_name, open_trackers
 
 Parameters = ParamSpec("Parameters")
-
-
 _NAMES = (
     "lock",
     "metrics.csv",
@@ -409,8 +408,6 @@ class BackgroundWrites:
     """Runs one write at a time in a thread. Call `wait`, which raises its error, before changing the data to write."""
 
     def __init__(self) -> None:
-        from concurrent.futures import Future, ThreadPoolExecutor
-
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmrl-write")
         self._pending: Future[object] | None = None
 
@@ -423,7 +420,6 @@ class BackgroundWrites:
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
-        if self._pending is not None:
-            pending = self._pending
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
             pending.result()

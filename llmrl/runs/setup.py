@@ -107,12 +107,10 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
     if cfg.sync.lora == "adapter":
         options["weight_transfer"] = ADAPTER_BACKEND
         options["engine_args"] |= {"max_lora_rank": cfg.model.lora.rank, "max_loras": cfg.sync.max_adapters}
-    if cfg.engine.use_ray:
-        options |= {"ray_options": cfg.engine.ray_options, "ray_init_config": cfg.ray.init_config, "use_ray": True}
-    elif cfg.engine.num_replicas is None:
-        return AsyncVLLM.from_pretrained(cfg.model.folder, **options)
-    options["num_replicas"] = 1 if cfg.engine.num_replicas is None else cfg.engine.num_replicas
-    return EngineReplicas.from_pretrained(cfg.model.folder, **options)
+    if not cfg.engine.use_ray:
+        return AsyncVLLM.from_pretrained(cfg.model.folder, num_replicas=cfg.engine.num_replicas, **options)
+    options |= {"ray_options": cfg.engine.ray_options, "ray_init_config": cfg.ray.init_config, "use_ray": True}
+    return EngineReplicas.from_pretrained(cfg.model.folder, num_replicas=cfg.engine.num_replicas or 1, **options)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ number of ranks. The checksums of these files and the states that are not sharde
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
 import zlib
@@ -270,8 +269,8 @@ def _crc_in(name: str) -> int:
 def _crc(path: Path) -> int:
     crc = 0
     with open_file(path, "rb") as file:
-        for _ in range(math.ceil(path.stat().st_size / _CHUNK)):
-            crc = zlib.crc32(file.read(_CHUNK), crc)
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
     return crc
 
 
