@@ -51,8 +51,8 @@ def as_dry_run(cfg: Config) -> Config:
     if isinstance(cfg, DistillationConfig) and (cfg.teacher.path or cfg.teacher.url):
         cfg.teacher = replace(cfg.teacher, path=_tiny_model(), url=None)  # its tokenizer must be the student's
     cfg.env = replace(cfg.env, data=_problems(cfg.env))
-    num_problems = 0 if cfg.eval.num_problems == 0 else 2
-    cfg.eval = replace(cfg.eval, num_problems=num_problems)
+    if cfg.eval.num_problems != 0:
+        cfg.eval = replace(cfg.eval, num_problems=2)
     for env in cfg.eval.envs.values():
         env.data = _problems(env)
     cfg.engine = EngineConfig(cpu_threads=1)
@@ -65,10 +65,8 @@ def as_dry_run(cfg: Config) -> Config:
     )
     if isinstance(cfg, GRPOConfig):
         cfg.collect = replace(cfg.collect, replace_constant_groups=False)  # all answers of the tiny model are wrong
-    warmup_steps = min(cfg.train.warmup_steps, 1)
-    cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
-    cfg.train = replace(cfg.train, device="cpu", num_ranks=1, context_ranks=1)
-    cfg.train = replace(cfg.train, cpu_threads=None, head_kernel="torch")
+    cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=min(cfg.train.warmup_steps, 1))
+    cfg.train = replace(cfg.train, device="cpu", num_ranks=1, context_ranks=1, cpu_threads=None, head_kernel="torch")
     return cfg
 
 

@@ -76,16 +76,12 @@ class TeacherConfig(Section):
             )
         if self.top_k is None:
             return
-        for name, value, without in (
-            ("hint", self.hint, None),
-            ("coeff", self.coeff, 1.0),
-            ("use_reward", self.use_reward, False),
-        ):
-            if value != without:
+        for name, unused, written in (("hint", None, "null"), ("coeff", 1.0, "1.0"), ("use_reward", False, "false")):
+            if (value := getattr(self, name)) != unused:
                 raise ValueError(
                     f"teacher.top_k={self.top_k} makes the divergence of distributions the loss, and teacher.{name}="
-                    f"{value!r} is for a teacher that gives an advantage: leave teacher.top_k=null, or "
-                    f"teacher.{name}={'null' if without is None else str(without).lower()}."
+                    f"{value!r} is for a teacher that gives an advantage: leave teacher.top_k=null, or teacher.{name}="
+                    f"{written}."
                 )
 
     def hint_for(self, problem: Row) -> str:
@@ -131,10 +127,11 @@ class DistillationConfig(ScriptConfig):
                     f"teacher.top_k={teacher.top_k} compares whole distributions, and collect.{name}={value:g} "
                     f"samples from truncated distributions: leave collect.{name}={whole:g}."
                 )
+        if teacher.top_k is None:
+            return
         for spec in fields(self.train):
             value = getattr(self.train, spec.name)
-            is_own = spec.name in ("clip_epsilon", "clip_epsilon_high", "importance_cap")
-            if is_own and teacher.top_k is not None and value != spec.default:
+            if spec.name in ("clip_epsilon", "clip_epsilon_high", "importance_cap") and value != spec.default:
                 raise EntryError(
                     f"train.{spec.name}",
                     f"is for a teacher that gives an advantage, got {value!r}; teacher.top_k={teacher.top_k} makes "
