@@ -98,7 +98,10 @@ NAMED: Metadata = matching(r"[^\0]*[^\s\0][^\0]*", "non-empty text")
 
 
 class Section:
-    """Section of a configuration. Its entries are checked on construction, and numbers become Python's types."""
+    """Section of a configuration. Its entries are checked on construction, and numbers become Python's types.
+
+    A subclass calls its base's `__post_init__` by name: a slotted dataclass is a new class, so `super()` fails.
+    """
 
     __slots__ = ()
     section: ClassVar[str] = ""

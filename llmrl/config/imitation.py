@@ -30,7 +30,6 @@ class SFTConfig(ScriptConfig):
     algorithm: str = "sft"
 
     def __post_init__(self) -> None:
-        # A slotted dataclass is a new class, so `super()` without arguments fails.
         ScriptConfig.__post_init__(self)
         # Entries that a `hardware` file sets, such as `num_collectors`, describe the machine and are ignored.
         unused = ("max_staleness", "max_concurrent_rollouts")
@@ -110,7 +109,6 @@ class DistillationConfig(ScriptConfig):
     algorithm: str = "distillation"
 
     def __post_init__(self) -> None:
-        # A slotted dataclass is a new class, so `super()` without arguments fails.
         ScriptConfig.__post_init__(self)
         teacher = self.teacher
         for name, whole in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
@@ -149,7 +147,6 @@ class BestOfGroupConfig(CollectConfig):
     """Whether to collect batches in the background, and train on the buffer if no batch is ready."""
 
     def __post_init__(self) -> None:
-        # A slotted dataclass is a new class, so `super()` without arguments fails.
         CollectConfig.__post_init__(self)
         if self.num_best > self.group_size:
             raise ValueError(
