@@ -30,7 +30,7 @@ class MetricHistory:
     def __init__(self, steps: Sequence[Metrics], numbers: Sequence[int] | None = None) -> None:
         self.steps = steps
         self.last: Metrics = steps[-1] if steps else {}
-        self._numbers = range(1, len(steps) + 1) if numbers is None else numbers
+        self._numbers = numbers or range(1, len(steps) + 1)
         self._read: set[int] = set()
 
     def note(self, *places: int) -> None:

@@ -26,8 +26,6 @@ from llmrl.data import text_of
 from llmrl.data.state_file import DamagedFileError
 
 PROJECT = "llmrl"
-
-
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 """Names of the optional trackers."""
 
@@ -232,7 +230,7 @@ def _open_wandb(path: Path) -> Tracker:
             import wandb
 
             columns = trace_table(records, step)
-            rows = [list(row) for row in zip(*columns.values(), strict=True)]
+            rows = list(map(list, zip(*columns.values(), strict=True)))
             self.experiment.log({"train/traces": wandb.Table(columns=list(columns), data=rows), "train/step": step})
 
     return WandbTracker(
@@ -252,10 +250,9 @@ def _open_trackio(path: Path) -> Tracker:
             """Show a step's conversations as traces."""
             import trackio
 
-            told = [{name: record[name] for name in _TRACE_COLUMNS} for record in records]
             traces = [
-                trackio.Trace(list(record["messages"]), metadata)
-                for record, metadata in zip(records, told, strict=True)
+                trackio.Trace(list(record["messages"]), {name: record[name] for name in _TRACE_COLUMNS})
+                for record in records
             ]
             self.experiment.log({"train/traces": traces}, step=step)
 
