@@ -14,8 +14,8 @@ from torchrl.envs import EnvBase, StepCounter
 
 from llmrl._utils.arguments import keywords_of, parameters_of
 from llmrl._utils.json_values import as_json
-from llmrl._utils.terminal import printable
 from llmrl._utils.types import JSON
+from llmrl.cli.options import as_shown
 from llmrl.data.tensordicts import batch_elements, plain
 from llmrl.envs.agent import AgentEnv
 from llmrl.envs.chat import ChatEnv
@@ -126,7 +126,7 @@ def print_info(facts: Mapping[str, JSON], console: Console) -> None:
         if isinstance(value, dict):
             shown = ", ".join(f"{key} {number}".strip() for key, number in value.items())
         if shown not in (None, ""):
-            console.print(f"[bold]{name.replace('_', ' '):12}[/bold]{escape(printable(str(shown)))}")
+            console.print(f"[bold]{name.replace('_', ' '):12}[/bold]{as_shown(shown)}")
     table = Table("option", "default", "")
     options = facts["options"]
     assert isinstance(options, list)
@@ -136,4 +136,4 @@ def print_info(facts: Mapping[str, JSON], console: Console) -> None:
     console.print(table)
     if facts["prompt"] is not None:
         console.print("[bold]first prompt[/bold]")
-        console.print(escape(printable(str(facts["prompt"]))))
+        console.print(as_shown(facts["prompt"]))

@@ -38,6 +38,11 @@ ChatTemplate = Annotated[
 ]
 
 
+def as_shown(content: object) -> str:
+    """Return text of unknown origin as a console prints it: without markup and terminal control sequences."""
+    return escape(printable(str(content)))
+
+
 def on_stderr() -> Console:
     """Return a console for what is not the result of a command."""
     return Console(stderr=True, highlight=False)
@@ -45,8 +50,7 @@ def on_stderr() -> Console:
 
 def fail(message: object, *, exit_code: int = 2) -> typer.Exit:
     """Print an error and return the exit; the default exit code is that of wrong usage."""
-    text = escape(printable(str(message)))
-    on_stderr().print(f"[bold red]llmrl:[/bold red] {text}", soft_wrap=True)
+    on_stderr().print(f"[bold red]llmrl:[/bold red] {as_shown(message)}", soft_wrap=True)
     return typer.Exit(exit_code)
 
 

@@ -74,12 +74,13 @@ def run(name: Name, entries: Entries = None, seed: Seeds = None, as_json: AsJSON
     """Train a recipe with each of its seeds in runs/recipes/NAME; finished runs are not repeated."""
     from llmrl.recipes import find_recipe
 
+    entries = entries or []
     with _refusals():
-        _check_entries(entries or [])
+        _check_entries(entries)
         recipe = find_recipe(name)
-        recipe.config(entries or [])
-        runs = _train(recipe, seed or list(recipe.seeds), entries or [])
-    _print_runs(recipe, runs, as_json, entries or [])
+        recipe.config(entries)
+        runs = _train(recipe, seed or list(recipe.seeds), entries)
+    _print_runs(recipe, runs, as_json, entries)
 
 
 @app.command()
@@ -117,19 +118,20 @@ def verify(
     """
     from llmrl.recipes import DIFFERENCE, curves_of, find_recipe, judge, log_prob_difference, train_seed
 
+    entries = entries or []
     with _refusals():
-        _check_entries(entries or [])
+        _check_entries(entries)
         if finished is not None and (seed is not None or script is not None):
             raise ValueError("--run judges a run and trains none: leave out --seed and --script, or --run.")
         recipe = find_recipe(name)
         bands = recipe.bands()
-        _check_data(recipe, entries or [])
+        _check_data(recipe, entries)
         if finished is None:
             chosen = max(recipe.seeds) + 1 if seed is None else seed
             folder = RUNS / recipe.name / time.strftime(f"verify-%Y%m%d-%H%M%S-{os.getpid()}")
-            finished = train_seed(recipe, chosen, folder, entries=entries or [], script=script)
-        curves = curves_of(recipe, finished, entries or [])
-        num_steps = recipe.config(entries or []).train.num_steps  # a shorter run is judged up to its last step
+            finished = train_seed(recipe, chosen, folder, entries=entries, script=script)
+        curves = curves_of(recipe, finished, entries)
+        num_steps = recipe.config(entries).train.num_steps  # a shorter run is judged up to its last step
         bands = {name: {step: ends for step, ends in band.items() if step <= num_steps} for name, band in bands.items()}
         curves[DIFFERENCE], bands[DIFFERENCE] = log_prob_difference(finished)
     verdict = judge(curves, bands)

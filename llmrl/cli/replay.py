@@ -10,12 +10,12 @@ from statistics import fmean
 from typing import cast, get_args
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from llmrl._utils.spans import trace_spans
 from llmrl._utils.terminal import printable
 from llmrl.cli.json_output import print_json
+from llmrl.cli.options import as_shown
 from llmrl.replay.bisect import config_changes, first_difference
 from llmrl.replay.conversations import Form, send_conversations, write_conversations
 from llmrl.replay.fork import fork
@@ -72,11 +72,6 @@ def run_replay(
     return not any(first is not None and first.is_beyond_rounding for first in differences)
 
 
-def _shown(text: str) -> str:
-    """Return text from a run's folder as the console prints it: without markup and terminal control sequences."""
-    return escape(printable(text))
-
-
 def _announcing(console: Console, *, is_json: bool) -> OnStep:
     """Return a function that names each step before it is computed; with JSON output it prints nothing."""
     if is_json:
@@ -87,7 +82,7 @@ def _announcing(console: Console, *, is_json: bool) -> OnStep:
 def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
     table = Table("quantity", "numbers", "result", title=f"step {replayed.step}", title_justify="left")
     for compared in replayed.compared:
-        table.add_row(compared.quantity, str(compared.num_values), _shown(_result(compared)))
+        table.add_row(compared.quantity, str(compared.num_values), as_shown(_result(compared)))
     console.print(table)
     _print_changes_here(replayed.changed_here, console)
     first = replayed.first_difference
@@ -96,7 +91,7 @@ def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
         return
     size = "differs" if first.is_beyond_rounding else "differs by rounding"
     console.print(
-        f"[bold]{first.quantity} {size}[/bold], first at {_shown(first.where)}: recorded {first.recorded:.9g}, "
+        f"[bold]{first.quantity} {size}[/bold], first at {as_shown(first.where)}: recorded {first.recorded:.9g}, "
         f"computed {first.computed:.9g}."
     )
     if first.is_beyond_rounding:
@@ -162,13 +157,17 @@ def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None,
     ):
         console.print(line)
     if result.first_error:
-        console.print(f"The first error: {_shown(result.first_error)}")
+        console.print(f"The first error: {as_shown(result.first_error)}")
     if result.most_changed:
         table = Table("step", "rollout", "before", "after", "answer", title="largest changes", title_justify="left")
         for one in result.most_changed:
             answer = " ".join(one.answer.split())
             table.add_row(
-                str(one.step), _shown(one.rollout_id), f"{one.before:.3g}", f"{one.after:.3g}", _shown(f"{answer:.60}")
+                str(one.step),
+                as_shown(one.rollout_id),
+                f"{one.before:.3g}",
+                f"{one.after:.3g}",
+                as_shown(f"{answer:.60}"),
             )
         console.print(table)
 
@@ -187,15 +186,15 @@ def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None
         print_json({"config": changes, "machine": machines, "num_steps": len(steps), "first_difference": found})
         return parting is None
     for name, (old, new) in changes.items():
-        console.print(_shown(f"configuration: {name} is {old} and {new}"))
+        console.print(as_shown(f"configuration: {name} is {old} and {new}"))
     for name, (old, new) in machines.items():
-        console.print(_shown(f"machine: {name} is {old!s:.200} and {new!s:.200}"))
+        console.print(as_shown(f"machine: {name} is {old!s:.200} and {new!s:.200}"))
     if parting is None:
         console.print(f"The {len(steps)} steps that both runs have made are equal.")
         return True
     console.print(
-        f"[bold]Step {parting.step}: {_shown(parting.quantity)} differs[/bold], {_shown(parting.where)}: "
-        f"{_shown(f'{parting.first!s:.200}')} and {_shown(f'{parting.second!s:.200}')}."
+        f"[bold]Step {parting.step}: {as_shown(parting.quantity)} differs[/bold], {as_shown(parting.where)}: "
+        f"{as_shown(f'{parting.first!s:.200}')} and {as_shown(f'{parting.second!s:.200}')}."
     )
     console.print(f"This usually means: {parting.meaning}.")
     return False
@@ -213,7 +212,7 @@ def run_fork(path: Path, step: int, entries: Sequence[str], console: Console, *,
     if is_json:
         return print_json({"path": folders[0], "step": step, "changes": changed, "view": view})
     for name, (old, new) in changed.items():
-        console.print(_shown(f"{name}: {new} in place of {old}"))
+        console.print(as_shown(f"{name}: {new} in place of {old}"))
     _print_changes_here(run.changes_here(), console)
     for line in (
         f"{folders[0]} has the first {step} steps; continue with run.path={folders[0]} resume=true",
