@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmrl._utils.files import write_atomically
-from llmrl._utils.imports import require
 from llmrl.recipes.band import Band, Curve, band_of
 from llmrl.recipes.recipe import Recipe, Record
 from llmrl.recipes.run import is_finished
+from llmrl.runs.report import drawn_png
 from llmrl.runs.run_folder import RunFolder
 
 DIFFERENCE = "log_prob_difference_mean"
@@ -134,23 +134,14 @@ def draw(
     path: Path,
 ) -> None:
     """Draw bands and curves as a PNG. Raises ImportError if matplotlib is missing."""
-    require("matplotlib", extra="scripts")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(bands), figsize=(5 * len(bands), 3.6), layout="constrained", squeeze=False)
-    for axis, (measure, band) in zip(axes[0], bands.items(), strict=True):
-        lows, highs = zip(*band.values(), strict=True)
-        axis.fill_between(list(band), lows, highs, color="#1f6f8b", alpha=0.15, label="band")
-        for seed, curves in by_seed.items():
-            axis.plot(list(curves[measure]), list(curves[measure].values()), marker=".", label=f"seed {seed}")
-        if measure == recipe.measures[-1]:
-            for what, value in recipe.baselines.items():
-                axis.axhline(value, color="grey", linestyle=":", label=what)
-        axis.set(title=measure.replace(_HELD_OUT, "held-out ").replace("_", " "), xlabel="step", ylim=(0, 1.02))
-        axis.grid(alpha=0.25)
-        axis.legend(frameon=False, fontsize=8)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=90, format="png"))
-    pyplot.close(figure)
+    with drawn_png(path, len(bands), width=5 * len(bands), dpi=90) as axes:
+        for axis, (measure, band) in zip(axes, bands.items(), strict=True):
+            lows, highs = zip(*band.values(), strict=True)
+            axis.fill_between(list(band), lows, highs, color="#1f6f8b", alpha=0.15, label="band")
+            for seed, curves in by_seed.items():
+                axis.plot(list(curves[measure]), list(curves[measure].values()), marker=".", label=f"seed {seed}")
+            if measure == recipe.measures[-1]:
+                for what, value in recipe.baselines.items():
+                    axis.axhline(value, color="grey", linestyle=":", label=what)
+            axis.set(title=measure.replace(_HELD_OUT, "held-out ").replace("_", " "), xlabel="step", ylim=(0, 1.02))
+            axis.legend(frameon=False, fontsize=8)
