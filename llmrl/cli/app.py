@@ -134,11 +134,11 @@ def view(
         if as_json:
             command.print_reports(paths)
         elif terminal:
-            command.print_runs(paths, console, max_rollouts)
+            command.print_runs(paths, max_rollouts)
         elif png:
-            command.draw_curves(paths, console)
+            command.draw_curves(paths)
         else:
-            command.write_pages(paths, out or paths[0] / "view.html", console, max_rollouts)
+            command.write_pages(paths, out or paths[0] / "view.html", max_rollouts)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError) as error:
         raise fail(error) from None
     except KeyboardInterrupt:

@@ -29,10 +29,9 @@ def run_audit(
 ) -> Audit:
     """Play the prepared answers; return the result."""
     renderer = make_chat_renderer(model_path(model), chat_template)
-    takes_data = {} if data is None else {"data": data}
 
     def make(split: str) -> EnvBase:
-        return make_task_env(env, split, repeats=2, **takes_data, **options)  # type: ignore[arg-type]
+        return make_task_env(env, split, repeats=2, data=data, **options)
 
     # With `data`, both splits would have the same rows.
     splits = (find_env(env).splits if data is None else ()) or ("train",)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from llmrl.cli.options import AsJSON, console, refusals
+from llmrl.cli.options import AsJSON, refusals
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 
@@ -52,7 +52,6 @@ def replay(
             reward,
             entries or [],
             drop_rollout or [],
-            console,
             last_step=last_step,
             page=page,
             is_what_if=what_if,
@@ -75,7 +74,7 @@ def rescore(
     from llmrl.cli.replay import run_rescore
 
     with refusals(ValueError, TypeError, OSError):
-        run_rescore(run, reward, console, page=page, is_json=as_json)
+        run_rescore(run, reward, page=page, is_json=as_json)
 
 
 def conversations(
@@ -107,7 +106,7 @@ def bisect(
     from llmrl.cli.replay import run_bisect
 
     with refusals(ValueError, OSError):
-        is_equal = run_bisect(run, other, console, page=page, is_json=as_json)
+        is_equal = run_bisect(run, other, page=page, is_json=as_json)
     raise typer.Exit(not is_equal)
 
 
@@ -121,4 +120,4 @@ def fork(
     from llmrl.cli.replay import run_fork
 
     with refusals(ValueError, OSError):
-        run_fork(run, step, entries, console, is_json=as_json)
+        run_fork(run, step, entries, is_json=as_json)

@@ -9,13 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import cast, get_args
 
-from rich.console import Console
 from rich.table import Table
 
 from llmrl._utils.spans import trace_spans
 from llmrl._utils.terminal import printable
 from llmrl.cli.json_output import print_json
-from llmrl.cli.options import as_shown
+from llmrl.cli.options import as_shown, console
 from llmrl.replay.bisect import config_changes, first_difference
 from llmrl.replay.conversations import Form, send_conversations, write_conversations
 from llmrl.replay.fork import fork
@@ -35,7 +34,6 @@ def run_replay(
     reward: str | None,
     changes: Sequence[str],
     drop_rollouts: Sequence[str],
-    console: Console,
     *,
     last_step: int | None = None,
     page: Path | None = None,
@@ -44,7 +42,7 @@ def run_replay(
 ) -> bool:
     """Replay steps, or compute them with changes; return whether they are as recorded, up to rounding."""
     run = RecordedRun(path)
-    on_step = _announcing(console, is_json=is_json)
+    on_step = _announcing(is_json)
     if is_what_if or changes or drop_rollouts:
         changed = what_if(
             run,
@@ -55,7 +53,7 @@ def run_replay(
             drop_rollouts=drop_rollouts,
             on_step=on_step,
         )
-        print_json(changed.as_json()) if is_json else _print_what_if(changed, console)
+        print_json(changed.as_json()) if is_json else _print_what_if(changed)
         if page is not None:
             write_what_if(run, changed, page)
         return True
@@ -67,24 +65,24 @@ def run_replay(
         print_json(as_json(replayed[0]) if last_step is None else {"steps": [as_json(one) for one in replayed]})
     else:
         for one in replayed:
-            _print_replayed(one, console)
+            _print_replayed(one)
     differences = [one.first_difference for one in replayed]
     return not any(first is not None and first.is_beyond_rounding for first in differences)
 
 
-def _announcing(console: Console, *, is_json: bool) -> OnStep:
+def _announcing(is_json: bool) -> OnStep:
     """Return a function that names each step before it is computed; with JSON output it prints nothing."""
     if is_json:
         return pass_over
     return lambda number: console.print(f"[dim]computing step {number}[/dim]")
 
 
-def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
+def _print_replayed(replayed: ReplayedStep) -> None:
     table = Table("quantity", "numbers", "result", title=f"step {replayed.step}", title_justify="left")
     for compared in replayed.compared:
         table.add_row(compared.quantity, str(compared.num_values), as_shown(_result(compared)))
     console.print(table)
-    _print_changes_here(replayed.changed_here, console)
+    _print_changes_here(replayed.changed_here)
     first = replayed.first_difference
     if first is None:
         console.print("Everything that was compared is equal to the record, bit by bit.")
@@ -98,7 +96,7 @@ def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
         console.print(f"This usually means: {first.meaning}.")
 
 
-def _print_changes_here(changes: Mapping[str, tuple[object, object]], console: Console) -> None:
+def _print_changes_here(changes: Mapping[str, tuple[object, object]]) -> None:
     for name, (recorded, here) in changes.items():
         text = f"On this machine {name} is {here} in place of {recorded!s:.200}: numbers may differ by rounding."
         console.print(printable(text), markup=False)
@@ -112,7 +110,7 @@ def _result(compared: Compared) -> str:
     return f"{'' if compared.is_beyond_rounding else 'rounding: '}off by up to {compared.max_difference:.3g}"
 
 
-def _print_what_if(changed: WhatIf, console: Console) -> None:
+def _print_what_if(changed: WhatIf) -> None:
     for step in changed.steps:
         table = Table("metric", "as it was", "changed", title=f"step {step.step}", title_justify="left")
         for name, (before, after) in step.metrics.items():
@@ -134,7 +132,7 @@ def _print_what_if(changed: WhatIf, console: Console) -> None:
         )
 
 
-def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None, is_json: bool) -> None:
+def run_rescore(path: Path, reward: str, *, page: Path | None, is_json: bool) -> None:
     """Score the rollouts of a run, or the conversations of a file, by another function."""
     if path.is_file() and page is not None:
         raise ValueError("--page requires a run, but a file of conversations was given.")
@@ -172,7 +170,7 @@ def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None,
         console.print(table)
 
 
-def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None, is_json: bool) -> bool:
+def run_bisect(first: Path, second: Path, *, page: Path | None, is_json: bool) -> bool:
     """Print where two runs begin to differ, and write a page of that step; return whether they are equal."""
     runs = RecordedRun(first), RecordedRun(second)
     changes = config_changes(*runs)
@@ -200,20 +198,20 @@ def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None
     return False
 
 
-def run_fork(path: Path, step: int, entries: Sequence[str], console: Console, *, is_json: bool) -> None:
+def run_fork(path: Path, step: int, entries: Sequence[str], *, is_json: bool) -> None:
     """Make a new run from the middle of an old one, and print how their configurations differ."""
     folders = [entry.removeprefix("run.path=") for entry in entries if entry.startswith("run.path=")]
     if len(folders) != 1:
         raise ValueError(f"run.path=FOLDER must be given once, the folder of the new run; got {len(folders)} of them.")
     changes = [entry for entry in entries if not entry.startswith("run.path=")]
     run = RecordedRun(path)
-    changed = fork(run, step, folders[0], changes, on_step=_announcing(console, is_json=is_json))
+    changed = fork(run, step, folders[0], changes, on_step=_announcing(is_json))
     view = shlex.join(["llmrl", "view", str(path), folders[0]])
     if is_json:
         return print_json({"path": folders[0], "step": step, "changes": changed, "view": view})
     for name, (old, new) in changed.items():
         console.print(as_shown(f"{name}: {new} in place of {old}"))
-    _print_changes_here(run.changes_here(), console)
+    _print_changes_here(run.changes_here())
     for line in (
         f"{folders[0]} has the first {step} steps; continue with run.path={folders[0]} resume=true",
         f"both in one picture: {view}",

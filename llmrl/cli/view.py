@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from llmrl.cli.json_output import print_json
+from llmrl.cli.options import console
 from llmrl.runs.report import plot_curve
 from llmrl.viewer import RunData, follow, print_run, read_run
 
 
-def write_pages(paths: Sequence[Path], page: Path, console: Console, max_rollouts: int | None) -> None:
+def write_pages(paths: Sequence[Path], page: Path, max_rollouts: int | None) -> None:
     """Write the page, and keep it up to date while a run is in progress."""
     is_first = True
     for written, is_live in follow(paths, page, max_rollouts=max_rollouts):
@@ -24,13 +23,13 @@ def write_pages(paths: Sequence[Path], page: Path, console: Console, max_rollout
         is_first = False
 
 
-def print_runs(paths: Sequence[Path], console: Console, max_rollouts: int | None) -> None:
+def print_runs(paths: Sequence[Path], max_rollouts: int | None) -> None:
     """Print each run."""
     for path in paths:
         print_run(read_run(path, max_rollouts=max_rollouts), console=console)
 
 
-def draw_curves(paths: Sequence[Path], console: Console) -> None:
+def draw_curves(paths: Sequence[Path]) -> None:
     """Draw each run's curves to its `curve.png`."""
     for path in paths:
         plot_curve(read_run(path, max_rollouts=1).metrics, path / "curve.png")
