@@ -10,7 +10,6 @@ import typer
 
 from llmrl.cli import env as environments
 from llmrl.cli import recipe, recorded
-from llmrl.cli.json_output import print_json
 from llmrl.cli.options import (
     ApiKey,
     AsJSON,
@@ -28,6 +27,7 @@ from llmrl.cli.options import (
     console,
     fail,
     on_stderr,
+    print_json,
     refusals,
 )
 

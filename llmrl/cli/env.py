@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from llmrl.cli.json_output import print_json
 from llmrl.cli.options import (
     ApiKey,
     AsJSON,
@@ -32,6 +31,7 @@ from llmrl.cli.options import (
     console,
     fail,
     on_stderr,
+    print_json,
     refusals,
 )
 

@@ -1,7 +1,8 @@
-"""Common options of commands, their console, and their exit after an error."""
+"""Common options of commands, their console and JSON output, and their exit after an error."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from llmrl._utils.json_values import finite
 from llmrl._utils.terminal import printable
 
 console = Console(highlight=False)
@@ -36,6 +38,11 @@ ChatTemplate = Annotated[
         dir_okay=False,
     ),
 ]
+
+
+def print_json(content: object) -> None:
+    """Print one JSON object; numbers that JSON does not support become null."""
+    print(json.dumps(finite(content), ensure_ascii=False, default=str))
 
 
 def as_shown(content: object) -> str:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmrl.cli.json_output import print_json
-from llmrl.cli.options import AsJSON, console, refusals
+from llmrl.cli.options import AsJSON, console, print_json, refusals
 
 if TYPE_CHECKING:
     from llmrl.recipes import Recipe

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from llmrl._utils.spans import trace_spans
 from llmrl._utils.terminal import printable
-from llmrl.cli.json_output import print_json
-from llmrl.cli.options import as_shown, console
+from llmrl.cli.options import as_shown, console, print_json
 from llmrl.replay.bisect import config_changes, first_difference
 from llmrl.replay.conversations import Form, send_conversations, write_conversations
 from llmrl.replay.fork import fork

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmrl.cli.json_output import print_json
+from llmrl.cli.options import print_json
 from llmrl.cli.train import MODULE
 from llmrl.cli.view import report_of
 from llmrl.config.launch import run_script

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmrl.cli.json_output import print_json
-from llmrl.cli.options import console
+from llmrl.cli.options import console, print_json
 from llmrl.runs.report import plot_curve
 from llmrl.viewer import RunData, follow, print_run, read_run
 
