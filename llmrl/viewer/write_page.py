@@ -17,6 +17,7 @@ from pathlib import Path
 
 from llmrl._utils.files import write_atomically
 from llmrl.data import Message, text_of
+from llmrl.data.message import prompt_of
 from llmrl.viewer.run_data import Record, RunData, facts_of, key_of, read_run
 from llmrl.watch.token_log import TokenRow
 
@@ -171,9 +172,7 @@ def _readable(value: object) -> object:
 def _opening(record: Record) -> list[Message]:
     """Return the messages before the first answer."""
     turns = record.get("turns")
-    messages = turns[0]["messages"] if turns else record["messages"]
-    roles = [message["role"] for message in messages]
-    return messages[: roles.index("assistant") if "assistant" in roles else None]
+    return prompt_of(turns[0]["messages"] if turns else record["messages"])
 
 
 def _key_of_problem(record: Record) -> str:
@@ -183,13 +182,12 @@ def _key_of_problem(record: Record) -> str:
 
 def _question(record: Record) -> str:
     asked = [text_of(message.get("content")) for message in _opening(record) if message["role"] != "system"]
-    return _shortened(asked[-1] if asked else "", 160)
+    return _shortened("".join(asked[-1:]), 160)
 
 
 def _answer(record: Record) -> str:
     """Return the end of the last answer, which identifies a rollout in a list."""
-    answers: list[Message] = [message for message in record["messages"] if message["role"] == "assistant"]
-    answer = answers[-1] if answers else {}
+    answer: Message = next((one for one in reversed(record["messages"]) if one["role"] == "assistant"), {})
     calls = " ".join(f"calls {call['function']['name']}" for call in answer.get("tool_calls") or [])
     return _shortened(f"{text_of(answer.get('content'))} {calls}", 100, is_end=True)
 
