@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from llmrl._utils.files import write_atomically
 from llmrl._utils.imports import require
-from llmrl._utils.json_values import as_json
+from llmrl._utils.json_values import as_entry_value, as_json
 from llmrl._utils.types import JSON
 from llmrl.config.sections import EnvConfig
 from llmrl.envs.tasks.registry import is_env_name
@@ -81,9 +81,8 @@ RunResults: TypeAlias = Mapping[str, Results]
 
 def before_after_table(before: Results, after: Results) -> Table:
     """Return a table of evaluation results before and after training."""
-    table = Table(title="on problems that training does not use")
-    for title in ("", "before", "after"):
-        table.add_column(title, justify="left" if not title else "right")
+    numbers = (Column(title, justify="right") for title in ("before", "after"))
+    table = Table("", *numbers, title="on problems that training does not use")
     for row in shown_results(before, after):
         table.add_row(*row)
     return table
@@ -122,7 +121,7 @@ def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
         >>> resume_command("runs/mine", {"train.num_steps": 40}).split()[-3:]
         ['run.path=runs/mine', 'resume=true', 'train.num_steps=40']
     """
-    changed = [f"{name}={'null' if value is None else value}" for name, value in changes.items()]
+    changed = [f"{name}={as_entry_value(value)}" for name, value in changes.items()]
     script = Path(sys.argv[0])
     program = ["python", sys.argv[0]]
     if script.parent == Path(__file__).parents[1] / "scripts":
@@ -138,7 +137,9 @@ def print_next_steps(console: Console, folder: RunFolder, resume_command: str, e
     path = shlex.quote(str(folder.path))
     measure = ""
     if env is not None and is_env_name(env.name) and isinstance(env.data, str | None):
-        problems = [] if env.data is None else ["--data", env.data]
+        problems = []
+        if env.data is not None:
+            problems += ["--data", env.data]
         if env.eval_split != "test":  # the default of the command
             problems += ["--split", env.eval_split]
         options = [f"{name}={json.dumps(as_json(value), ensure_ascii=False)}" for name, value in env.options.items()]
@@ -162,5 +163,6 @@ def _activation_command() -> str | None:
     folder = Path(sys.prefix)
     if sys.prefix == sys.base_prefix or str(folder / "bin") in os.environ.get("PATH", "").split(os.pathsep):
         return None
-    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
     return f". {folder / 'bin' / 'activate'}"

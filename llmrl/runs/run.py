@@ -459,7 +459,7 @@ class Run:
 
     def _close_folder(self, folder: RunFolder, error: BaseException | None) -> None:
         """Close the folder when nothing is written into it any more: another run may then begin in it."""
-        try:
+        with contextlib.closing(folder):
             try:
                 try:
                     self._writes.wait()
@@ -471,8 +471,6 @@ class Run:
                 self._warn(f"not everything was written: {describe(failed)}")
             if self._is_replay and self._is_in_step and (said := folder.fail_replay(self._step, error)):
                 self._warn(said)
-        finally:
-            folder.close()
         if self.cfg.dry_run:
             shutil.rmtree(folder.path)
 

@@ -68,6 +68,8 @@ _NAMES = (
 _LINKS = ("wandb/latest-run", "wandb/debug.log", "wandb/debug-internal.log", "wandb/*run-*/logs/debug-core.log")
 """Links that wandb creates. wandb replaces these links and does not follow them."""
 
+_CHECKPOINT_ADVICE = "Put a copy of it in its place, or begin another run from an exported model in another folder."
+
 
 def memory_kills() -> tuple[str, int]:
     """Return this machine's boot id, and the number of out-of-memory kills since boot."""
@@ -217,9 +219,8 @@ class RunFolder:
 
     def load_batch(self, step: int) -> StateDict | None:
         """Return the saved batch of a step, or None. Raises DamagedFileError if the file is damaged."""
-        path = self._batch_path(step)
         advice = f"Remove it and the batches of later steps, and resume: step {step} is then collected anew."
-        return load_state(path, advice=advice) if path.exists() else None
+        return _load(self._batch_path(step), advice)
 
     def saved_steps(self) -> list[int]:
         """Return the steps with a saved batch, in ascending order."""
@@ -340,24 +341,22 @@ class RunFolder:
             if path.exists():
                 flush_to_disk(path)
         write_atomically(self.checkpoint_path, lambda path: save_state(path, dict(state)))
-        for path in () if keep_batches else self.batches_path.glob("[0-9]*"):
-            if int(path.stem) < state["step"]:
-                path.unlink()
+        if not keep_batches:
+            for path in self.batches_path.glob("[0-9]*"):
+                if int(path.stem) < state["step"]:
+                    path.unlink()
         for folder in self.path.glob("shards-*"):  # of earlier checkpoints
             if folder.name != state.get("shards", {}).get("folder"):
                 shutil.rmtree(folder)
 
     def load_checkpoint(self) -> StateDict | None:
         """Return the last checkpoint, memory-mapped, or None. Raises DamagedFileError if the file is damaged."""
-        return self._load_checkpoint(is_checked=True) if self.checkpoint_path.exists() else None
+        return _load(self.checkpoint_path, _CHECKPOINT_ADVICE)
 
     def checkpoint_step(self) -> int:
         """Return the step of the last checkpoint without reading its weights; 0 without a checkpoint."""
-        return self._load_checkpoint(is_checked=False)["step"] if self.checkpoint_path.exists() else 0
-
-    def _load_checkpoint(self, *, is_checked: bool) -> StateDict:
-        advice = "Put a copy of it in its place, or begin another run from an exported model in another folder."
-        return load_state(self.checkpoint_path, advice=advice, is_checked=is_checked)
+        checkpoint = _load(self.checkpoint_path, _CHECKPOINT_ADVICE, is_checked=False)
+        return 0 if checkpoint is None else checkpoint["step"]
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Replace `summary.json`."""
@@ -380,6 +379,10 @@ class RunFolder:
                 closing.callback(self._lock.release)
             for tracker in self._trackers:
                 closing.callback(tracker.close)
+
+
+def _load(path: Path, advice: str, *, is_checked: bool = True) -> StateDict | None:
+    return load_state(path, advice=advice, is_checked=is_checked) if path.exists() else None
 
 
 def seed_all(seed: int) -> None:

@@ -48,8 +48,9 @@ class Stateful(Protocol):
 def with_scaler(tracked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the objects of a loop, with the loss scaler added if the model computes in float16."""
     model = tracked.get("model")
-    scaler = trained_model(model).scaler if isinstance(model, torch.nn.Module) else None
-    return dict(tracked) if scaler is None else {**tracked, "scaler": scaler}
+    if isinstance(model, torch.nn.Module) and (scaler := trained_model(model).scaler) is not None:
+        return {**tracked, "scaler": scaler}
+    return dict(tracked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmrl._utils.arguments import nearest
+from llmrl._utils.arguments import did_you_mean
 from llmrl._utils.files import open_file, read_text, write_atomically
 from llmrl._utils.imports import require
 from llmrl._utils.types import JSON, Row
@@ -193,8 +193,7 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
         raise TypeError(f"trackers must be a list of names, got the string {names!r}; write [{names!r}].")
     for name in names:
         if name not in _OPENERS:
-            near = nearest(str(name), _OPENERS)
-            hint = f" Did you mean {near!r}?" if near else ""
+            hint = did_you_mean(str(name), _OPENERS)
             if name == "csv":
                 hint = " The table metrics.csv is always written."
             raise ValueError(f"trackers has no {name!r}; there are {', '.join(map(repr, _OPENERS))}.{hint}")
