@@ -87,8 +87,7 @@ def doctor(
     if plan is not None:
         with refusals(ValueError, OSError):
             needed = command.plan_of(plan, entries or [])
-        print_json(needed) if as_json else command.print_plan(needed, console)
-        return
+        return print_json(needed) if as_json else command.print_plan(needed, console)
     if model is not None:
         from llmrl.cli.model_check import examine_model
 

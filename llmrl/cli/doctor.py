@@ -50,8 +50,10 @@ def _judged(name: str, is_good: bool, found: str, advice: str, *, otherwise: Sta
 def _run_python(code: str) -> tuple[str, str]:
     """Run code in a process of its own; return its output and the last line of its error, empty if it succeeds."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if not result.returncode:
+        return result.stdout.strip(), ""
     lines = result.stderr.strip().splitlines() or ["it ended without a message"]
-    return result.stdout.strip(), lines[-1] if result.returncode else ""
+    return result.stdout.strip(), lines[-1]
 
 
 def installed_version(package: str) -> str | None:
@@ -107,8 +109,7 @@ def check_requirements(requirements: list[str], version_of: Version) -> Iterator
 
 
 def _extra_of(requirement: Requirement) -> str:
-    text = str(requirement.marker or "")
-    return text.partition("extra == ")[2].strip(" \"'") if "extra" in text else ""
+    return str(requirement.marker or "").partition("extra == ")[2].strip(" \"'")
 
 
 def _python() -> Check:

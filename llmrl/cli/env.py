@@ -139,7 +139,6 @@ def serve(
 
 
 async def _serve(server: OpenEnvServer, host: str, port: int) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
     from llmrl.cli.serve import stop_signal
 
     until = stop_signal()

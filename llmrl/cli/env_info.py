@@ -66,7 +66,6 @@ def _num_rows(named: NamedEnv, make: Callable[..., EnvBase], env: EnvBase) -> di
 
 
 def _options(named: NamedEnv, env: EnvBase) -> list[dict[str, object]]:
-    """Return the options with their defaults and documentation."""
     owner = getattr(named.make, "__self__", None)
     make: Callable[..., object] = owner if isinstance(owner, type) else named.make
     parameters = parameters_of(make)
@@ -79,9 +78,10 @@ def _options(named: NamedEnv, env: EnvBase) -> list[dict[str, object]]:
         parameter = parameters.get(name)
         if name in _NOT_OPTIONS or (parameter is not None and parameter.kind is parameter.VAR_KEYWORD):
             continue
-        default = inspect.Parameter.empty if parameter is None else parameter.default
-        is_known = default not in (inspect.Parameter.empty, ...)
-        options.append({"name": name, "default": repr(default) if is_known else "", "about": documented.get(name, "")})
+        default = ""
+        if parameter is not None and parameter.default not in (inspect.Parameter.empty, ...):
+            default = repr(parameter.default)
+        options.append({"name": name, "default": default, "about": documented.get(name, "")})
     return options
 
 
@@ -104,7 +104,9 @@ def _documentation(objects: Iterable[object]) -> dict[str, str]:
         text = inspect.getdoc(one) if callable(one) and vars(one).get("__doc__", one.__doc__) else None
         _, _, section = (text or "").partition("\nArgs:\n")
         for names, about in _ENTRY.findall(textwrap.dedent(section.partition("\n\n")[0])):
-            for name in names.split(", ") if not about.startswith("see `") else ():
+            if about.startswith("see `"):
+                continue
+            for name in names.split(", "):
                 found.setdefault(name.lstrip("*"), " ".join(about.split()))
     return found
 

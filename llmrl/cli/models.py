@@ -64,10 +64,12 @@ def _check_hub(name: str) -> None:
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     host = urlsplit(constants.ENDPOINT)
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
-    if not why and not getproxies():
+    why = ""
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set"
+    elif not getproxies():
         try:
-            port = host.port or (80 if host.scheme == "http" else 443)
+            port = host.port or {"http": 80}.get(host.scheme, 443)
             socket.create_connection((host.hostname or "", port), timeout=3).close()
         except OSError as error:
             why = f"{host.hostname} cannot be reached ({error})"

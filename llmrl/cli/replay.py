@@ -103,7 +103,7 @@ def _print_changes_here(changes: Mapping[str, tuple[object, object]]) -> None:
 
 def _result(compared: Compared) -> str:
     if not compared.num_values:
-        return f"not compared: {compared.note}" if compared.note else "not compared: nothing was recorded"
+        return f"not compared: {compared.note or 'nothing was recorded'}"
     if compared.is_equal:
         return "equal"
     return f"{'' if compared.is_beyond_rounding else 'rounding: '}off by up to {compared.max_difference:.3g}"

@@ -39,12 +39,13 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
     num_steps = cfg.train.num_steps
     curves: dict[str, Curve] = {}
     for measure in recipe.measures:
-        is_held_out = measure.startswith(_HELD_OUT)
-        name = f"eval/{cfg.env.label}/{measure.removeprefix(_HELD_OUT)}" if is_held_out else measure
+        name, every = measure, 1
+        if measure.startswith(_HELD_OUT):
+            name = f"eval/{cfg.env.label}/{measure.removeprefix(_HELD_OUT)}"
+            every = cfg.eval.every or num_steps
         values = {int(row["step"]): row[name] for row in metrics if math.isfinite(row.get(name, math.nan))}
         if not values:
             raise ValueError(f"{run} has no metric {name!r}, which the recipe {recipe.name} compares.")
-        every = (cfg.eval.every or num_steps) if is_held_out else 1
         steps = [step for step in range(min(values), num_steps + 1) if step % every == 0 or step == num_steps]
         last = max(values)
         curves[measure] = {step: values[min(step, last)] for step in steps if step in values or step > last}

@@ -178,7 +178,6 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _where_runs_are(path: Path) -> str:
-    """Return a hint at the location of a run, for an error message."""
     runs = _runs_in(path)
     if runs:
         return f"the last run in this folder is {runs[-1]}."

@@ -219,10 +219,12 @@ class LiveView:
         """Return a line with mean and spread of each reward function at the last step, if there are several."""
         row = self._rows[-1] if self._rows else {}
         names = [name.removesuffix("_mean") for name in row if name.startswith("reward/") and name.endswith("_mean")]
+        if len(names) < 2:
+            return []
         parts = (
             f"{name.removeprefix('reward/')} {row[f'{name}_mean']:.3f} ± {row[f'{name}_std']:.3f}" for name in names
         )
-        return [printable("  ".join(parts))] if len(names) > 1 else []
+        return [printable("  ".join(parts))]
 
     def _rewards(self) -> list[float]:
         return [row["reward_mean"] for row in self._rows if "reward_mean" in row]

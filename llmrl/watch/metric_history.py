@@ -39,9 +39,11 @@ class MetricHistory:
 
     def take_read(self) -> tuple[int, int] | None:
         """Return the first and last step read since the last call, or the last step if none was read."""
+        if not self.steps:
+            return None
         places = self._read or {len(self.steps) - 1}
         self._read = set()
-        return (self._numbers[min(places)], self._numbers[max(places)]) if self.steps else None
+        return self._numbers[min(places)], self._numbers[max(places)]
 
     def _places(self, name: str) -> list[int]:
         return [place for place, step in enumerate(self.steps) if name in step]
