@@ -178,11 +178,10 @@ def evaluate(
         environment = make_task_env(env, split, data=data, repeats=samples, **command.options_of(options or []))
         command.check_has_problems(env, environment)
         folder = None if out is None else command.open_folder(out)
-        settings = command.EvaluationSettings(
-            env=env, model=found, sampling=sampling, seed=seed, limit=limit, folder=folder
-        )
     with refusals(EngineError, ImportError, exit_code=1):
-        report = command.run(settings, environment, shown)
+        report = command.run(
+            env, environment, found, sampling=sampling, seed=seed, limit=limit, folder=folder, console=shown
+        )
     if as_json:
         print_json({"env": env, "model": found.path, "split": split, **report.to_summary()})
 
