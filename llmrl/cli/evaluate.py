@@ -6,7 +6,7 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -72,17 +72,10 @@ def options_of(words: Sequence[str]) -> dict[str, JSON]:
     return options
 
 
-class _Progress:
-    """Progress line with the number of answers, for `Live`."""
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-        self._started = time.perf_counter()
-
-    def __rich__(self) -> Text:
-        num_all = sum(self._evaluator.num_rollouts.values())
-        seconds = time.perf_counter() - self._started
-        return Text(f"{self._evaluator.num_played} of {num_all} answers, {seconds:.0f} s")
+def _progress_of(evaluator: Evaluator) -> Callable[[], Text]:
+    started = time.perf_counter()
+    num_all = sum(evaluator.num_rollouts.values())
+    return lambda: Text(f"{evaluator.num_played} of {num_all} answers, {time.perf_counter() - started:.0f} s")
 
 
 def run(
@@ -113,7 +106,7 @@ def run(
             tokenizer = engine.get_tokenizer()
             policy = vLLMWrapper(engine, renderer=model.renderer, generate_kwargs=sampling)
             with Evaluator({name: env}, policy, num_problems=limit) as evaluator:
-                with Live(_Progress(evaluator), console=console, refresh_per_second=4):
+                with Live(console=console, refresh_per_second=4, get_renderable=_progress_of(evaluator)):
                     report = evaluator.evaluate()[name]
         console.print(table_of(report))
         console.print(f"{len(report.rollouts)} answers in {report.seconds:.0f} s")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,17 +145,9 @@ def sync_scheme(cfg: ScriptConfig, engine: Engine) -> WeightScheme:
     return VLLMWeightSyncScheme(master_address=address, rank=this_rank(), **options)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyFactory:
-    """Builds the policy of a collector actor, with the engines of a registry."""
-
-    registry: EngineRegistry
-    renderer: Renderer | None
-    sampling: SamplingConfig
-
-    def __call__(self) -> vLLMWrapper:
-        """Return the policy."""
-        return vLLMWrapper(self.registry.connect(), renderer=self.renderer, generate_kwargs=self.sampling)
+def connected_policy(registry: EngineRegistry, renderer: Renderer | None, sampling: SamplingConfig) -> vLLMWrapper:
+    """Return the policy of a collector actor, with the engines of a registry."""
+    return vLLMWrapper(registry.connect(), renderer=renderer, generate_kwargs=sampling)
 
 
 def make_collector(
@@ -187,7 +178,7 @@ def make_collector(
     registry.publish(policy.engine)
     return RayLLMCollector(
         partial(make_env, cfg),
-        policy_factory=PolicyFactory(registry, policy.renderer, policy.sampling),
+        policy_factory=partial(connected_policy, registry, policy.renderer, policy.sampling),
         num_collectors=cfg.collect.num_collectors,
         engine=policy.engine,
         num_cpus=cfg.collect.cpus_per_collector,
