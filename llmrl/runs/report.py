@@ -129,14 +129,14 @@ def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
     return shlex.join([*program, f"run.path={run_path}", "resume=true", *changed])
 
 
-def print_next_steps(console: Console, folder: RunFolder, resume_command: str, env: EnvConfig | None = None) -> None:
+def print_next_steps(console: Console, folder: RunFolder, resume_command: str, env: EnvConfig) -> None:
     """Print where the run is, and the commands to view it, evaluate its model, chat with the model, and continue.
 
     The command to evaluate is printed only if `llmrl eval` can build `env` from names.
     """
     path = shlex.quote(str(folder.path))
     measure = ""
-    if env is not None and is_env_name(env.name) and isinstance(env.data, str | None):
+    if is_env_name(env.name) and isinstance(env.data, str | None):
         problems = []
         if env.data is not None:
             problems += ["--data", env.data]

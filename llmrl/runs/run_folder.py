@@ -136,12 +136,15 @@ class RunFolder:
         self._trackers: list[Tracker] = []
         self._lock: FolderLock | None = None
         check_entries(self.path, _NAMES, links=_LINKS)
-        if not holds_run(self.path) and (resume or read_only):
-            advice = "name its folder with run.path, or start a new run without resume=true"
-            found = "no run: name the folder of a run" if read_only else f"no run to resume; {advice}"
-            raise FileNotFoundError(f"{self.path} holds {found}.")
         if read_only:
+            if not holds_run(self.path):
+                raise FileNotFoundError(f"{self.path} holds no run: name the folder of a run.")
             return
+        if resume and not holds_run(self.path):
+            raise FileNotFoundError(
+                f"{self.path} holds no run to resume; name its folder with run.path, or start a new run without "
+                "resume=true."
+            )
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = FolderLock(self.path)
         try:
@@ -367,8 +370,10 @@ class RunFolder:
 
         Raises DamagedFileError if the file is not JSON.
         """
+        if not self.summary_path.exists():
+            return {}
         try:
-            return json.loads(read_text(self.summary_path)) if self.summary_path.exists() else {}
+            return json.loads(read_text(self.summary_path))
         except ValueError as error:
             raise DamagedFileError(f"{self.summary_path} is damaged: {error}. Remove it, and resume.") from error
 

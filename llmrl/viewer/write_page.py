@@ -160,8 +160,8 @@ def _packed(value: object) -> str:
 
 def _readable(value: object) -> object:
     """Return the value with NaN and infinities as strings, because JSON in browsers lacks them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
     if isinstance(value, dict):
         return {key: _readable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -132,7 +132,7 @@ def _mismatch(history: MetricHistory) -> Iterator[Finding]:
 
 def _weights_of_tokens(history: MetricHistory) -> Iterator[Finding]:
     size = history.recent("ESS")
-    if size is not None and size < (0.5 if size < 0.1 else 0.5 - history.margin("ESS")):
+    if size is not None and (size < 0.1 or size < 0.5 - history.margin("ESS")):
         yield Finding(
             "small_sample",
             _severity(size < 0.1),
