@@ -59,8 +59,8 @@ def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
     """
     envs: dict[str, EvalEnvConfig] = {}
     if cfg.eval.num_problems != 0:
-        held_out = {"name": cfg.env.name, "data": cfg.env.data, "split": cfg.env.eval_split, "options": cfg.env.options}
-        envs = {cfg.env.label: EvalEnvConfig(**held_out), **cfg.eval.envs}
+        own = EvalEnvConfig(name=cfg.env.name, data=cfg.env.data, split=cfg.env.eval_split, options=cfg.env.options)
+        envs = {cfg.env.label: own, **cfg.eval.envs}
     samples = {"repeats": cfg.eval.num_samples, "seed": cfg.seed}
     made = {
         name: make_task_env(env.name, env.split, data=env.data, **samples, **env.options) for name, env in envs.items()

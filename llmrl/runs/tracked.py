@@ -203,9 +203,9 @@ def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapp
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     folder = path.parent / shards["folder"]
-    found = _checksums(folder)
-    if found != shards["checksums"]:
-        names = sorted(name for name in found | shards["checksums"] if found.get(name) != shards["checksums"].get(name))
+    found, recorded = _checksums(folder), shards["checksums"]
+    if found != recorded:
+        names = sorted(name for name in found | recorded if found.get(name) != recorded.get(name))
         raise DamagedFileError(
             f"{folder} is damaged: {', '.join(names)} changed or missing. Restore it from a "
             "copy, or begin another run from an exported model in another folder."
