@@ -59,6 +59,17 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question with the nearest known name, to append to a sentence; empty if no name is near.
+
+    Example:
+        >>> did_you_mean("wnadb", ["tensorboard", "wandb"])
+        " Did you mean 'wandb'?"
+    """
+    near = nearest(name, known)
+    return f" Did you mean {near!r}?" if near else ""
+
+
 def keywords_of(function: Callable[..., object]) -> tuple[str, ...] | None:
     """Return the keywords of a function, including those of a typed `**options`; None if it may accept any keyword."""
     names: list[str] = []

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from llmrl.cli import env as environments
 from llmrl.cli import recipe, recorded
-from llmrl.cli.json_output import print_json
 from llmrl.cli.options import (
     ApiKey,
     AsJSON,
@@ -28,6 +26,9 @@ from llmrl.cli.options import (
     Temperature,
     console,
     fail,
+    on_stderr,
+    print_json,
+    refusals,
 )
 
 app = typer.Typer(
@@ -43,7 +44,7 @@ def _print_version(is_asked: bool) -> None:
     if is_asked:
         from llmrl import __version__
 
-        console.print(f"llmrl {__version__}", highlight=False)
+        console.print(f"llmrl {__version__}")
         raise typer.Exit
 
 
@@ -84,26 +85,19 @@ def doctor(
     from llmrl.cli import doctor as command
 
     if plan is not None:
-        try:
+        with refusals(ValueError, OSError):
             needed = command.plan_of(plan, entries or [])
-        except (ValueError, OSError) as error:
-            raise fail(error) from None
-        print_json(needed) if as_json else command.print_plan(needed, console)
-        return
+        return print_json(needed) if as_json else command.print_plan(needed, console)
     if model is not None:
         from llmrl.cli.model_check import examine_model
 
-        try:
+        with refusals(ValueError, OSError):
             findings = examine_model(model)
-        except (ValueError, OSError) as error:
-            raise fail(error) from None
     else:
         findings = command.examine() if engine is None else command.examine_server(engine)
-    try:
-        if fix and model is None and command.fix(findings, Console(stderr=True)):
+    with refusals(OSError, exit_code=1):
+        if fix and model is None and command.fix(findings, on_stderr()):
             findings = command.examine()
-    except OSError as error:
-        raise fail(error, exit_code=1) from None
     if as_json:
         print_json({"checks": [asdict(finding) for finding in findings]})
     else:
@@ -139,11 +133,11 @@ def view(
         if as_json:
             command.print_reports(paths)
         elif terminal:
-            command.print_runs(paths, console, max_rollouts)
+            command.print_runs(paths, max_rollouts)
         elif png:
-            command.draw_curves(paths, console)
+            command.draw_curves(paths)
         else:
-            command.write_pages(paths, out or paths[0] / "view.html", console, max_rollouts)
+            command.write_pages(paths, out or paths[0] / "view.html", max_rollouts)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ValueError) as error:
         raise fail(error) from None
     except KeyboardInterrupt:
@@ -177,22 +171,17 @@ def evaluate(
     from llmrl.engines import EngineError
     from llmrl.envs import make_task_env
 
-    shown = Console(stderr=True) if as_json else console
-    try:
+    shown = on_stderr() if as_json else console
+    with refusals(ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError):
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         found = ChatModel.find(model, max_model_len, chat_template, shown)
         environment = make_task_env(env, split, data=data, repeats=samples, **command.options_of(options or []))
         command.check_has_problems(env, environment)
         folder = None if out is None else command.open_folder(out)
-        settings = command.EvaluationSettings(
-            env=env, model=found, sampling=sampling, seed=seed, limit=limit, folder=folder
+    with refusals(EngineError, ImportError, exit_code=1):
+        report = command.run(
+            env, environment, found, sampling=sampling, seed=seed, limit=limit, folder=folder, console=shown
         )
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
-        raise fail(error) from None
-    try:
-        report = command.run(settings, environment, shown)
-    except (EngineError, ImportError) as error:
-        raise fail(error, exit_code=1) from None
     if as_json:
         print_json({"env": env, "model": found.path, "split": split, **report.to_summary()})
 
@@ -216,7 +205,7 @@ def audit(
     from llmrl.cli.evaluate import options_of
     from llmrl.watch.findings import Verdict
 
-    try:
+    with refusals(ValueError, TypeError, FileNotFoundError, ImportError):
         result = command.run_audit(
             env,
             model=model,
@@ -224,19 +213,15 @@ def audit(
             chat_template=chat_template,
             num_problems=limit,
             options=options_of(options or []),
-            console=Console(stderr=True),
+            console=on_stderr(),
         )
-    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
-        raise fail(error) from None
     if as_json:
         print_json(result.to_json())
     else:
         command.print_audit(result, console)
     if out is not None:
-        try:
+        with refusals(OSError, exit_code=1):
             command.write_page(result, out)
-        except OSError as error:
-            raise fail(error, exit_code=1) from None
     raise typer.Exit(result.verdict is Verdict.BROKEN)
 
 
@@ -257,20 +242,15 @@ def chat(
     """Talk to a model through an environment, with its tools; `/tokens` shows the probability of each token."""
     from llmrl.cli.chat import ChatSession, make_env, talk
     from llmrl.cli.models import ChatModel
-    from llmrl.engines import AsyncVLLM, EngineError
+    from llmrl.engines import EngineError
     from llmrl.policies import vLLMWrapper
 
-    try:
+    with refusals(ValueError, TypeError, FileNotFoundError, ImportError):
         environment = make_env(env, system_prompt=system, tools=tool or [])
         found = ChatModel.find(model, max_model_len, chat_template, console)
-    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
-        raise fail(error) from None
-    try:
-        console.print(f"vLLM starts with {found.path}", highlight=False, soft_wrap=True)
-        engine = AsyncVLLM.from_pretrained(found.path, max_model_len=found.max_model_len)
-    except (EngineError, ImportError) as error:
-        raise fail(error, exit_code=1) from None
-    try:
+    with refusals(EngineError, ImportError, exit_code=1):
+        engine = found.start_engine(console)
+    with engine:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         policy = vLLMWrapper(engine, renderer=found.renderer, generate_kwargs=sampling)
         talk(
@@ -279,8 +259,6 @@ def chat(
             lambda: console.input("[bold cyan]you:[/bold cyan] "),
             found.renderer.decode,
         )
-    finally:
-        engine.shutdown()
 
 
 @app.command()
@@ -299,12 +277,10 @@ def push(
     from llmrl.cli.models import model_path
     from llmrl.runs.exports import push_folder
 
-    try:
+    with refusals(ValueError, OSError):
         folder = Path(model_path(str(run))) if step is None else run / f"exports/step-{step:06d}"
         url = push_folder(folder, repository, is_public=public)
-    except (ValueError, OSError) as error:
-        raise fail(error) from None
-    print_json({"url": url}) if as_json else console.print(url, highlight=False, soft_wrap=True)
+    print_json({"url": url}) if as_json else console.print(url, soft_wrap=True)
 
 
 @app.command()
@@ -325,32 +301,21 @@ def serve(
     from llmrl.cli import serve as command
     from llmrl.cli.evaluate import open_folder
     from llmrl.cli.models import ChatModel
-    from llmrl.engines import AsyncVLLM, EngineError
+    from llmrl.engines import EngineError
     from llmrl.policies import vLLMWrapper
 
-    try:
+    with refusals(ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError):
         named = name or Path(model).name
         settings = command.ServeSettings(name=named, host=host, port=port, api_key=api_key, out=out)
         found = ChatModel.find(model, max_model_len, chat_template, console)
         if out is not None:  # fail before the engine starts
             open_folder(out).close()
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError, ImportError) as error:
-        raise fail(error) from None
-    try:
-        console.print(f"vLLM starts with {found.path}", highlight=False, soft_wrap=True)
-        engine = AsyncVLLM.from_pretrained(
-            found.path, max_model_len=found.max_model_len, num_replicas=replicas if replicas > 1 else None
-        )
-    except (EngineError, ImportError) as error:
-        raise fail(error, exit_code=1) from None
-    try:
+    with refusals(EngineError, ImportError, exit_code=1):
+        engine = found.start_engine(console, num_replicas=replicas if replicas > 1 else None)
+    with engine, refusals(OSError, exit_code=1):
         # Clients choose how to sample, and nothing is trained here.
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "replay": False}
         command.run(settings, vLLMWrapper(engine, renderer=found.renderer, generate_kwargs=sampling), console)
-    except OSError as error:
-        raise fail(error, exit_code=1) from None
-    finally:
-        engine.shutdown()
 
 
 app.add_typer(environments.app, name="env")
@@ -371,16 +336,14 @@ def new(
     """
     from llmrl.cli.new import make_project
 
-    try:
+    with refusals(ValueError, FileExistsError):
         first, *others = make_project(kind, name, Path())
-    except (ValueError, FileExistsError) as error:
-        raise fail(error) from None
     if as_json:
         return print_json({"folder": name, "edit": first, "files": [first, *others]})
-    console.print(f"[bold]{first}[/bold]  edit this one", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{first}[/bold]  edit this one", soft_wrap=True)
     for path in others:
-        console.print(path, highlight=False, soft_wrap=True)
-    console.print(f"Next: cd {name}, then follow README.md.", highlight=False)
+        console.print(path, soft_wrap=True)
+    console.print(f"Next: cd {name}, then follow README.md.")
 
 
 _SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -394,10 +357,8 @@ def train(context: typer.Context, as_json: AsJSON = False) -> None:
     """
     from llmrl.cli.train import entries_of
 
-    try:
+    with refusals(ValueError, FileNotFoundError):
         entries = entries_of(context.args)
-    except (ValueError, FileNotFoundError) as error:
-        raise fail(error) from None
     _run_script(entries, as_json=as_json)
 
 

@@ -29,10 +29,9 @@ def run_audit(
 ) -> Audit:
     """Play the prepared answers; return the result."""
     renderer = make_chat_renderer(model_path(model), chat_template)
-    takes_data = {} if data is None else {"data": data}
 
     def make(split: str) -> EnvBase:
-        return make_task_env(env, split, repeats=2, **takes_data, **options)  # type: ignore[arg-type]
+        return make_task_env(env, split, repeats=2, data=data, **options)
 
     # With `data`, both splits would have the same rows.
     splits = (find_env(env).splits if data is None else ()) or ("train",)
@@ -55,17 +54,17 @@ def print_audit(result: Audit, console: Console) -> None:
         table.add_row(one.name, deserved.get(one.kind, "nothing"), mean)
     console.print(table)
     for finding in result.findings:
-        console.print(f"[bold]{finding.verdict}[/bold] {finding.name}: {finding.says}", highlight=False)
+        console.print(f"[bold]{finding.verdict}[/bold] {finding.name}: {finding.says}")
         for cause in finding.causes:
-            console.print(f"    {cause}", highlight=False, markup=False)
+            console.print(f"    {cause}", markup=False)
     for reason in result.not_examined:
-        console.print(f"[dim]not examined: {reason}[/dim]", highlight=False)
-    console.print(f"verdict: [bold]{result.verdict}[/bold]", highlight=False)
+        console.print(f"[dim]not examined: {reason}[/dim]")
+    console.print(f"verdict: [bold]{result.verdict}[/bold]")
 
 
 def write_page(result: Audit, path: Path) -> None:
     """Write what `print_audit` prints as an HTML page."""
-    recorder = Console(record=True, width=110, file=io.StringIO())
+    recorder = Console(record=True, width=110, file=io.StringIO(), highlight=False)
     print_audit(result, recorder)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(recorder.export_html(), encoding="utf-8")

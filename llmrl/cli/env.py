@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from llmrl.cli.json_output import print_json
 from llmrl.cli.options import (
     ApiKey,
     AsJSON,
@@ -32,6 +30,9 @@ from llmrl.cli.options import (
     Split,
     console,
     fail,
+    on_stderr,
+    print_json,
+    refusals,
 )
 
 if TYPE_CHECKING:
@@ -54,12 +55,10 @@ def list_environments(as_json: AsJSON = False) -> None:
     from llmrl.envs import task_environments
     from llmrl.envs.tasks.registry import HUBS, announced_environments, origin_of
 
-    try:
+    with refusals(ValueError):
         found = [(name, "llmrl", about) for name, about in task_environments().items()]
         found += [(f"{hub}:…", hub, about) for hub, (_, about) in HUBS.items()]
         found += [(name, origin_of(point), point.value) for name, point in announced_environments().items()]
-    except ValueError as error:
-        raise fail(error) from None
     if as_json:
         return print_json({"environments": [dict(zip(("name", "origin", "about"), row, strict=True)) for row in found]})
     table = Table("environment", "from", "")
@@ -83,10 +82,8 @@ def info(
     from llmrl.cli.models import make_chat_renderer, model_path
 
     chosen = _Chosen(env, split, data, options or [])
-    try:
+    with refusals(*_REFUSED):
         found = info_of(env, chosen.make, make_chat_renderer(model_path(model), chat_template))
-    except _REFUSED as error:
-        raise fail(error) from None
     print_json(found) if as_json else print_info(found, console)
 
 
@@ -106,7 +103,7 @@ def check(
     It plays prepared answers in a separate process, without a model. Exits with 1 if something is broken.
     """
     chosen = _Chosen(env, split, data, options or [])
-    shown = Console(stderr=True)
+    shown = on_stderr()
     with shown.status("") as status:
         result = _checked_apart(chosen, model, chat_template, limit, lambda step: status.update(f"playing {step}"))
     if isinstance(result, str):
@@ -135,24 +132,19 @@ def serve(
     from llmrl.cli.serve import check_key
     from llmrl.envs import OpenEnvServer
 
-    try:
+    with refusals(OSError, exit_code=1), refusals(*_REFUSED):
         check_key(host, api_key)
         server = OpenEnvServer(_Chosen(env, split, data, options or []).make(), name=env, api_key=api_key)
         asyncio.run(_serve(server, host, port))
-    except _REFUSED as error:
-        raise fail(error) from None
-    except OSError as error:
-        raise fail(error, exit_code=1) from None
 
 
 async def _serve(server: OpenEnvServer, host: str, port: int) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
     from llmrl.cli.serve import stop_signal
 
     until = stop_signal()
     try:
         await server.start(host, port)
-        console.print(f"{server.name} is served at [bold]{server.url}[/bold] until Ctrl-C", highlight=False)
+        console.print(f"{server.name} is served at [bold]{server.url}[/bold] until Ctrl-C")
         await until.wait()
     finally:
         await server.close()

@@ -14,8 +14,8 @@ from torchrl.envs import EnvBase, StepCounter
 
 from llmrl._utils.arguments import keywords_of, parameters_of
 from llmrl._utils.json_values import as_json
-from llmrl._utils.terminal import printable
 from llmrl._utils.types import JSON
+from llmrl.cli.options import as_shown
 from llmrl.data.tensordicts import batch_elements, plain
 from llmrl.envs.agent import AgentEnv
 from llmrl.envs.chat import ChatEnv
@@ -66,7 +66,6 @@ def _num_rows(named: NamedEnv, make: Callable[..., EnvBase], env: EnvBase) -> di
 
 
 def _options(named: NamedEnv, env: EnvBase) -> list[dict[str, object]]:
-    """Return the options with their defaults and documentation."""
     owner = getattr(named.make, "__self__", None)
     make: Callable[..., object] = owner if isinstance(owner, type) else named.make
     parameters = parameters_of(make)
@@ -79,9 +78,10 @@ def _options(named: NamedEnv, env: EnvBase) -> list[dict[str, object]]:
         parameter = parameters.get(name)
         if name in _NOT_OPTIONS or (parameter is not None and parameter.kind is parameter.VAR_KEYWORD):
             continue
-        default = inspect.Parameter.empty if parameter is None else parameter.default
-        is_known = default not in (inspect.Parameter.empty, ...)
-        options.append({"name": name, "default": repr(default) if is_known else "", "about": documented.get(name, "")})
+        default = ""
+        if parameter is not None and parameter.default not in (inspect.Parameter.empty, ...):
+            default = repr(parameter.default)
+        options.append({"name": name, "default": default, "about": documented.get(name, "")})
     return options
 
 
@@ -104,7 +104,9 @@ def _documentation(objects: Iterable[object]) -> dict[str, str]:
         text = inspect.getdoc(one) if callable(one) and vars(one).get("__doc__", one.__doc__) else None
         _, _, section = (text or "").partition("\nArgs:\n")
         for names, about in _ENTRY.findall(textwrap.dedent(section.partition("\n\n")[0])):
-            for name in names.split(", ") if not about.startswith("see `") else ():
+            if about.startswith("see `"):
+                continue
+            for name in names.split(", "):
                 found.setdefault(name.lstrip("*"), " ".join(about.split()))
     return found
 
@@ -126,7 +128,7 @@ def print_info(facts: Mapping[str, JSON], console: Console) -> None:
         if isinstance(value, dict):
             shown = ", ".join(f"{key} {number}".strip() for key, number in value.items())
         if shown not in (None, ""):
-            console.print(f"[bold]{name.replace('_', ' '):12}[/bold]{escape(printable(str(shown)))}", highlight=False)
+            console.print(f"[bold]{name.replace('_', ' '):12}[/bold]{as_shown(shown)}")
     table = Table("option", "default", "")
     options = facts["options"]
     assert isinstance(options, list)
@@ -136,4 +138,4 @@ def print_info(facts: Mapping[str, JSON], console: Console) -> None:
     console.print(table)
     if facts["prompt"] is not None:
         console.print("[bold]first prompt[/bold]")
-        console.print(escape(printable(str(facts["prompt"]))), highlight=False)
+        console.print(as_shown(facts["prompt"]))

@@ -6,8 +6,7 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -19,28 +18,12 @@ from torchrl.envs import EnvBase
 
 from llmrl._utils.files import UnsafeFileError
 from llmrl._utils.json_values import from_yaml
-from llmrl._utils.types import JSON, Tokenizer
+from llmrl._utils.types import JSON
 from llmrl.cli.models import ChatModel
 from llmrl.envs.primer import dataset_env_of
 from llmrl.runs.evaluation import EvaluationReport, Evaluator
 from llmrl.runs.folder_lock import FolderInUseError
 from llmrl.runs.run_folder import RunFolder, holds_run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSettings:
-    """Settings of an evaluation."""
-
-    env: str
-    """Name of the environment."""
-    model: ChatModel
-    sampling: Mapping[str, float]
-    """Sampling arguments of the policy."""
-    seed: int
-    limit: int | None
-    """Maximum number of problems; None plays all."""
-    folder: RunFolder | None
-    """Folder to save rollouts and results in (`open_folder`)."""
 
 
 def open_folder(path: Path) -> RunFolder:
@@ -89,47 +72,50 @@ def options_of(words: Sequence[str]) -> dict[str, JSON]:
     return options
 
 
-class _Progress:
-    """Progress line with the number of answers, for `Live`."""
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-        self._started = time.perf_counter()
-
-    def __rich__(self) -> Text:
-        num_all = sum(self._evaluator.num_rollouts.values())
-        seconds = time.perf_counter() - self._started
-        return Text(f"{self._evaluator.num_played} of {num_all} answers, {seconds:.0f} s")
+def _progress_of(evaluator: Evaluator) -> Callable[[], Text]:
+    started = time.perf_counter()
+    num_all = sum(evaluator.num_rollouts.values())
+    return lambda: Text(f"{evaluator.num_played} of {num_all} answers, {time.perf_counter() - started:.0f} s")
 
 
-def run(settings: EvaluationSettings, env: EnvBase, console: Console) -> EvaluationReport:
-    """Generate, score, print and save; return the report. Closes the folder of the settings."""
-    with contextlib.ExitStack() as closing:
-        if settings.folder is not None:
-            closing.callback(settings.folder.close)
-        report, tokenizer = _played(settings, env, console)
-        console.print(table_of(report))
-        console.print(f"{len(report.rollouts)} answers in {report.seconds:.0f} s", highlight=False)
-        if settings.folder is not None:
-            _save(settings.folder, report, tokenizer, console)
-    return report
+def run(
+    name: str,
+    env: EnvBase,
+    model: ChatModel,
+    *,
+    sampling: Mapping[str, float],
+    seed: int,
+    limit: int | None,
+    folder: RunFolder | None,
+    console: Console,
+) -> EvaluationReport:
+    """Generate, score, print and save; return the report.
 
-
-def _played(settings: EvaluationSettings, env: EnvBase, console: Console) -> tuple[EvaluationReport, Tokenizer]:
-    from llmrl.engines import AsyncVLLM
+    Args:
+        name: name of the environment.
+        sampling: sampling arguments of the policy.
+        limit: maximum number of problems; None plays all.
+        folder: folder to save rollouts and results in (`open_folder`), which is closed at the end.
+    """
     from llmrl.policies import vLLMWrapper
 
-    model = settings.model
-    console.print(f"vLLM starts with {model.path}", highlight=False, soft_wrap=True)
-    engine = AsyncVLLM.from_pretrained(model.path, max_model_len=model.max_model_len, seed=settings.seed)
-    try:
-        tokenizer = engine.get_tokenizer()
-        policy = vLLMWrapper(engine, renderer=model.renderer, generate_kwargs=settings.sampling)
-        with Evaluator({settings.env: env}, policy, num_problems=settings.limit) as evaluator:
-            with Live(_Progress(evaluator), console=console, refresh_per_second=4):
-                return evaluator.evaluate()[settings.env], tokenizer
-    finally:
-        engine.shutdown()
+    with contextlib.ExitStack() as closing:
+        if folder is not None:
+            closing.callback(folder.close)
+        with model.start_engine(console, seed=seed) as engine:
+            tokenizer = engine.get_tokenizer()
+            policy = vLLMWrapper(engine, renderer=model.renderer, generate_kwargs=sampling)
+            with Evaluator({name: env}, policy, num_problems=limit) as evaluator:
+                with Live(console=console, refresh_per_second=4, get_renderable=_progress_of(evaluator)):
+                    report = evaluator.evaluate()[name]
+        console.print(table_of(report))
+        console.print(f"{len(report.rollouts)} answers in {report.seconds:.0f} s")
+        if folder is not None:
+            folder.save_tokenizer(tokenizer)
+            folder.log_evaluation(0, "eval", report.rollouts)
+            folder.write_summary({"evaluation": report.to_summary()})
+            console.print(f"saved: [bold]llmrl view {folder.path}[/bold]", soft_wrap=True)
+    return report
 
 
 def table_of(report: EvaluationReport) -> Table:
@@ -146,10 +132,3 @@ def table_of(report: EvaluationReport) -> Table:
     for status, count in sorted(report.num_by_status.items()):
         table.add_row(status, f"{count / len(report.rollouts):.3f}", "")
     return table
-
-
-def _save(folder: RunFolder, report: EvaluationReport, tokenizer: Tokenizer, console: Console) -> None:
-    folder.save_tokenizer(tokenizer)
-    folder.log_evaluation(0, "eval", report.rollouts)
-    folder.write_summary({"evaluation": report.to_summary()})
-    console.print(f"saved: [bold]llmrl view {folder.path}[/bold]", highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -14,6 +15,9 @@ from llmrl.rendering import Renderer, make_renderer
 from llmrl.runs.exports import exports_of
 from llmrl.runs.run_folder import holds_run
 from llmrl.testing.embedded_model import ensure_embedded_model
+
+if TYPE_CHECKING:
+    from llmrl.engines import AsyncVLLM
 
 
 def model_path(name: str) -> str:
@@ -60,10 +64,12 @@ def _check_hub(name: str) -> None:
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     host = urlsplit(constants.ENDPOINT)
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
-    if not why and not getproxies():
+    why = ""
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set"
+    elif not getproxies():
         try:
-            port = host.port or (80 if host.scheme == "http" else 443)
+            port = host.port or {"http": 80}.get(host.scheme, 443)
             socket.create_connection((host.hostname or "", port), timeout=3).close()
         except OSError as error:
             why = f"{host.hostname} cannot be reached ({error})"
@@ -94,10 +100,16 @@ class ChatModel:
         longest = getattr(config, "max_position_embeddings", None) or max_model_len
         if max_model_len > longest:
             console.print(
-                f"--max-model-len is {longest}, the length of the model's context, in place of {max_model_len}",
-                highlight=False,
+                f"--max-model-len is {longest}, the length of the model's context, in place of {max_model_len}"
             )
         return cls(path, min(max_model_len, longest), make_chat_renderer(path, chat_template))
+
+    def start_engine(self, console: Console, **options: Any) -> AsyncVLLM:
+        """Start vLLM with this model and further options of `AsyncVLLM.from_pretrained`."""
+        from llmrl.engines import AsyncVLLM
+
+        console.print(f"vLLM starts with {self.path}", soft_wrap=True)
+        return AsyncVLLM.from_pretrained(self.path, max_model_len=self.max_model_len, **options)
 
 
 def make_chat_renderer(path: str, chat_template: Path | None) -> Renderer:

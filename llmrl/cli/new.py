@@ -43,9 +43,9 @@ def _files_of(kind: str) -> dict[str, Path]:
     files = {"README.md": _STARTERS / "README.md"}
     if kind == "loop":
         files["loop.py"] = _PACKAGE / "scripts/grpo.py"
-        for part in ("grpo.yaml", "common.yaml", "task/addition.yaml", "task/gsm8k.yaml", "hardware/cpu.yaml"):
+        tasks = ("task/addition.yaml", "task/gsm8k.yaml")
+        for part in ("grpo.yaml", "common.yaml", *tasks, "hardware/cpu.yaml", "hardware/gpu1.yaml"):
             files[f"config/{part}"] = _PACKAGE / "config" / part
-        files["config/hardware/gpu1.yaml"] = _PACKAGE / "config/hardware/gpu1.yaml"
     else:
         files["conftest.py"] = _STARTERS / "conftest.py"
     return files | {path.name: path for path in (_STARTERS / kind).iterdir() if path.is_file()}

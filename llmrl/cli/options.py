@@ -1,7 +1,10 @@
-"""Common options of commands, their console, and their exit after an error."""
+"""Common options of commands, their console and JSON output, and their exit after an error."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +12,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from llmrl._utils.json_values import finite
 from llmrl._utils.terminal import printable
 
-console = Console()
+console = Console(highlight=False)
 Model = Annotated[str, typer.Option("--model", "-m", help="Folder, hub name, folder of a run, or `embedded`.")]
 EnvName = Annotated[str, typer.Argument(metavar="ENV", help="Environment: a name, or FILE.py:FUNCTION for your own.")]
 EnvOptions = Annotated[
@@ -36,8 +40,31 @@ ChatTemplate = Annotated[
 ]
 
 
+def print_json(content: object) -> None:
+    """Print one JSON object; numbers that JSON does not support become null."""
+    print(json.dumps(finite(content), ensure_ascii=False, default=str))
+
+
+def as_shown(content: object) -> str:
+    """Return text of unknown origin as a console prints it: without markup and terminal control sequences."""
+    return escape(printable(str(content)))
+
+
+def on_stderr() -> Console:
+    """Return a console for what is not the result of a command."""
+    return Console(stderr=True, highlight=False)
+
+
 def fail(message: object, *, exit_code: int = 2) -> typer.Exit:
     """Print an error and return the exit; the default exit code is that of wrong usage."""
-    text = escape(printable(str(message)))
-    Console(stderr=True).print(f"[bold red]llmrl:[/bold red] {text}", highlight=False, soft_wrap=True)
+    on_stderr().print(f"[bold red]llmrl:[/bold red] {as_shown(message)}", soft_wrap=True)
     return typer.Exit(exit_code)
+
+
+@contextmanager
+def refusals(*kinds: type[Exception], exit_code: int = 2) -> Iterator[None]:
+    """Print an error of these kinds, and exit."""
+    try:
+        yield
+    except kinds as error:
+        raise fail(error, exit_code=exit_code) from None

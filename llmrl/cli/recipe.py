@@ -6,15 +6,14 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from llmrl.cli.json_output import print_json
-from llmrl.cli.options import AsJSON, console, fail
+from llmrl.cli.options import AsJSON, console, print_json, refusals
 
 if TYPE_CHECKING:
     from llmrl.recipes import Recipe
@@ -74,12 +73,13 @@ def run(name: Name, entries: Entries = None, seed: Seeds = None, as_json: AsJSON
     """Train a recipe with each of its seeds in runs/recipes/NAME; finished runs are not repeated."""
     from llmrl.recipes import find_recipe
 
+    entries = entries or []
     with _refusals():
-        _check_entries(entries or [])
+        _check_entries(entries)
         recipe = find_recipe(name)
-        recipe.config(entries or [])
-        runs = _train(recipe, seed or list(recipe.seeds), entries or [])
-    _print_runs(recipe, runs, as_json, entries or [])
+        recipe.config(entries)
+        runs = _train(recipe, seed or list(recipe.seeds), entries)
+    _print_runs(recipe, runs, as_json, entries)
 
 
 @app.command()
@@ -117,46 +117,42 @@ def verify(
     """
     from llmrl.recipes import DIFFERENCE, curves_of, find_recipe, judge, log_prob_difference, train_seed
 
+    entries = entries or []
     with _refusals():
-        _check_entries(entries or [])
+        _check_entries(entries)
         if finished is not None and (seed is not None or script is not None):
             raise ValueError("--run judges a run and trains none: leave out --seed and --script, or --run.")
         recipe = find_recipe(name)
         bands = recipe.bands()
-        _check_data(recipe, entries or [])
+        _check_data(recipe, entries)
         if finished is None:
             chosen = max(recipe.seeds) + 1 if seed is None else seed
             folder = RUNS / recipe.name / time.strftime(f"verify-%Y%m%d-%H%M%S-{os.getpid()}")
-            finished = train_seed(recipe, chosen, folder, entries=entries or [], script=script)
-        curves = curves_of(recipe, finished, entries or [])
-        num_steps = recipe.config(entries or []).train.num_steps  # a shorter run is judged up to its last step
+            finished = train_seed(recipe, chosen, folder, entries=entries, script=script)
+        curves = curves_of(recipe, finished, entries)
+        num_steps = recipe.config(entries).train.num_steps  # a shorter run is judged up to its last step
         bands = {name: {step: ends for step, ends in band.items() if step <= num_steps} for name, band in bands.items()}
         curves[DIFFERENCE], bands[DIFFERENCE] = log_prob_difference(finished)
     verdict = judge(curves, bands)
     if as_json:
         print_json({"recipe": recipe.name, "run": str(finished), **asdict(verdict), "curves": curves, "bands": bands})
     elif verdict.is_inside:
-        console.print(f"{finished} is [bold]inside[/bold] the band of {recipe.name}", highlight=False, soft_wrap=True)
+        console.print(f"{finished} is [bold]inside[/bold] the band of {recipe.name}", soft_wrap=True)
     else:
         value = "has no value" if verdict.value is None else f"is {verdict.value:.3f}"
         console.print(
             f"{finished} is [bold]outside[/bold] the band of {recipe.name}: it left at step {verdict.step}, where "
             f"{verdict.measure} {value} and the band {verdict.low:.3f} to {verdict.high:.3f}",
-            highlight=False,
             soft_wrap=True,
         )
     raise typer.Exit(not verdict.is_inside)
 
 
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    """Print the error of a recipe or its entries, or the script that failed, and exit with 2."""
+def _refusals() -> contextlib.AbstractContextManager[None]:
+    """Refuse what is wrong with a recipe or its entries, or a script that failed."""
     from llmrl.recipes.run import RecipeRunError
 
-    try:
-        yield
-    except (ValueError, OSError, ImportError, RecipeRunError) as error:
-        raise fail(error) from None
+    return refusals(ValueError, OSError, ImportError, RecipeRunError)
 
 
 def _check_entries(entries: list[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from llmrl.cli.options import AsJSON, console, fail
+from llmrl.cli.options import AsJSON, refusals
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 
@@ -44,7 +44,7 @@ def replay(
     """
     from llmrl.cli.replay import run_replay
 
-    try:
+    with refusals(ValueError, TypeError, OSError):
         is_equal = run_replay(
             run,
             step,
@@ -52,14 +52,11 @@ def replay(
             reward,
             entries or [],
             drop_rollout or [],
-            console,
             last_step=last_step,
             page=page,
             is_what_if=what_if,
             is_json=as_json,
         )
-    except (ValueError, TypeError, OSError) as error:
-        raise fail(error) from None
     raise typer.Exit(not is_equal)
 
 
@@ -76,10 +73,8 @@ def rescore(
     """Score the rollouts of a run, or the conversations of a file, with a reward function, and compare the rewards."""
     from llmrl.cli.replay import run_rescore
 
-    try:
-        run_rescore(run, reward, console, page=page, is_json=as_json)
-    except (ValueError, TypeError, OSError) as error:
-        raise fail(error) from None
+    with refusals(ValueError, TypeError, OSError):
+        run_rescore(run, reward, page=page, is_json=as_json)
 
 
 def conversations(
@@ -94,10 +89,8 @@ def conversations(
     """Write the conversations of a run in OpenAI's format, as a data set, or send them as spans."""
     from llmrl.cli.replay import run_conversations
 
-    try:
+    with refusals(ValueError, OSError):
         run_conversations(run, file, form, split, is_json=as_json)
-    except (ValueError, OSError) as error:
-        raise fail(error) from None
 
 
 def bisect(
@@ -112,10 +105,8 @@ def bisect(
     """
     from llmrl.cli.replay import run_bisect
 
-    try:
-        is_equal = run_bisect(run, other, console, page=page, is_json=as_json)
-    except (ValueError, OSError) as error:
-        raise fail(error) from None
+    with refusals(ValueError, OSError):
+        is_equal = run_bisect(run, other, page=page, is_json=as_json)
     raise typer.Exit(not is_equal)
 
 
@@ -128,7 +119,5 @@ def fork(
     """Make a new run from the middle of an old one; resume the new run to continue training."""
     from llmrl.cli.replay import run_fork
 
-    try:
-        run_fork(run, step, entries, console, is_json=as_json)
-    except (ValueError, OSError) as error:
-        raise fail(error) from None
+    with refusals(ValueError, OSError):
+        run_fork(run, step, entries, is_json=as_json)

@@ -9,13 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import cast, get_args
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from llmrl._utils.spans import trace_spans
 from llmrl._utils.terminal import printable
-from llmrl.cli.json_output import print_json
+from llmrl.cli.options import as_shown, console, print_json
 from llmrl.replay.bisect import config_changes, first_difference
 from llmrl.replay.conversations import Form, send_conversations, write_conversations
 from llmrl.replay.fork import fork
@@ -35,7 +33,6 @@ def run_replay(
     reward: str | None,
     changes: Sequence[str],
     drop_rollouts: Sequence[str],
-    console: Console,
     *,
     last_step: int | None = None,
     page: Path | None = None,
@@ -44,7 +41,7 @@ def run_replay(
 ) -> bool:
     """Replay steps, or compute them with changes; return whether they are as recorded, up to rounding."""
     run = RecordedRun(path)
-    on_step = _announcing(console, is_json=is_json)
+    on_step = _announcing(is_json)
     if is_what_if or changes or drop_rollouts:
         changed = what_if(
             run,
@@ -55,7 +52,7 @@ def run_replay(
             drop_rollouts=drop_rollouts,
             on_step=on_step,
         )
-        print_json(changed.as_json()) if is_json else _print_what_if(changed, console)
+        print_json(changed.as_json()) if is_json else _print_what_if(changed)
         if page is not None:
             write_what_if(run, changed, page)
         return True
@@ -67,85 +64,74 @@ def run_replay(
         print_json(as_json(replayed[0]) if last_step is None else {"steps": [as_json(one) for one in replayed]})
     else:
         for one in replayed:
-            _print_replayed(one, console)
+            _print_replayed(one)
     differences = [one.first_difference for one in replayed]
     return not any(first is not None and first.is_beyond_rounding for first in differences)
 
 
-def _shown(text: str) -> str:
-    """Return text from a run's folder as the console prints it: without markup and terminal control sequences."""
-    return escape(printable(text))
-
-
-def _announcing(console: Console, *, is_json: bool) -> OnStep:
+def _announcing(is_json: bool) -> OnStep:
     """Return a function that names each step before it is computed; with JSON output it prints nothing."""
     if is_json:
         return pass_over
-    return lambda number: console.print(f"[dim]computing step {number}[/dim]", highlight=False)
+    return lambda number: console.print(f"[dim]computing step {number}[/dim]")
 
 
-def _print_replayed(replayed: ReplayedStep, console: Console) -> None:
+def _print_replayed(replayed: ReplayedStep) -> None:
     table = Table("quantity", "numbers", "result", title=f"step {replayed.step}", title_justify="left")
     for compared in replayed.compared:
-        table.add_row(compared.quantity, str(compared.num_values), _shown(_result(compared)))
+        table.add_row(compared.quantity, str(compared.num_values), as_shown(_result(compared)))
     console.print(table)
-    _print_changes_here(replayed.changed_here, console)
+    _print_changes_here(replayed.changed_here)
     first = replayed.first_difference
     if first is None:
-        console.print("Everything that was compared is equal to the record, bit by bit.", highlight=False)
+        console.print("Everything that was compared is equal to the record, bit by bit.")
         return
     size = "differs" if first.is_beyond_rounding else "differs by rounding"
     console.print(
-        f"[bold]{first.quantity} {size}[/bold], first at {_shown(first.where)}: recorded {first.recorded:.9g}, "
-        f"computed {first.computed:.9g}.",
-        highlight=False,
+        f"[bold]{first.quantity} {size}[/bold], first at {as_shown(first.where)}: recorded {first.recorded:.9g}, "
+        f"computed {first.computed:.9g}."
     )
     if first.is_beyond_rounding:
-        console.print(f"This usually means: {first.meaning}.", highlight=False)
+        console.print(f"This usually means: {first.meaning}.")
 
 
-def _print_changes_here(changes: Mapping[str, tuple[object, object]], console: Console) -> None:
+def _print_changes_here(changes: Mapping[str, tuple[object, object]]) -> None:
     for name, (recorded, here) in changes.items():
         text = f"On this machine {name} is {here} in place of {recorded!s:.200}: numbers may differ by rounding."
-        console.print(printable(text), highlight=False, markup=False)
+        console.print(printable(text), markup=False)
 
 
 def _result(compared: Compared) -> str:
     if not compared.num_values:
-        return f"not compared: {compared.note}" if compared.note else "not compared: nothing was recorded"
+        return f"not compared: {compared.note or 'nothing was recorded'}"
     if compared.is_equal:
         return "equal"
     return f"{'' if compared.is_beyond_rounding else 'rounding: '}off by up to {compared.max_difference:.3g}"
 
 
-def _print_what_if(changed: WhatIf, console: Console) -> None:
+def _print_what_if(changed: WhatIf) -> None:
     for step in changed.steps:
         table = Table("metric", "as it was", "changed", title=f"step {step.step}", title_justify="left")
         for name, (before, after) in step.metrics.items():
             if before != after:
                 table.add_row(name, *("" if value is None else f"{value:.6g}" for value in (before, after)))
         console.print(table)
-        console.print(
-            f"{len(step.turned)} of {len(step.advantages)} rollouts have an advantage of another sign.",
-            highlight=False,
-        )
+        console.print(f"{len(step.turned)} of {len(step.advantages)} rollouts have an advantage of another sign.")
         if step.left_out:
             console.print(
                 f"{len(step.left_out)} more have an advantage now. Their group had no signal, so their rows were not "
-                "kept, and the changed step lacks them.",
-                highlight=False,
+                "kept, and the changed step lacks them."
             )
     if changed.gradient_cosine is not None:
-        console.print(f"The cosine between the gradients is {changed.gradient_cosine:.4f}.", highlight=False)
+        console.print(f"The cosine between the gradients is {changed.gradient_cosine:.4f}.")
     if changed.update_cosine is not None and changed.update_ratio is not None:
         console.print(
             f"The cosine between the changes of the weights is {changed.update_cosine:.4f}; that of the changed "
-            f"steps is {changed.update_ratio:.3g} times as long.",
-            highlight=False,
+            f"steps is {changed.update_ratio:.3g} times as long."
         )
 
 
-def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None, is_json: bool) -> None:
+def run_rescore(path: Path, reward: str, *, page: Path | None, is_json: bool) -> None:
     """Score the rollouts of a run, or the conversations of a file, by another function."""
     if path.is_file() and page is not None:
         raise ValueError("--page requires a run, but a file of conversations was given.")
@@ -157,7 +143,7 @@ def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None,
         return print_json(dataclasses.asdict(result))
     if result.rewards:
         mean = fmean(result.rewards.values())
-        console.print(f"The mean of the {len(result.rewards)} new rewards is {mean:.4g}.", highlight=False)
+        console.print(f"The mean of the {len(result.rewards)} new rewards is {mean:.4g}.")
     correlation = "undefined" if result.correlation is None else f"{result.correlation:.3f}"
     before, after = result.signal_share
     for line in (
@@ -166,20 +152,24 @@ def run_rescore(path: Path, reward: str, console: Console, *, page: Path | None,
         f"Pairs in a group that change their order: {result.swapped_share:.1%}.",
         f"Groups with a signal: {before:.1%} before, {after:.1%} after.",
     ):
-        console.print(line, highlight=False)
+        console.print(line)
     if result.first_error:
-        console.print(f"The first error: {_shown(result.first_error)}", highlight=False)
+        console.print(f"The first error: {as_shown(result.first_error)}")
     if result.most_changed:
         table = Table("step", "rollout", "before", "after", "answer", title="largest changes", title_justify="left")
         for one in result.most_changed:
             answer = " ".join(one.answer.split())
             table.add_row(
-                str(one.step), _shown(one.rollout_id), f"{one.before:.3g}", f"{one.after:.3g}", _shown(f"{answer:.60}")
+                str(one.step),
+                as_shown(one.rollout_id),
+                f"{one.before:.3g}",
+                f"{one.after:.3g}",
+                as_shown(f"{answer:.60}"),
             )
         console.print(table)
 
 
-def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None, is_json: bool) -> bool:
+def run_bisect(first: Path, second: Path, *, page: Path | None, is_json: bool) -> bool:
     """Print where two runs begin to differ, and write a page of that step; return whether they are equal."""
     runs = RecordedRun(first), RecordedRun(second)
     changes = config_changes(*runs)
@@ -193,40 +183,39 @@ def run_bisect(first: Path, second: Path, console: Console, *, page: Path | None
         print_json({"config": changes, "machine": machines, "num_steps": len(steps), "first_difference": found})
         return parting is None
     for name, (old, new) in changes.items():
-        console.print(_shown(f"configuration: {name} is {old} and {new}"), highlight=False)
+        console.print(as_shown(f"configuration: {name} is {old} and {new}"))
     for name, (old, new) in machines.items():
-        console.print(_shown(f"machine: {name} is {old!s:.200} and {new!s:.200}"), highlight=False)
+        console.print(as_shown(f"machine: {name} is {old!s:.200} and {new!s:.200}"))
     if parting is None:
-        console.print(f"The {len(steps)} steps that both runs have made are equal.", highlight=False)
+        console.print(f"The {len(steps)} steps that both runs have made are equal.")
         return True
     console.print(
-        f"[bold]Step {parting.step}: {_shown(parting.quantity)} differs[/bold], {_shown(parting.where)}: "
-        f"{_shown(f'{parting.first!s:.200}')} and {_shown(f'{parting.second!s:.200}')}.",
-        highlight=False,
+        f"[bold]Step {parting.step}: {as_shown(parting.quantity)} differs[/bold], {as_shown(parting.where)}: "
+        f"{as_shown(f'{parting.first!s:.200}')} and {as_shown(f'{parting.second!s:.200}')}."
     )
-    console.print(f"This usually means: {parting.meaning}.", highlight=False)
+    console.print(f"This usually means: {parting.meaning}.")
     return False
 
 
-def run_fork(path: Path, step: int, entries: Sequence[str], console: Console, *, is_json: bool) -> None:
+def run_fork(path: Path, step: int, entries: Sequence[str], *, is_json: bool) -> None:
     """Make a new run from the middle of an old one, and print how their configurations differ."""
     folders = [entry.removeprefix("run.path=") for entry in entries if entry.startswith("run.path=")]
     if len(folders) != 1:
         raise ValueError(f"run.path=FOLDER must be given once, the folder of the new run; got {len(folders)} of them.")
     changes = [entry for entry in entries if not entry.startswith("run.path=")]
     run = RecordedRun(path)
-    changed = fork(run, step, folders[0], changes, on_step=_announcing(console, is_json=is_json))
+    changed = fork(run, step, folders[0], changes, on_step=_announcing(is_json))
     view = shlex.join(["llmrl", "view", str(path), folders[0]])
     if is_json:
         return print_json({"path": folders[0], "step": step, "changes": changed, "view": view})
     for name, (old, new) in changed.items():
-        console.print(_shown(f"{name}: {new} in place of {old}"), highlight=False)
-    _print_changes_here(run.changes_here(), console)
+        console.print(as_shown(f"{name}: {new} in place of {old}"))
+    _print_changes_here(run.changes_here())
     for line in (
         f"{folders[0]} has the first {step} steps; continue with run.path={folders[0]} resume=true",
         f"both in one picture: {view}",
     ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def run_conversations(path: Path, file: Path | None, form: str, split: str, *, is_json: bool) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import signal
 import sys
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from rich.console import Console
 
 from llmrl._utils.garbage import search_rarely
+from llmrl._utils.types import Tokenizer
 from llmrl.collectors.completing import Completer
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.endpoint import EndpointServer, Session, SessionLimits, TurnTree
@@ -58,11 +58,13 @@ class ServeSettings:
 
 
 class Recorder:
-    """Saves ended sessions in a run's folder."""
+    """Saves ended sessions in a run's folder, beside the tokenizer, with which a viewer decodes their tokens."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
         self._folder = RunFolder(path, trackers=())
         self._steps = itertools.count(1)
+        if tokenizer is not None:
+            self._folder.save_tokenizer(tokenizer)
 
     def add(self, session: Session) -> None:
         """Write a session if it has any answers; warn if that fails, because the others can still be saved."""
@@ -93,11 +95,6 @@ class Recorder:
         )
         self._folder.log_evaluation(next(self._steps), "serve", [rollout])
 
-    def save_tokenizer(self, policy: LLMWrapperBase) -> None:
-        """Save the tokenizer, so that a viewer can decode tokens."""
-        if policy.tokenizer is not None:
-            self._folder.save_tokenizer(policy.tokenizer)
-
     def close(self) -> None:
         """Close the folder."""
         self._folder.close()
@@ -109,7 +106,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
     numbers = itertools.count()
     engine = policy.engine
     limits = SessionLimits(max_prompt_tokens=engine.max_model_len - 1)
-    check = functools.lru_cache(maxsize=256)(partial(check_supported, engine))  # clients repeat their parameters
+    check = lru_cache(maxsize=256)(partial(check_supported, engine))  # clients repeat their parameters
 
     def open_session(name: str) -> Session:
         async def complete(
@@ -121,9 +118,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
         tree = TurnTree(policy.renderer, mode=policy.conversation_mode)
         return Session(name, tree, complete, policy.sampling, limits, does_client_sample=True, check_sampling=check)
 
-    recorder = None if settings.out is None else Recorder(settings.out)
-    if recorder is not None:
-        recorder.save_tokenizer(policy)
+    recorder = None if settings.out is None else Recorder(settings.out, policy.tokenizer)
     sessions = OpenSessions(
         open_session, api_key=settings.api_key, on_end=(lambda session: None) if recorder is None else recorder.add
     )
@@ -131,7 +126,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
     collect_as_before = search_rarely(server)
     try:
         await server.start(settings.host, settings.port)
-        console.print(f"{settings.name} is served at [bold]{server.url}/v1[/bold] until Ctrl-C", highlight=False)
+        console.print(f"{settings.name} is served at [bold]{server.url}/v1[/bold] until Ctrl-C")
         while not until.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(until.wait(), _LOOK_SECONDS)
@@ -142,7 +137,7 @@ async def serve(settings: ServeSettings, policy: LLMWrapperBase, console: Consol
         await server.close()
         if recorder is not None:
             recorder.close()
-            console.print(f"saved: [bold]llmrl view {settings.out}[/bold]", highlight=False, soft_wrap=True)
+            console.print(f"saved: [bold]llmrl view {settings.out}[/bold]", soft_wrap=True)
 
 
 def check_key(host: str, api_key: str | None) -> None:

@@ -5,36 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from llmrl.cli.json_output import print_json
+from llmrl.cli.options import console, print_json
 from llmrl.runs.report import plot_curve
 from llmrl.viewer import RunData, follow, print_run, read_run
 
 
-def write_pages(paths: Sequence[Path], page: Path, console: Console, max_rollouts: int | None) -> None:
+def write_pages(paths: Sequence[Path], page: Path, max_rollouts: int | None) -> None:
     """Write the page, and keep it up to date while a run is in progress."""
     is_first = True
     for written, is_live in follow(paths, page, max_rollouts=max_rollouts):
         if is_first:
             hint = "open it in a browser; it needs no network"
-            console.print(f"{written}  [dim]{hint}[/dim]", highlight=False, soft_wrap=True)
+            console.print(f"{written}  [dim]{hint}[/dim]", soft_wrap=True)
         if is_first and is_live:
-            console.print("[dim]the run is in progress: the page follows it until Ctrl-C[/dim]", highlight=False)
+            console.print("[dim]the run is in progress: the page follows it until Ctrl-C[/dim]")
         is_first = False
 
 
-def print_runs(paths: Sequence[Path], console: Console, max_rollouts: int | None) -> None:
+def print_runs(paths: Sequence[Path], max_rollouts: int | None) -> None:
     """Print each run."""
     for path in paths:
         print_run(read_run(path, max_rollouts=max_rollouts), console=console)
 
 
-def draw_curves(paths: Sequence[Path], console: Console) -> None:
+def draw_curves(paths: Sequence[Path]) -> None:
     """Draw each run's curves to its `curve.png`."""
     for path in paths:
         plot_curve(read_run(path, max_rollouts=1).metrics, path / "curve.png")
-        console.print(path / "curve.png", highlight=False, soft_wrap=True)
+        console.print(path / "curve.png", soft_wrap=True)
 
 
 def print_reports(paths: Sequence[Path]) -> None:

@@ -51,8 +51,8 @@ def as_dry_run(cfg: Config) -> Config:
     if isinstance(cfg, DistillationConfig) and (cfg.teacher.path or cfg.teacher.url):
         cfg.teacher = replace(cfg.teacher, path=_tiny_model(), url=None)  # its tokenizer must be the student's
     cfg.env = replace(cfg.env, data=_problems(cfg.env))
-    num_problems = 0 if cfg.eval.num_problems == 0 else 2
-    cfg.eval = replace(cfg.eval, num_problems=num_problems)
+    if cfg.eval.num_problems != 0:
+        cfg.eval = replace(cfg.eval, num_problems=2)
     for env in cfg.eval.envs.values():
         env.data = _problems(env)
     cfg.engine = EngineConfig(cpu_threads=1)
@@ -65,15 +65,15 @@ def as_dry_run(cfg: Config) -> Config:
     )
     if isinstance(cfg, GRPOConfig):
         cfg.collect = replace(cfg.collect, replace_constant_groups=False)  # all answers of the tiny model are wrong
-    warmup_steps = min(cfg.train.warmup_steps, 1)
-    cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=warmup_steps)
-    cfg.train = replace(cfg.train, device="cpu", num_ranks=1, context_ranks=1)
-    cfg.train = replace(cfg.train, cpu_threads=None, head_kernel="torch")
+    cfg.train = replace(cfg.train, num_steps=NUM_STEPS, warmup_steps=min(cfg.train.warmup_steps, 1))
+    cfg.train = replace(cfg.train, device="cpu", num_ranks=1, context_ranks=1, cpu_threads=None, head_kernel="torch")
     return cfg
 
 
 def _problems(env: EnvConfig | EvalEnvConfig) -> object:
-    return env.data if isinstance(env.data, str) and is_local(env.data) else _ROWS.get(env.name, env.data)
+    if isinstance(env.data, str) and is_local(env.data):
+        return env.data
+    return _ROWS.get(env.name, env.data)
 
 
 def plan_of(cfg: ScriptConfig) -> list[str]:
@@ -83,16 +83,22 @@ def plan_of(cfg: ScriptConfig) -> list[str]:
     collect = cfg.collect
     count = engine.num_replicas or 1
     where = "in Ray actors" if engine.use_ray else "here"
-    shards = f", each over {engine.tensor_parallel_size} GPUs" if engine.tensor_parallel_size > 1 else ""
-    share = f", {engine.gpu_memory_utilization:.0%} of a GPU's memory" if engine.gpu_memory_utilization else ""
+    engines = [f"{count} of {cfg.model.dtype}, {where}"]
+    if engine.tensor_parallel_size > 1:
+        engines.append(f"each over {engine.tensor_parallel_size} GPUs")
+    if engine.gpu_memory_utilization:
+        engines.append(f"{engine.gpu_memory_utilization:.0%} of a GPU's memory")
+    trainer = [f"{train.device}, computes in {cfg.model.dtype}, {train.token_budget} tokens per micro-batch"]
+    if train.num_ranks > 1:
+        trainer.append(f"sharded over {train.num_ranks} processes")
+    if train.gradient_checkpointing:
+        trainer.append("gradient checkpointing")
     collectors = "in this process" if collect.num_collectors is None else f"by {collect.num_collectors} Ray actors"
     staleness = "in turn" if collect.max_staleness is None else f"at once, up to {collect.max_staleness} versions old"
     return [
         "dry run: a summary of the configuration, followed by two steps of a tiny model on the CPU",
-        f"  engines  {count} of {cfg.model.dtype}, {where}{shards}{share}; weights by {cfg.sync.transport}",
-        f"  trainer  {train.device}, computes in {cfg.model.dtype}, {train.token_budget} tokens per micro-batch"
-        + (f", sharded over {train.num_ranks} processes" if train.num_ranks > 1 else "")
-        + (", gradient checkpointing" if train.gradient_checkpointing else ""),
+        f"  engines  {', '.join(engines)}; weights by {cfg.sync.transport}",
+        f"  trainer  {', '.join(trainer)}",
         f"  memory   {_memory(cfg)}",
         f"  batch    {collect.groups_per_batch} prompts, {collect.group_size} answers each of at most "
         f"{collect.max_turns} x {collect.max_new_tokens} tokens; collected {collectors}, {staleness}",

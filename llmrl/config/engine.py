@@ -54,7 +54,7 @@ class EngineConfig(Section):
         Section.__post_init__(self)
         own = {spec.name for spec in fields(self)} & self.engine_args.keys()
         if own:
-            raise ValueError(f"engine.engine_args may not hold {sorted(own)[0]!r}: set engine.{sorted(own)[0]}.")
+            raise ValueError(f"engine.engine_args may not hold {min(own)!r}: set engine.{min(own)}.")
         check_passed_through(self.engine_args)
 
 

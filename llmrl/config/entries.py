@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from llmrl._utils.arguments import keywords_of, nearest
+from llmrl._utils.arguments import did_you_mean, keywords_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -29,6 +29,10 @@ _KINDS: dict[object, str] = {
     list: "a list",
     dict: "a dict",
 }
+
+
+# What is converted to each type, and what is not although it is an instance of that.
+_CONVERTED: dict[type, tuple[Any, Any]] = {int: (Integral, bool), float: (Real, bool), list: (Sequence, str)}
 
 
 class EntryError(ValueError):
@@ -98,7 +102,10 @@ NAMED: Metadata = matching(r"[^\0]*[^\s\0][^\0]*", "non-empty text")
 
 
 class Section:
-    """Section of a configuration. Its entries are checked on construction, and numbers become Python's types."""
+    """Section of a configuration. Its entries are checked on construction, and numbers become Python's types.
+
+    A subclass calls its base's `__post_init__` by name: a slotted dataclass is a new class, so `super()` fails.
+    """
 
     __slots__ = ()
     section: ClassVar[str] = ""
@@ -215,19 +222,15 @@ def _checked(entry: str, value: object, hint: object, allowed: Allowed | None) -
     if isinstance(kept, float) and not math.isfinite(kept):
         raise EntryError(entry, f"must be a finite number{null}, got {value!r}.")
     if allowed is not None and not allowed.includes(kept):
-        near = nearest(str(kept), allowed.choices)
-        meant = f" Did you mean {near!r}?" if near else ""
         comma = ";" if allowed.choices else ","
+        meant = did_you_mean(str(kept), allowed.choices)
         raise EntryError(entry, f"must be {allowed.says}{comma} got {value!r}.{meant}")
     return kept
 
 
-def _as_kind(value: object, kind: object) -> object:
+def _as_kind(value: object, kind: type) -> object:
     """Convert a value to Python's own type; return None if it has another type."""
-    if kind is int:
-        return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-    if kind is float:
-        return float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
-    if kind is list:
-        return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
-    return value if isinstance(kind, type) and isinstance(value, kind) else None
+    taken, refused = _CONVERTED.get(kind, (kind, ()))
+    if not isinstance(value, taken) or isinstance(value, refused):
+        return None
+    return kind(value) if kind in _CONVERTED else value

@@ -99,27 +99,25 @@ def check_fit(cfg: ScriptConfig) -> None:
     usable = int(num_bytes * _USABLE)
     has_engine = not isinstance(cfg, SFTConfig) or cfg.eval.num_problems != 0
     place = torch.device(cfg.train.device).index or 0
-    if has_engine and not cfg.engine.use_ray and place < cfg.engine.tensor_parallel_size:  # the engine shares this GPU
+    shares_gpu = has_engine and not cfg.engine.use_ray and place < cfg.engine.tensor_parallel_size
+    if shares_gpu:
         beside = int(num_bytes * (1 - (cfg.engine.gpu_memory_utilization or 0.9)) * _USABLE)
+        kept = sum(plan.lasting.values())
         if not cfg.engine_sleeps:
             usable = beside
-        elif sum(plan.lasting.values()) > beside:
+        elif kept > beside:
             raise ValueError(
-                f"what the trainer keeps while the engine generates, {sum(plan.lasting.values()) / GIB:.1f} GiB, does "
-                f"not fit into the {beside / GIB:.1f} GiB that the engine leaves: lower "
-                "engine.gpu_memory_utilization, or train adapters (model.lora.rank=16)."
+                f"what the trainer keeps while the engine generates, {kept / GIB:.1f} GiB, does not fit into the "
+                f"{beside / GIB:.1f} GiB that the engine leaves: lower engine.gpu_memory_utilization, or train "
+                "adapters (model.lora.rank=16)."
             )
     if plan.total <= usable:
         return
-    fitting = what_fits(model, training, usable)
+    fitting = "; or ".join(what_fits(model, training, usable))
+    advice = f"What would fit: {fitting}." if fitting else "No entry of the configuration would make it fit."
     raise ValueError(
         f"the trainer needs {plan.total / GIB:.1f} GiB on each GPU and has {usable / GIB:.1f} GiB: "
-        f"{', '.join(lines_of(plan))}. "
-        + (
-            f"What would fit: {'; or '.join(fitting)}."
-            if fitting
-            else "No entry of the configuration would make it fit."
-        )
+        f"{', '.join(lines_of(plan))}. {advice}"
     )
 
 

@@ -30,7 +30,6 @@ class SFTConfig(ScriptConfig):
     algorithm: str = "sft"
 
     def __post_init__(self) -> None:
-        # A slotted dataclass is a new class, so `super()` without arguments fails.
         ScriptConfig.__post_init__(self)
         # Entries that a `hardware` file sets, such as `num_collectors`, describe the machine and are ignored.
         unused = ("max_staleness", "max_concurrent_rollouts")
@@ -76,16 +75,12 @@ class TeacherConfig(Section):
             )
         if self.top_k is None:
             return
-        for name, value, without in (
-            ("hint", self.hint, None),
-            ("coeff", self.coeff, 1.0),
-            ("use_reward", self.use_reward, False),
-        ):
-            if value != without:
+        for name, unused, written in (("hint", None, "null"), ("coeff", 1.0, "1.0"), ("use_reward", False, "false")):
+            if (value := getattr(self, name)) != unused:
                 raise ValueError(
                     f"teacher.top_k={self.top_k} makes the divergence of distributions the loss, and teacher.{name}="
-                    f"{value!r} is for a teacher that gives an advantage: leave teacher.top_k=null, or "
-                    f"teacher.{name}={'null' if without is None else str(without).lower()}."
+                    f"{value!r} is for a teacher that gives an advantage: leave teacher.top_k=null, or teacher.{name}="
+                    f"{written}."
                 )
 
     def hint_for(self, problem: Row) -> str:
@@ -114,7 +109,6 @@ class DistillationConfig(ScriptConfig):
     algorithm: str = "distillation"
 
     def __post_init__(self) -> None:
-        # A slotted dataclass is a new class, so `super()` without arguments fails.
         ScriptConfig.__post_init__(self)
         teacher = self.teacher
         for name, whole in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
@@ -131,10 +125,11 @@ class DistillationConfig(ScriptConfig):
                     f"teacher.top_k={teacher.top_k} compares whole distributions, and collect.{name}={value:g} "
                     f"samples from truncated distributions: leave collect.{name}={whole:g}."
                 )
+        if teacher.top_k is None:
+            return
         for spec in fields(self.train):
             value = getattr(self.train, spec.name)
-            is_own = spec.name in ("clip_epsilon", "clip_epsilon_high", "importance_cap")
-            if is_own and teacher.top_k is not None and value != spec.default:
+            if spec.name in ("clip_epsilon", "clip_epsilon_high", "importance_cap") and value != spec.default:
                 raise EntryError(
                     f"train.{spec.name}",
                     f"is for a teacher that gives an advantage, got {value!r}; teacher.top_k={teacher.top_k} makes "
@@ -152,7 +147,6 @@ class BestOfGroupConfig(CollectConfig):
     """Whether to collect batches in the background, and train on the buffer if no batch is ready."""
 
     def __post_init__(self) -> None:
-        # A slotted dataclass is a new class, so `super()` without arguments fails.
         CollectConfig.__post_init__(self)
         if self.num_best > self.group_size:
             raise ValueError(

@@ -132,8 +132,9 @@ def _entries_of(word: str) -> list[str]:
             value = f"{{{part}: {value}}}"
         return [f"+eval.envs={value}"]
     name = word.removeprefix("task=")
-    is_file = name == word or not {"/", ":"} & set(name)
-    return [word] if is_file else ["task=own", f"env.name={as_entry_value(name)}"]
+    if name == word or not {"/", ":"} & set(name):
+        return [word]
+    return ["task=own", f"env.name={as_entry_value(name)}"]
 
 
 @functools.cache
@@ -231,8 +232,10 @@ def _no_entry(name: str, known: list[str], elsewhere: Mapping[str, str] | None =
         hint = f"{EXPLAINED[last][0].upper()}{EXPLAINED[last][1:]}."
     elif elsewhere and other and (near is None or last in SYNONYMS):
         hint = f"Did you mean {elsewhere[other]!r}?"
+    elif near:
+        hint = f"Did you mean {'.'.join(filter(None, [group, near]))!r}?"
     else:
-        hint = f"Did you mean {'.'.join(filter(None, [group, near]))!r}?" if near else f"It has {', '.join(known)}."
+        hint = f"It has {', '.join(known)}."
     return f"the configuration has no entry {name!r}. {hint}"
 
 
@@ -241,13 +244,13 @@ def hints(overrides: list[str], config_type: type[ScriptConfig]) -> list[str]:
     found = []
     for override in overrides:
         name = override.partition("=")[0].lstrip("+~")
+        parts = name.split(".")
         section: type = config_type
-        for place, part in enumerate(name.split(".")):
+        for place, part in enumerate(parts):
             if not dataclasses.is_dataclass(section) or name.startswith(("-", "hydra")) or name in ("task", "hardware"):
                 break
             known = [entry.name for entry in dataclasses.fields(section)]
             if part not in known:
-                parts = name.split(".")
                 shown = name if parts[-1] in {**SYNONYMS, **EXPLAINED} else ".".join(parts[: place + 1])
                 found.append(_no_entry(shown, known, entries_by_name(config_type)))
                 break

@@ -143,13 +143,10 @@ def check_fixed(before: Entries, after: Entries, path: Path) -> None:
 
 def _command_line() -> tuple[list[str] | None, list[Path]]:
     """Return hydra's overrides and the folders that it composes from; None and no folders without hydra."""
-    if "hydra" not in sys.modules:
+    hydra_config = sys.modules.get("hydra.core.hydra_config")
+    if hydra_config is None or not hydra_config.HydraConfig.initialized():
         return None, []
-    from hydra.core.hydra_config import HydraConfig
-
-    if not HydraConfig.initialized():
-        return None, []
-    config = HydraConfig.get()
+    config = hydra_config.HydraConfig.get()
     sources = [source.path for source in config.runtime.config_sources if source.schema == "file"]
     return list(config.overrides.task), [Path(path) for path in sources]
 
@@ -209,7 +206,7 @@ def changes_of(before: Entries, after: Entries) -> dict[str, tuple[object, objec
 
 def _completed(saved: Entries, composed: Entries) -> Entries:
     """Return `saved` with the missing entries of `composed`; entries are not merged below the second level."""
-    completed = dict(composed) | saved
+    completed = composed | saved
     for group, entries in composed.items():
         own = saved.get(group)
         if isinstance(entries, dict) and isinstance(own, dict):

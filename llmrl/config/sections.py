@@ -229,7 +229,6 @@ class TrainConfig(TrainerConfig):
     """Mean reward of a batch at which training ends; null: never."""
 
     def __post_init__(self) -> None:
-        # A slotted dataclass is a new class, so `super()` without arguments fails.
         TrainerConfig.__post_init__(self)
         if self.schedule != "constant" and self.warmup_steps >= self.num_steps:
             raise ValueError(
@@ -345,7 +344,7 @@ class ScriptConfig(Section):
         Section.__post_init__(self)
         # Hardware settings are checked here, because a dry run replaces them later.
         engine = self.engine
-        gpus = self.engine.ray_options.get("num_gpus")
+        gpus = engine.ray_options.get("num_gpus")
         if self.collect.num_collectors is not None and not engine.use_ray:
             raise ValueError(
                 "collect.num_collectors needs engine.use_ray=true: collector actors reach engines through Ray."
@@ -473,7 +472,6 @@ class GRPOConfig(ScriptConfig):
     algorithm: str = "grpo"
 
     def __post_init__(self) -> None:
-        # A slotted dataclass is a new class, so `super()` without arguments fails.
         ScriptConfig.__post_init__(self)
         check_loss_entries(self.loss, self.train)
         check_num_updates(self.loss, num_epochs=self.train.num_epochs, num_minibatches=self.train.num_minibatches)

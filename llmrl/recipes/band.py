@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from llmrl.runs.estimates import wilson_interval
+from llmrl._utils.numbers import wilson_interval
 
 Curve: TypeAlias = Mapping[int, float]
 """Values of a measure by step; each is a mean of scores from 0 to 1."""

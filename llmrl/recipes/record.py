@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmrl._utils.files import write_atomically
-from llmrl._utils.imports import require
 from llmrl.recipes.band import Band, Curve, band_of
 from llmrl.recipes.recipe import Recipe, Record
 from llmrl.recipes.run import is_finished
+from llmrl.runs.report import drawn_png
 from llmrl.runs.run_folder import RunFolder
 
 DIFFERENCE = "log_prob_difference_mean"
@@ -39,12 +39,13 @@ def curves_of(recipe: Recipe, run: Path, entries: Sequence[str] = ()) -> dict[st
     num_steps = cfg.train.num_steps
     curves: dict[str, Curve] = {}
     for measure in recipe.measures:
-        is_held_out = measure.startswith(_HELD_OUT)
-        name = f"eval/{cfg.env.label}/{measure.removeprefix(_HELD_OUT)}" if is_held_out else measure
+        name, every = measure, 1
+        if measure.startswith(_HELD_OUT):
+            name = f"eval/{cfg.env.label}/{measure.removeprefix(_HELD_OUT)}"
+            every = cfg.eval.every or num_steps
         values = {int(row["step"]): row[name] for row in metrics if math.isfinite(row.get(name, math.nan))}
         if not values:
             raise ValueError(f"{run} has no metric {name!r}, which the recipe {recipe.name} compares.")
-        every = (cfg.eval.every or num_steps) if is_held_out else 1
         steps = [step for step in range(min(values), num_steps + 1) if step % every == 0 or step == num_steps]
         last = max(values)
         curves[measure] = {step: values[min(step, last)] for step in steps if step in values or step > last}
@@ -134,23 +135,14 @@ def draw(
     path: Path,
 ) -> None:
     """Draw bands and curves as a PNG. Raises ImportError if matplotlib is missing."""
-    require("matplotlib", extra="scripts")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(bands), figsize=(5 * len(bands), 3.6), layout="constrained", squeeze=False)
-    for axis, (measure, band) in zip(axes[0], bands.items(), strict=True):
-        lows, highs = zip(*band.values(), strict=True)
-        axis.fill_between(list(band), lows, highs, color="#1f6f8b", alpha=0.15, label="band")
-        for seed, curves in by_seed.items():
-            axis.plot(list(curves[measure]), list(curves[measure].values()), marker=".", label=f"seed {seed}")
-        if measure == recipe.measures[-1]:
-            for what, value in recipe.baselines.items():
-                axis.axhline(value, color="grey", linestyle=":", label=what)
-        axis.set(title=measure.replace(_HELD_OUT, "held-out ").replace("_", " "), xlabel="step", ylim=(0, 1.02))
-        axis.grid(alpha=0.25)
-        axis.legend(frameon=False, fontsize=8)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=90, format="png"))
-    pyplot.close(figure)
+    with drawn_png(path, len(bands), width=5 * len(bands), dpi=90) as axes:
+        for axis, (measure, band) in zip(axes, bands.items(), strict=True):
+            lows, highs = zip(*band.values(), strict=True)
+            axis.fill_between(list(band), lows, highs, color="#1f6f8b", alpha=0.15, label="band")
+            for seed, curves in by_seed.items():
+                axis.plot(list(curves[measure]), list(curves[measure].values()), marker=".", label=f"seed {seed}")
+            if measure == recipe.measures[-1]:
+                for what, value in recipe.baselines.items():
+                    axis.axhline(value, color="grey", linestyle=":", label=what)
+            axis.set(title=measure.replace(_HELD_OUT, "held-out ").replace("_", " "), xlabel="step", ylim=(0, 1.02))
+            axis.legend(frameon=False, fontsize=8)

@@ -32,17 +32,19 @@ def train_seed(
     model = None
     for number, (name, _) in enumerate(recipe.stages):
         is_last = number == len(recipe.stages) - 1
-        path = folder if is_last else folder.with_name(f"{folder.name}-stage-{number}")
+        path = folder.with_name(f"{folder.name}-stage-{number}")
+        program = ["-m", f"llmrl.scripts.{name.replace('-', '_')}"]
+        words = recipe.entries(number, model)
+        if is_last:
+            path = folder
+            words += entries
+            if script is not None:
+                program = [str(script)]
         if not (is_finished(path) and (is_last or (path / "model").is_dir())):
-            module = f"llmrl.scripts.{name.replace('-', '_')}"
-            program = [str(script)] if script is not None and is_last else ["-m", module]
-            words = [*recipe.entries(number, model), *(entries if is_last else ())]
-            own = [
-                f"run.path={as_entry_value(str(path))}",
-                f"seed={seed}",
-                *(["resume=true"] if holds_run(path) else []),
-            ]
-            status = run_script([*program, *words, *own])
+            words += [f"run.path={as_entry_value(str(path))}", f"seed={seed}"]
+            if holds_run(path):
+                words.append("resume=true")
+            status = run_script([*program, *words])
             if status or not is_finished(path):
                 raise RecipeRunError(
                     f"{recipe.name}, seed {seed}: the script {name} exited with {status} before its run in {path} was "

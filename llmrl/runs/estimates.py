@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_Z = 1.96
-"""Half-width of a 95 % interval, in standard errors."""
+from llmrl._utils.numbers import wilson_interval
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -59,20 +58,6 @@ def interval_of_mean(problem_means: Sequence[float]) -> tuple[float, float]:
         error_squared = squares / (num_problems - 1) / num_problems
         size = max(size, mean * (1 - mean) / error_squared)
     return wilson_interval(mean, size)
-
-
-def wilson_interval(share: float, size: float) -> tuple[float, float]:
-    """Return Wilson's (1927) 95 % interval of a share that was measured on `size` independent trials.
-
-    Example:
-        >>> low, high = wilson_interval(0.5, 100)
-        >>> round(low, 3), round(high, 3)
-        (0.404, 0.596)
-    """
-    shrink = 1 + _Z * _Z / size
-    centre = (share + _Z * _Z / (2 * size)) / shrink
-    half = _Z / shrink * math.sqrt(share * (1 - share) / size + _Z * _Z / (4 * size * size))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 @dataclass(frozen=True, slots=True)

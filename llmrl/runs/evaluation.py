@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torchrl.envs import EnvBase
 
-from llmrl._utils.arguments import check_least, nearest
+from llmrl._utils.arguments import check_least, did_you_mean
 from llmrl._utils.types import JSON, StateDict
 from llmrl.collectors import LLMCollector, RolloutLimits
 from llmrl.config.entries import EntryError
@@ -99,7 +99,9 @@ class EvaluationReport:
         metrics |= {"completion_tokens": self.completion_tokens, "seconds": self.seconds}
         for k, estimate in self.pass_at.items():
             metrics |= {f"pass@{k}": estimate.mean, f"pass@{k}_low": estimate.low, f"pass@{k}_high": estimate.high}
-        return metrics if self.reward is None else {**metrics, "reward": self.reward}
+        if self.reward is not None:
+            metrics["reward"] = self.reward
+        return metrics
 
     def to_summary(self) -> dict[str, JSON]:
         """Return the results without the rollouts, as JSON."""
@@ -226,14 +228,15 @@ def check_metric(metric: str | None, envs: Mapping[str, EnvBase], *, measured: S
     for name, env in envs.items():
         metrics = EvaluationReport.of(_example_rollouts(env)).to_metrics()
         known += [f"eval/{name}/{one}" for one in metrics]
-        open_groups = ["tool_calls"] if _reward_names(env) is not None else ["tool_calls", "reward"]
+        open_groups = ["tool_calls"]
+        if _reward_names(env) is None:
+            open_groups.append("reward")
         known += [metric for group in open_groups if metric and metric.startswith(f"eval/{name}/{group}/")]
     if metric is None or metric in known:
         return
-    near = nearest(metric, known)
-    hint = f"Did you mean {near!r}? " if near else ""
+    meant = did_you_mean(metric, known)
     there = f"the metrics are {', '.join(known)}." if known else "nothing is evaluated (eval.num_problems=0)."
-    raise EntryError("eval.metric", f"must be a metric of the evaluation, got {metric!r}. {hint}In this run, {there}")
+    raise EntryError("eval.metric", f"must be a metric of the evaluation, got {metric!r}.{meant} In this run, {there}")
 
 
 def _reward_names(env: EnvBase) -> list[str] | None:

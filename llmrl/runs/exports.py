@@ -112,7 +112,6 @@ class Exports:
         )
 
     def _await_push(self) -> None:
-        """Wait for the push and report its failure."""
         pushed = self._pushed
         path = self._being_pushed
         self._pushed = self._being_pushed = None

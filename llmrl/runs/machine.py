@@ -62,5 +62,5 @@ class MachineLog:
     def at(self, step: int) -> dict[str, JSON]:
         """Return the machine of a step; empty if the machine is unknown."""
         steps = read_by_step(self.path)
-        last = max((one for one in steps if one <= step), default=None)
-        return {} if last is None else {name: value for name, value in steps[last].items() if name != "step"}
+        last = max((one for one in steps if one <= step), default=0)
+        return {name: value for name, value in steps.get(last, {}).items() if name != "step"}

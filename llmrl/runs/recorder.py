@@ -66,11 +66,11 @@ class RunRecorder:
             why = f"the mean reward reached train.target_reward={target_reward:g} at step {step}"
             return why, "train.target_reward"
         if self._best is not None and self._best.is_over and step:
-            return (
-                f"{self._best.metric} was best at step {self._best.step}, and eval.patience has run out",
-                "eval.patience",
-            )
-        return (f"all {num_steps} steps are done" if step >= num_steps else ""), None
+            why = f"{self._best.metric} was best at step {self._best.step}, and eval.patience has run out"
+            return why, "eval.patience"
+        if step >= num_steps:
+            return f"all {num_steps} steps are done", None
+        return "", None
 
     # A step
 

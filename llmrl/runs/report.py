@@ -7,57 +7,69 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from llmrl._utils.files import write_atomically
-from llmrl._utils.json_values import as_json
+from llmrl._utils.imports import require
+from llmrl._utils.json_values import as_entry_value, as_json
 from llmrl._utils.types import JSON
 from llmrl.config.sections import EnvConfig
 from llmrl.envs.tasks.registry import is_env_name
 from llmrl.runs.run_folder import RunFolder
 
 
-def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw reward, evaluations, log-prob difference and times as a PNG. Raises ImportError if matplotlib is missing."""
-    from llmrl._utils.imports import require
+@contextmanager
+def drawn_png(path: Path, num_axes: int, *, width: float, dpi: int) -> Iterator[Sequence[Any]]:
+    """Yield matplotlib's axes side by side, over `width` inches, and write what was drawn into them as a PNG.
 
+    Raises ImportError if matplotlib is missing.
+    """
     require("matplotlib", extra="scripts")
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    figure, axes = pyplot.subplots(1, num_axes, figsize=(width, 3.6), layout="constrained", squeeze=False)
+    yield axes[0]
+    for axis in axes[0]:
+        axis.grid(alpha=0.25)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=dpi, format="png"))
+    pyplot.close(figure)
+
+
+def plot_curve(metrics: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw reward, evaluations, log-prob difference and times as a PNG. Raises ImportError if matplotlib is missing."""
+
     def values(name: str) -> list[float]:
         return [row.get(name, math.nan) for row in metrics]
 
     steps = values("step")
-    figure, (reward, difference, seconds) = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    reward.plot(steps, values("reward_mean"), marker=".", color="#1f6f8b", label="mean reward")
     names = {name for row in metrics for name in row if name.startswith("eval/") and name.endswith("/pass@1")}
-    for place, name in enumerate(sorted(names)):
-        points = [(row["step"], row[name], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if name in row]
-        evaluated, means, lows, highs = zip(*points, strict=True)
-        reward.plot(evaluated, means, marker="o", color=f"C{place + 1}", label=f"held out: {name.split('/')[1]} pass@1")
-        reward.fill_between(evaluated, lows, highs, color=f"C{place + 1}", alpha=0.2)
-    reward.set(title="mean reward, held-out pass@1" if names else "mean reward", xlabel="step", ylim=(0, 1.02))
-    if names:
-        reward.legend(loc="lower right", frameon=False)
-    difference.plot(steps, values("log_prob_difference_mean"), marker=".", color="#b3541e")
-    difference.set(title="engine-to-trainer log-prob difference", xlabel="step", ylim=(0, None))
     parts = {name: values(f"{name}_seconds") for name in ("generate", "train", "sync")}
-    seconds.stackplot(steps, list(parts.values()), labels=list(parts), alpha=0.8)
-    seconds.set(title="seconds per step", xlabel="step")
-    seconds.legend(loc="upper right", frameon=False)
-    for axis in (reward, difference, seconds):
-        axis.grid(alpha=0.25)
-    write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=110, format="png"))
-    pyplot.close(figure)
+    with drawn_png(path, 3, width=13, dpi=110) as (reward, difference, seconds):
+        reward.plot(steps, values("reward_mean"), marker=".", color="#1f6f8b", label="mean reward")
+        for place, name in enumerate(sorted(names), start=1):
+            keys = ("step", name, f"{name}_low", f"{name}_high")
+            evaluated, means, lows, highs = ([row[key] for row in metrics if name in row] for key in keys)
+            label = f"held out: {name.split('/')[1]} pass@1"
+            reward.plot(evaluated, means, marker="o", color=f"C{place}", label=label)
+            reward.fill_between(evaluated, lows, highs, color=f"C{place}", alpha=0.2)
+        reward.set(title="mean reward, held-out pass@1" if names else "mean reward", xlabel="step", ylim=(0, 1.02))
+        if names:
+            reward.legend(loc="lower right", frameon=False)
+        difference.plot(steps, values("log_prob_difference_mean"), marker=".", color="#b3541e")
+        difference.set(title="engine-to-trainer log-prob difference", xlabel="step", ylim=(0, None))
+        seconds.stackplot(steps, list(parts.values()), labels=list(parts), alpha=0.8)
+        seconds.set(title="seconds per step", xlabel="step")
+        seconds.legend(loc="upper right", frameon=False)
 
 
 Results: TypeAlias = Mapping[str, Mapping[str, JSON]]
@@ -69,9 +81,8 @@ RunResults: TypeAlias = Mapping[str, Results]
 
 def before_after_table(before: Results, after: Results) -> Table:
     """Return a table of evaluation results before and after training."""
-    table = Table(title="on problems that training does not use")
-    for title in ("", "before", "after"):
-        table.add_column(title, justify="left" if not title else "right")
+    numbers = (Column(title, justify="right") for title in ("before", "after"))
+    table = Table("", *numbers, title="on problems that training does not use")
     for row in shown_results(before, after):
         table.add_row(*row)
     return table
@@ -110,7 +121,7 @@ def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
         >>> resume_command("runs/mine", {"train.num_steps": 40}).split()[-3:]
         ['run.path=runs/mine', 'resume=true', 'train.num_steps=40']
     """
-    changed = [f"{name}={'null' if value is None else value}" for name, value in changes.items()]
+    changed = [f"{name}={as_entry_value(value)}" for name, value in changes.items()]
     script = Path(sys.argv[0])
     program = ["python", sys.argv[0]]
     if script.parent == Path(__file__).parents[1] / "scripts":
@@ -118,15 +129,17 @@ def resume_command(run_path: str, changes: Mapping[str, object]) -> str:
     return shlex.join([*program, f"run.path={run_path}", "resume=true", *changed])
 
 
-def print_next_steps(console: Console, folder: RunFolder, resume_command: str, env: EnvConfig | None = None) -> None:
+def print_next_steps(console: Console, folder: RunFolder, resume_command: str, env: EnvConfig) -> None:
     """Print where the run is, and the commands to view it, evaluate its model, chat with the model, and continue.
 
     The command to evaluate is printed only if `llmrl eval` can build `env` from names.
     """
     path = shlex.quote(str(folder.path))
     measure = ""
-    if env is not None and is_env_name(env.name) and isinstance(env.data, str | None):
-        problems = [] if env.data is None else ["--data", env.data]
+    if is_env_name(env.name) and isinstance(env.data, str | None):
+        problems = []
+        if env.data is not None:
+            problems += ["--data", env.data]
         if env.eval_split != "test":  # the default of the command
             problems += ["--split", env.eval_split]
         options = [f"{name}={json.dumps(as_json(value), ensure_ascii=False)}" for name, value in env.options.items()]
@@ -150,5 +163,6 @@ def _activation_command() -> str | None:
     folder = Path(sys.prefix)
     if sys.prefix == sys.base_prefix or str(folder / "bin") in os.environ.get("PATH", "").split(os.pathsep):
         return None
-    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
     return f". {folder / 'bin' / 'activate'}"

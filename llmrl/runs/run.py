@@ -131,8 +131,9 @@ class Run:
             trace_spans()
         if cfg.export.push_to_hub is not None:  # before training, because the hub may refuse
             open_repository(cfg.export.push_to_hub)
-        for name, (old, new) in (resumed_config(cfg)[1] if cfg.resume else {}).items():
-            self.console.print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
+        if cfg.resume:
+            for name, (old, new) in resumed_config(cfg)[1].items():
+                self.console.print(f"resumed with {name}={new} in place of {old}", highlight=False, markup=False)
         return RunRecorder(cfg, self.console)
 
     # The parts of the loop
@@ -458,7 +459,7 @@ class Run:
 
     def _close_folder(self, folder: RunFolder, error: BaseException | None) -> None:
         """Close the folder when nothing is written into it any more: another run may then begin in it."""
-        try:
+        with contextlib.closing(folder):
             try:
                 try:
                     self._writes.wait()
@@ -470,8 +471,6 @@ class Run:
                 self._warn(f"not everything was written: {describe(failed)}")
             if self._is_replay and self._is_in_step and (said := folder.fail_replay(self._step, error)):
                 self._warn(said)
-        finally:
-            folder.close()
         if self.cfg.dry_run:
             shutil.rmtree(folder.path)
 

@@ -16,12 +16,7 @@ from llmrl.runs.report import RunResults, shown_results
 _EMBEDDED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def run_card(
-    cfg: ScriptConfig,
-    step: int,
-    metrics: Mapping[str, float],
-    summary: RunResults,
-) -> str:
+def run_card(cfg: ScriptConfig, step: int, metrics: Mapping[str, float], summary: RunResults) -> str:
     """Return a model card in Markdown, with the metadata that the hub reads."""
     from huggingface_hub import ModelCardData
     from omegaconf import OmegaConf
@@ -63,4 +58,6 @@ def run_card(
 
 
 def _section(title: str, head: list[str], lines: list[str]) -> list[str]:
-    return [f"## {title}\n\n" + "\n".join([*head, *lines])] if lines else []
+    if not lines:
+        return []
+    return ["\n".join([f"## {title}", "", *head, *lines])]

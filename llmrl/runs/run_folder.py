@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from traceback import format_exception
 from typing import ParamSpec
@@ -38,8 +39,6 @@ from llmrl.watch.token_log import TokenLog
 from llmrl.watch.tracking import CSVTracker, Tracker, grouped_name, open_trackers
 
 Parameters = ParamSpec("Parameters")
-
-
 _NAMES = (
     "lock",
     "metrics.csv",
@@ -68,6 +67,8 @@ _NAMES = (
 """Entries that a run, its trackers and its viewer may create."""
 _LINKS = ("wandb/latest-run", "wandb/debug.log", "wandb/debug-internal.log", "wandb/*run-*/logs/debug-core.log")
 """Links that wandb creates. wandb replaces these links and does not follow them."""
+
+_CHECKPOINT_ADVICE = "Put a copy of it in its place, or begin another run from an exported model in another folder."
 
 
 def memory_kills() -> tuple[str, int]:
@@ -135,12 +136,15 @@ class RunFolder:
         self._trackers: list[Tracker] = []
         self._lock: FolderLock | None = None
         check_entries(self.path, _NAMES, links=_LINKS)
-        if not holds_run(self.path) and (resume or read_only):
-            advice = "name its folder with run.path, or start a new run without resume=true"
-            found = "no run: name the folder of a run" if read_only else f"no run to resume; {advice}"
-            raise FileNotFoundError(f"{self.path} holds {found}.")
         if read_only:
+            if not holds_run(self.path):
+                raise FileNotFoundError(f"{self.path} holds no run: name the folder of a run.")
             return
+        if resume and not holds_run(self.path):
+            raise FileNotFoundError(
+                f"{self.path} holds no run to resume; name its folder with run.path, or start a new run without "
+                "resume=true."
+            )
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = FolderLock(self.path)
         try:
@@ -218,9 +222,8 @@ class RunFolder:
 
     def load_batch(self, step: int) -> StateDict | None:
         """Return the saved batch of a step, or None. Raises DamagedFileError if the file is damaged."""
-        path = self._batch_path(step)
         advice = f"Remove it and the batches of later steps, and resume: step {step} is then collected anew."
-        return load_state(path, advice=advice) if path.exists() else None
+        return _load(self._batch_path(step), advice)
 
     def saved_steps(self) -> list[int]:
         """Return the steps with a saved batch, in ascending order."""
@@ -341,24 +344,22 @@ class RunFolder:
             if path.exists():
                 flush_to_disk(path)
         write_atomically(self.checkpoint_path, lambda path: save_state(path, dict(state)))
-        for path in () if keep_batches else self.batches_path.glob("[0-9]*"):
-            if int(path.stem) < state["step"]:
-                path.unlink()
+        if not keep_batches:
+            for path in self.batches_path.glob("[0-9]*"):
+                if int(path.stem) < state["step"]:
+                    path.unlink()
         for folder in self.path.glob("shards-*"):  # of earlier checkpoints
             if folder.name != state.get("shards", {}).get("folder"):
                 shutil.rmtree(folder)
 
     def load_checkpoint(self) -> StateDict | None:
         """Return the last checkpoint, memory-mapped, or None. Raises DamagedFileError if the file is damaged."""
-        return self._load_checkpoint(is_checked=True) if self.checkpoint_path.exists() else None
+        return _load(self.checkpoint_path, _CHECKPOINT_ADVICE)
 
     def checkpoint_step(self) -> int:
         """Return the step of the last checkpoint without reading its weights; 0 without a checkpoint."""
-        return self._load_checkpoint(is_checked=False)["step"] if self.checkpoint_path.exists() else 0
-
-    def _load_checkpoint(self, *, is_checked: bool) -> StateDict:
-        advice = "Put a copy of it in its place, or begin another run from an exported model in another folder."
-        return load_state(self.checkpoint_path, advice=advice, is_checked=is_checked)
+        checkpoint = _load(self.checkpoint_path, _CHECKPOINT_ADVICE, is_checked=False)
+        return 0 if checkpoint is None else checkpoint["step"]
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Replace `summary.json`."""
@@ -369,8 +370,10 @@ class RunFolder:
 
         Raises DamagedFileError if the file is not JSON.
         """
+        if not self.summary_path.exists():
+            return {}
         try:
-            return json.loads(read_text(self.summary_path)) if self.summary_path.exists() else {}
+            return json.loads(read_text(self.summary_path))
         except ValueError as error:
             raise DamagedFileError(f"{self.summary_path} is damaged: {error}. Remove it, and resume.") from error
 
@@ -381,6 +384,10 @@ class RunFolder:
                 closing.callback(self._lock.release)
             for tracker in self._trackers:
                 closing.callback(tracker.close)
+
+
+def _load(path: Path, advice: str, *, is_checked: bool = True) -> StateDict | None:
+    return load_state(path, advice=advice, is_checked=is_checked) if path.exists() else None
 
 
 def seed_all(seed: int) -> None:
@@ -409,8 +416,6 @@ class BackgroundWrites:
     """Runs one write at a time in a thread. Call `wait`, which raises its error, before changing the data to write."""
 
     def __init__(self) -> None:
-        from concurrent.futures import Future, ThreadPoolExecutor
-
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmrl-write")
         self._pending: Future[object] | None = None
 
@@ -423,7 +428,6 @@ class BackgroundWrites:
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
-        if self._pending is not None:
-            pending = self._pending
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
             pending.result()

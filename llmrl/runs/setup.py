@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,8 +59,8 @@ def make_eval_envs(cfg: ScriptConfig) -> dict[str, EnvBase]:
     """
     envs: dict[str, EvalEnvConfig] = {}
     if cfg.eval.num_problems != 0:
-        held_out = {"name": cfg.env.name, "data": cfg.env.data, "split": cfg.env.eval_split, "options": cfg.env.options}
-        envs = {cfg.env.label: EvalEnvConfig(**held_out), **cfg.eval.envs}
+        own = EvalEnvConfig(name=cfg.env.name, data=cfg.env.data, split=cfg.env.eval_split, options=cfg.env.options)
+        envs = {cfg.env.label: own, **cfg.eval.envs}
     samples = {"repeats": cfg.eval.num_samples, "seed": cfg.seed}
     made = {
         name: make_task_env(env.name, env.split, data=env.data, **samples, **env.options) for name, env in envs.items()
@@ -107,12 +106,10 @@ def start_engine(cfg: ScriptConfig) -> AbstractContextManager[AsyncVLLM | Engine
     if cfg.sync.lora == "adapter":
         options["weight_transfer"] = ADAPTER_BACKEND
         options["engine_args"] |= {"max_lora_rank": cfg.model.lora.rank, "max_loras": cfg.sync.max_adapters}
-    if cfg.engine.use_ray:
-        options |= {"ray_options": cfg.engine.ray_options, "ray_init_config": cfg.ray.init_config, "use_ray": True}
-    elif cfg.engine.num_replicas is None:
-        return AsyncVLLM.from_pretrained(cfg.model.folder, **options)
-    options["num_replicas"] = 1 if cfg.engine.num_replicas is None else cfg.engine.num_replicas
-    return EngineReplicas.from_pretrained(cfg.model.folder, **options)
+    if not cfg.engine.use_ray:
+        return AsyncVLLM.from_pretrained(cfg.model.folder, num_replicas=cfg.engine.num_replicas, **options)
+    options |= {"ray_options": cfg.engine.ray_options, "ray_init_config": cfg.ray.init_config, "use_ray": True}
+    return EngineReplicas.from_pretrained(cfg.model.folder, num_replicas=cfg.engine.num_replicas or 1, **options)
 
 
 @contextmanager
@@ -148,17 +145,9 @@ def sync_scheme(cfg: ScriptConfig, engine: Engine) -> WeightScheme:
     return VLLMWeightSyncScheme(master_address=address, rank=this_rank(), **options)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyFactory:
-    """Builds the policy of a collector actor, with the engines of a registry."""
-
-    registry: EngineRegistry
-    renderer: Renderer | None
-    sampling: SamplingConfig
-
-    def __call__(self) -> vLLMWrapper:
-        """Return the policy."""
-        return vLLMWrapper(self.registry.connect(), renderer=self.renderer, generate_kwargs=self.sampling)
+def connected_policy(registry: EngineRegistry, renderer: Renderer | None, sampling: SamplingConfig) -> vLLMWrapper:
+    """Return the policy of a collector actor, with the engines of a registry."""
+    return vLLMWrapper(registry.connect(), renderer=renderer, generate_kwargs=sampling)
 
 
 def make_collector(
@@ -189,7 +178,7 @@ def make_collector(
     registry.publish(policy.engine)
     return RayLLMCollector(
         partial(make_env, cfg),
-        policy_factory=PolicyFactory(registry, policy.renderer, policy.sampling),
+        policy_factory=partial(connected_policy, registry, policy.renderer, policy.sampling),
         num_collectors=cfg.collect.num_collectors,
         engine=policy.engine,
         num_cpus=cfg.collect.cpus_per_collector,

@@ -7,7 +7,6 @@ number of ranks. The checksums of these files and the states that are not sharde
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
 import zlib
@@ -49,8 +48,9 @@ class Stateful(Protocol):
 def with_scaler(tracked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the objects of a loop, with the loss scaler added if the model computes in float16."""
     model = tracked.get("model")
-    scaler = trained_model(model).scaler if isinstance(model, torch.nn.Module) else None
-    return dict(tracked) if scaler is None else {**tracked, "scaler": scaler}
+    if isinstance(model, torch.nn.Module) and (scaler := trained_model(model).scaler) is not None:
+        return {**tracked, "scaler": scaler}
+    return dict(tracked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +203,9 @@ def _read_shards(states: StateDict, shards: StateDict, path: Path, layouts: Mapp
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     folder = path.parent / shards["folder"]
-    found = _checksums(folder)
-    if found != shards["checksums"]:
-        names = sorted(name for name in found | shards["checksums"] if found.get(name) != shards["checksums"].get(name))
+    found, recorded = _checksums(folder), shards["checksums"]
+    if found != recorded:
+        names = sorted(name for name in found | recorded if found.get(name) != recorded.get(name))
         raise DamagedFileError(
             f"{folder} is damaged: {', '.join(names)} changed or missing. Restore it from a "
             "copy, or begin another run from an exported model in another folder."
@@ -270,8 +270,8 @@ def _crc_in(name: str) -> int:
 def _crc(path: Path) -> int:
     crc = 0
     with open_file(path, "rb") as file:
-        for _ in range(math.ceil(path.stat().st_size / _CHUNK)):
-            crc = zlib.crc32(file.read(_CHUNK), crc)
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
     return crc
 
 

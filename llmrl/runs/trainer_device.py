@@ -16,9 +16,6 @@ from llmrl.engines.ray.cluster import connect
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-_LOCAL_RANKS = (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-"""Environment variables of torchrun for the rank on this host, and their defaults."""
-
 
 class GpuReservation:
     """An idle Ray actor that keeps other actors off a GPU."""
@@ -45,7 +42,9 @@ class TrainerDevice:
             torch.set_num_threads(cfg.train.cpu_threads)
         if not self.name.startswith("cuda"):
             return
-        place, num_here = (int(os.environ.get(name, other)) for name, other in _LOCAL_RANKS)
+        # torchrun sets these to the rank on this host and the number of such ranks.
+        place = int(os.environ.get("LOCAL_RANK", 0))
+        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if torch.cuda.device_count() < num_here:
             raise RuntimeError(
                 f"train.device is {self.name!r}, but this process sees {torch.cuda.device_count()} GPUs for "

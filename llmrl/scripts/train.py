@@ -164,8 +164,9 @@ def train(
     given |= {"model": str(model), "path": str(path or time.strftime("runs/train-%Y%m%d-%H%M%S"))}
     if isinstance(given.get("chat_template"), Path):
         given["chat_template"] = str(given["chat_template"])
-    entries = _DEFAULTS | (_on_gpu() if torch.cuda.is_available() else {})
-    entries |= {"env.name": _dataset_of(env).prompts.name, "collect.group_size": group_size}
+    entries = _DEFAULTS | {"env.name": _dataset_of(env).prompts.name, "collect.group_size": group_size}
+    if torch.cuda.is_available():
+        entries |= {**_ON_GPU, "model.dtype": str(half_dtype()).removeprefix("torch.")}
     with _named_as_arguments():
         cfg = from_entries(GRPOConfig, entries | {ENTRIES[name]: value for name, value in given.items()})
         check_metric(cfg.eval.metric, evaluated)
@@ -175,10 +176,6 @@ def train(
         used: Engine = run.enter(start_engine(cfg)) if engine is None else run.lend(engine)
         grpo(cfg, run, device, used, env, evaluated)
     return Path(cfg.run.path)
-
-
-def _on_gpu() -> dict[str, object]:
-    return {**_ON_GPU, "model.dtype": str(half_dtype()).removeprefix("torch.")}
 
 
 @contextmanager
@@ -209,7 +206,6 @@ def _argument_of(entry: str) -> str:
 
 
 def _how_to_continue(path: str, changes: Mapping[str, object]) -> str:
-    """Return how to continue a run with `train`."""
     changed = {"path": path, "resume": True, **{_argument_of(name): value for name, value in changes.items()}}
     return "the same call with " + ", ".join(f"{name}={value!r}" for name, value in changed.items())
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
+from typing import TypedDict, cast, get_origin, get_type_hints
 
 from llmrl._utils.arguments import check_least
 from llmrl._utils.files import open_file, read_text
@@ -18,9 +18,13 @@ from llmrl.runs.run_folder import RunFolder, holds_run
 from llmrl.watch.token_log import TokenRow
 
 
-class Record(TypedDict):
-    """A rollout as stored in a run's folder: the result of `Rollout.to_record` with step and split."""
+class Turn(TypedDict):
+    """A request of an agent (`TurnTree.to_records`)."""
 
+    messages: list[Message]
+
+
+class _Required(TypedDict):
     step: int
     split: str
     group_id: str
@@ -29,19 +33,21 @@ class Record(TypedDict):
     reason: str
     reward: float
     messages: list[Message]
-    role: NotRequired[str]
-    turns: NotRequired[list[Turn]]
-    is_scored: NotRequired[bool]
-    error: NotRequired[str]
-    reward_breakdown: NotRequired[dict[str, float]]
-    columns: NotRequired[dict[str, JSON]]
-    num_turns: NotRequired[int]
 
 
-class Turn(TypedDict):
-    """A request of an agent (`TurnTree.to_records`)."""
+class Record(_Required, total=False):
+    """A rollout as stored in a run's folder: the result of `Rollout.to_record` with step and split.
 
-    messages: list[Message]
+    Records of earlier versions lack some of the entries below.
+    """
+
+    role: str
+    turns: list[Turn]
+    is_scored: bool
+    error: str
+    reward_breakdown: dict[str, float]
+    columns: dict[str, JSON]
+    num_turns: int
 
 
 @dataclass(slots=True)
@@ -172,7 +178,6 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _where_runs_are(path: Path) -> str:
-    """Return a hint at the location of a run, for an error message."""
     runs = _runs_in(path)
     if runs:
         return f"the last run in this folder is {runs[-1]}."
@@ -199,22 +204,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 _MAX_BITS = 1000
 """Maximum size of an integer; larger ones may not fit into a float."""
-_TYPES: dict[str, type] = {
-    "step": int,
-    "split": str,
-    "group_id": str,
-    "role": str,
-    "rollout_id": str,
-    "status": str,
-    "reason": str,
-    "messages": list,
-    "turns": list,
-    "is_scored": bool,
-    "error": str,
-    "reward_breakdown": dict,
-    "columns": dict,
-    "num_turns": int,
-}
+_TYPES = {name: get_origin(hint) or hint for name, hint in get_type_hints(Record).items() if name != "reward"}
 
 
 def _is_record(value: object) -> bool:

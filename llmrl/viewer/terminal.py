@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.columns import Columns
@@ -37,18 +38,15 @@ def print_run(run: RunData, *, console: Console | None = None) -> None:
     if names:
         console.print(table)
     statuses = Table("rollouts", "status", "reason", "mean reward")
-    keys = sorted({(record["split"], record["status"], record["reason"]) for record in run.rollouts})
-    for split, status, reason in keys:
-        ended = [
-            record
-            for record in run.rollouts
-            if (record["split"], record["status"], record["reason"]) == (split, status, reason)
-        ]
+    ends: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for record in run.rollouts:
+        ends[record["split"], record["status"], record["reason"]].append(record)
+    for (split, status, reason), ended in sorted(ends.items(), key=lambda end: end[0]):
         rewards = [record["reward"] for record in ended if record.get("is_scored", True)]
         mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
         cells = (f"{split}: {len(ended)}", status, reason, mean)
         statuses.add_row(*(Text(printable(cell)) for cell in cells))
-    if keys:
+    if ends:
         console.print(statuses)
     last = [record for record in run.rollouts if record["step"] == run.rollouts[-1]["step"]]
     scored = [record for record in last if record.get("is_scored", True)]

@@ -11,11 +11,13 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 from llmrl._utils.files import write_atomically
 from llmrl.data import Message, text_of
+from llmrl.data.message import prompt_of
 from llmrl.viewer.run_data import Record, RunData, facts_of, key_of, read_run
 from llmrl.watch.token_log import TokenRow
 
@@ -90,11 +92,8 @@ def _page(runs: Sequence[RunData]) -> str:
         [_details(runs[number], record) for number, record in rollouts[start : start + _BLOCK_SIZE]]
         for start in range(0, len(rollouts), _BLOCK_SIZE)
     ]
+    records = [record for _, record in rollouts]
     problems: dict[str, int] = {}
-    asked = [
-        [number, problems.setdefault(_key_of_problem(record), len(problems)), _question(record), _answer(record)]
-        for number, record in rollouts
-    ]
     names = Counter(run.name for run in runs)
     head = {
         "runs": [
@@ -113,11 +112,11 @@ def _page(runs: Sequence[RunData]) -> str:
         ],
         "blockSize": _BLOCK_SIZE,
         "index": {
-            **{name: [record.get(name) for _, record in rollouts] for name in _LISTED},
-            **{
-                name: [row[place] for row in asked]
-                for place, name in enumerate(("run", "problem", "question", "answer"))
-            },
+            **{name: [record.get(name) for record in records] for name in _LISTED},
+            "run": [number for number, _ in rollouts],
+            "problem": [problems.setdefault(_key_of_problem(record), len(problems)) for record in records],
+            "question": list(map(_question, records)),
+            "answer": list(map(_answer, records)),
         },
     }
     assets = files("llmrl.viewer") / "page"
@@ -150,9 +149,7 @@ def _policy(script: str) -> str:
 
 
 def _packed(value: object) -> str:
-    def write(of: object) -> str:
-        return json.dumps(of, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
+    write = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         text = write(value)
     except ValueError:  # contains NaN or an infinity
@@ -163,8 +160,8 @@ def _packed(value: object) -> str:
 
 def _readable(value: object) -> object:
     """Return the value with NaN and infinities as strings, because JSON in browsers lacks them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+    if isinstance(value, float) and not math.isfinite(value):
+        return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
     if isinstance(value, dict):
         return {key: _readable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -175,9 +172,7 @@ def _readable(value: object) -> object:
 def _opening(record: Record) -> list[Message]:
     """Return the messages before the first answer."""
     turns = record.get("turns")
-    messages = turns[0]["messages"] if turns else record["messages"]
-    roles = [message["role"] for message in messages]
-    return messages[: roles.index("assistant") if "assistant" in roles else None]
+    return prompt_of(turns[0]["messages"] if turns else record["messages"])
 
 
 def _key_of_problem(record: Record) -> str:
@@ -187,13 +182,12 @@ def _key_of_problem(record: Record) -> str:
 
 def _question(record: Record) -> str:
     asked = [text_of(message.get("content")) for message in _opening(record) if message["role"] != "system"]
-    return _shortened(asked[-1] if asked else "", 160)
+    return _shortened("".join(asked[-1:]), 160)
 
 
 def _answer(record: Record) -> str:
     """Return the end of the last answer, which identifies a rollout in a list."""
-    answers: list[Message] = [message for message in record["messages"] if message["role"] == "assistant"]
-    answer = answers[-1] if answers else {}
+    answer: Message = next((one for one in reversed(record["messages"]) if one["role"] == "assistant"), {})
     calls = " ".join(f"calls {call['function']['name']}" for call in answer.get("tool_calls") or [])
     return _shortened(f"{text_of(answer.get('content'))} {calls}", 100, is_end=True)
 

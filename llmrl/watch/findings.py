@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from llmrl._utils.files import open_file
-from llmrl._utils.types import JSON
+from llmrl._utils.types import JSON, Row
 
 _NUM_SHOWN = 8
 
@@ -62,19 +62,16 @@ class Finding:
         first, last = self.steps
         return f"step {last}" if first == last else f"steps {first} to {last}"
 
-    def to_record(self, records: Sequence[Mapping[str, JSON]] = ()) -> dict[str, JSON]:
+    def to_record(self, records: Sequence[Row] = ()) -> dict[str, JSON]:
         """Return the finding as JSON, with the ids of at most eight of `records` that illustrate it."""
-        rollouts: list[JSON] = [record["rollout_id"] for record in failing_rollouts(self.selection, records)]
-        causes: list[JSON] = list(self.causes)
-        steps: list[JSON] = list(self.steps or ())
         return {
             "name": self.name,
             "verdict": self.verdict,
             "says": self.says,
-            "steps": steps,
-            "causes": causes,
+            "steps": list(self.steps or ()),
+            "causes": list(self.causes),
             "selection": self.selection,
-            "rollouts": rollouts,
+            "rollouts": [record["rollout_id"] for record in failing_rollouts(self.selection, records)],
         }
 
 
@@ -88,7 +85,7 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: list(Verdict).index(finding.verdict), reverse=True)
 
 
-def failing_rollouts(selection: Selection, records: Sequence[Mapping[str, JSON]]) -> list[Mapping[str, JSON]]:
+def failing_rollouts(selection: Selection, records: Sequence[Row]) -> list[Row]:
     """Return at most eight rollout records (`Rollout.to_record`) that illustrate a finding.
 
     Example:
@@ -96,28 +93,20 @@ def failing_rollouts(selection: Selection, records: Sequence[Mapping[str, JSON]]
         >>> [record["rollout_id"] for record in failing_rollouts(Selection.CUT, records)]
         ['b']
     """
-    keep: dict[Selection, Callable[[Mapping[str, JSON]], bool]] = {
+    keep: dict[Selection, Callable[[Row], bool]] = {
         Selection.NONE: lambda record: False,
         Selection.ERROR: lambda record: record["status"] == "error",
         Selection.UNSCORED: lambda record: not record["is_scored"],
         Selection.CUT: lambda record: record["reason"] == "length",
-        Selection.TOOLS: lambda record: any(outcome != "answered" for outcome in _mapping(record.get("tool_calls"))),
+        Selection.TOOLS: lambda record: any(outcome != "answered" for outcome in record.get("tool_calls", ())),
     }
-    order: dict[Selection, Callable[[Mapping[str, JSON]], float]] = {
-        Selection.LONGEST: lambda record: -_number(record["num_completion_tokens"]),
-        Selection.BEST: lambda record: -_number(record["reward"]),
-        Selection.WORST: lambda record: _number(record["reward"]),
+    order: dict[Selection, Callable[[Row], float]] = {
+        Selection.LONGEST: lambda record: -record["num_completion_tokens"],
+        Selection.BEST: lambda record: -record["reward"],
+        Selection.WORST: lambda record: record["reward"],
     }
     kept = [record for record in records if keep.get(selection, bool)(record)]
     return sorted(kept, key=order.get(selection, lambda record: 0.0))[:_NUM_SHOWN]
-
-
-def _mapping(value: JSON) -> Mapping[str, JSON]:
-    return value if isinstance(value, dict) else {}
-
-
-def _number(value: JSON) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 class HealthLog:
@@ -126,9 +115,9 @@ class HealthLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, step: int, findings: Sequence[Finding], records: Sequence[Mapping[str, JSON]] = ()) -> None:
+    def write(self, step: int, findings: Sequence[Finding], records: Sequence[Row] = ()) -> None:
         """Append a step's findings, with the ids of rollouts that illustrate them."""
-        found: list[JSON] = [finding.to_record(records) for finding in findings]
+        found = [finding.to_record(records) for finding in findings]
         line = {"step": step, "verdict": verdict_of(findings), "findings": found}
         with open_file(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")

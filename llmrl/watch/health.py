@@ -63,8 +63,8 @@ class HealthJudge:
         return findings
 
 
-def _percent(share: float | None) -> str:
-    return f"{100 * (share or 0.0):.0f} %"
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _severity(is_broken: bool) -> Verdict:
@@ -132,7 +132,7 @@ def _mismatch(history: MetricHistory) -> Iterator[Finding]:
 
 def _weights_of_tokens(history: MetricHistory) -> Iterator[Finding]:
     size = history.recent("ESS")
-    if size is not None and size < (0.5 if size < 0.1 else 0.5 - history.margin("ESS")):
+    if size is not None and (size < 0.1 or size < 0.5 - history.margin("ESS")):
         yield Finding(
             "small_sample",
             _severity(size < 0.1),
@@ -393,11 +393,12 @@ def _standard_errors(history: MetricHistory, name: str, places: tuple[int, int])
 
 def _staleness(history: MetricHistory, max_staleness: int | None) -> Iterator[Finding]:
     oldest = history.now("staleness_max")
-    if oldest is not None and oldest > (max_staleness or 0):
+    allowed = max_staleness or 0
+    if oldest is not None and oldest > allowed:
         yield Finding(
             "staleness",
             Verdict.BROKEN,
-            f"The batch has tokens from {oldest:.0f} versions ago, and max_staleness is {max_staleness or 0}.",
+            f"The batch has tokens from {oldest:.0f} versions ago, and max_staleness is {allowed}.",
             (
                 "the weights are updated more often than once per step",
                 "the loop draws several batches before it updates the weights",

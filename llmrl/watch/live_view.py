@@ -141,8 +141,8 @@ class LiveView:
         if num_overflows := metrics.get("num_overflows"):
             self.console.print(f"step {step}: {num_overflows:g} of its updates overflowed in float16", style="yellow")
         elif metrics.get("is_skipped"):
-            text = f"step {step} changed nothing: no row to train on, or a loss that is not finite"
-            self.console.print(text, style="bold red")
+            why = "no row to train on, or a loss that is not finite"
+            self.console.print(f"step {step} changed nothing: {why}", style="bold red")
         elif num_skipped := metrics.get("num_skipped"):
             self.console.print(f"step {step} skipped {num_skipped:g} of its updates", style="bold red")
         if records:
@@ -219,10 +219,12 @@ class LiveView:
         """Return a line with mean and spread of each reward function at the last step, if there are several."""
         row = self._rows[-1] if self._rows else {}
         names = [name.removesuffix("_mean") for name in row if name.startswith("reward/") and name.endswith("_mean")]
+        if len(names) < 2:
+            return []
         parts = (
             f"{name.removeprefix('reward/')} {row[f'{name}_mean']:.3f} ± {row[f'{name}_std']:.3f}" for name in names
         )
-        return [printable("  ".join(parts))] if len(names) > 1 else []
+        return [printable("  ".join(parts))]
 
     def _rewards(self) -> list[float]:
         return [row["reward_mean"] for row in self._rows if "reward_mean" in row]
@@ -244,10 +246,12 @@ class LiveView:
             self._table(),
             Text(f"reward {sparkline(self._rewards()[-60:])}"),
             *map(Text, self._parts_of_reward()),
+            *(Text.assemble("health ", line) for line in self._health()),
+            self._progress,
         ]
-        parts += [Text.assemble("health ", line) for line in self._health()]
-        parts.append(self._progress)
-        return Group(*parts, self._sample) if self._sample is not None else Group(*parts)
+        if self._sample is not None:
+            parts.append(self._sample)
+        return Group(*parts)
 
 
 def _title(record: Row) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TypeAlias
 
+from llmrl._utils.numbers import wilson_interval
 from llmrl.collectors.groups import SIGNAL_PATIENCE
 
 Metrics: TypeAlias = Mapping[str, float]
@@ -29,7 +30,7 @@ class MetricHistory:
     def __init__(self, steps: Sequence[Metrics], numbers: Sequence[int] | None = None) -> None:
         self.steps = steps
         self.last: Metrics = steps[-1] if steps else {}
-        self._numbers = range(1, len(steps) + 1) if numbers is None else numbers
+        self._numbers = numbers or range(1, len(steps) + 1)
         self._read: set[int] = set()
 
     def note(self, *places: int) -> None:
@@ -38,9 +39,11 @@ class MetricHistory:
 
     def take_read(self) -> tuple[int, int] | None:
         """Return the first and last step read since the last call, or the last step if none was read."""
+        if not self.steps:
+            return None
         places = self._read or {len(self.steps) - 1}
         self._read = set()
-        return (self._numbers[min(places)], self._numbers[max(places)]) if self.steps else None
+        return self._numbers[min(places)], self._numbers[max(places)]
 
     def _places(self, name: str) -> list[int]:
         return [place for place, step in enumerate(self.steps) if name in step]
@@ -84,10 +87,8 @@ class MetricHistory:
             return share, share
         total = sum(counts)
         share = sum(step[name] * count for step, count in zip(steps, counts, strict=True)) / total
-        # Lower end of Wilson's interval.
-        square = SURE_OF_SHARE**2 / total
-        spread = SURE_OF_SHARE * math.sqrt(max(0.0, share * (1 - share)) / total + square / (4 * total))
-        return share, (share + square / 2 - spread) / (1 + square)
+        low, _ = wilson_interval(share, total, SURE_OF_SHARE)
+        return share, low
 
     def margin(self, name: str) -> float:
         """Return the largest difference of two means over a few steps that chance explains; 0 with too few steps.

@@ -102,7 +102,9 @@ def metrics_by_env(rollouts: Sequence[Rollout]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, played in of_env.items():
         scored = [rollout.reward for rollout in played if rollout.is_scored]
-        own = {"num_rollouts": float(len(played)), **({"reward_mean": fmean(scored)} if scored else {})}
+        own = {"num_rollouts": float(len(played))}
+        if scored:
+            own["reward_mean"] = fmean(scored)
         metrics |= {f"env/{name}/{key}": value for key, value in (own | rollout_metrics(played)).items()}
     return metrics
 

@@ -105,8 +105,9 @@ class StepMeter:
             measured["learning_rate"] = max(self._rates)
         if self._weights:
             measured["weight_change"] = _change_of(self._weights)
+        measured["peak_memory_gib"] = _peak_memory() / 2**30
         load = take_load(self._engine)
-        return {**measured, "peak_memory_gib": _peak_memory() / 2**30, **({} if load is None else load.to_metrics())}
+        return measured if load is None else measured | load.to_metrics()
 
 
 def _sample_of_weights(tracked: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -123,10 +124,10 @@ def _sample_of_weights(tracked: Mapping[str, Any]) -> list[tuple[torch.Tensor, t
 
 
 def _change_of(sample: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Return the relative change of a sample of weights."""
+    """Return the relative change of a sample of weights, which is not empty."""
     changes = [(now.float() - before.float()).norm().cpu() for now, before in sample]
     sizes = [before.float().norm().cpu() for _, before in sample]
-    size = float(torch.stack(sizes).norm()) if sizes else 0.0
+    size = float(torch.stack(sizes).norm())
     return float(torch.stack(changes).norm()) / size if size else 0.0
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmrl._utils.arguments import nearest
+from llmrl._utils.arguments import did_you_mean
 from llmrl._utils.files import open_file, read_text, write_atomically
 from llmrl._utils.imports import require
 from llmrl._utils.types import JSON, Row
@@ -26,8 +26,6 @@ from llmrl.data import text_of
 from llmrl.data.state_file import DamagedFileError
 
 PROJECT = "llmrl"
-
-
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 """Names of the optional trackers."""
 
@@ -195,8 +193,7 @@ def open_trackers(names: Sequence[str], path: Path) -> list[Tracker]:
         raise TypeError(f"trackers must be a list of names, got the string {names!r}; write [{names!r}].")
     for name in names:
         if name not in _OPENERS:
-            near = nearest(str(name), _OPENERS)
-            hint = f" Did you mean {near!r}?" if near else ""
+            hint = did_you_mean(str(name), _OPENERS)
             if name == "csv":
                 hint = " The table metrics.csv is always written."
             raise ValueError(f"trackers has no {name!r}; there are {', '.join(map(repr, _OPENERS))}.{hint}")
@@ -232,7 +229,7 @@ def _open_wandb(path: Path) -> Tracker:
             import wandb
 
             columns = trace_table(records, step)
-            rows = [list(row) for row in zip(*columns.values(), strict=True)]
+            rows = list(map(list, zip(*columns.values(), strict=True)))
             self.experiment.log({"train/traces": wandb.Table(columns=list(columns), data=rows), "train/step": step})
 
     return WandbTracker(
@@ -252,10 +249,9 @@ def _open_trackio(path: Path) -> Tracker:
             """Show a step's conversations as traces."""
             import trackio
 
-            told = [{name: record[name] for name in _TRACE_COLUMNS} for record in records]
             traces = [
-                trackio.Trace(list(record["messages"]), metadata)
-                for record, metadata in zip(records, told, strict=True)
+                trackio.Trace(list(record["messages"]), {name: record[name] for name in _TRACE_COLUMNS})
+                for record in records
             ]
             self.experiment.log({"train/traces": traces}, step=step)
 

@@ -29,21 +29,9 @@ from llmrl.policies import vLLMWrapper
 from llmrl.rendering import make_renderer
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.run import Run
-from llmrl.runs.setup import (
-    make_collector,
-    make_env,
-    make_eval_envs,
-    start_engine,
-    start_teacher,
-)
+from llmrl.runs.setup import make_collector, make_env, make_eval_envs, start_engine, start_teacher
 from llmrl.runs.trainer_device import TrainerDevice
-from llmrl.trainer import (
-    TeacherTopK,
-    train_step,
-    write_hinted_log_probs,
-    write_log_probs,
-    write_top_k,
-)
+from llmrl.trainer import TeacherTopK, train_step, write_hinted_log_probs, write_log_probs, write_top_k
 
 
 def main(cfg: DistillationConfig) -> None:

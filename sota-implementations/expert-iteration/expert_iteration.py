@@ -23,12 +23,7 @@ from llmrl.objectives import SFTLoss, TopKRewardSelector
 from llmrl.policies import vLLMWrapper
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.run import Run
-from llmrl.runs.setup import (
-    make_collector,
-    make_env,
-    make_eval_envs,
-    start_engine,
-)
+from llmrl.runs.setup import make_collector, make_env, make_eval_envs, start_engine
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import train_step
 from llmrl.watch.step_metrics import metrics_of

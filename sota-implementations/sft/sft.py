@@ -25,11 +25,7 @@ from llmrl.rendering import make_renderer
 from llmrl.runs.evaluation import Evaluator
 from llmrl.runs.null_engine import NullEngine
 from llmrl.runs.run import Run
-from llmrl.runs.setup import (
-    make_eval_envs,
-    start_engine,
-    sync_scheme,
-)
+from llmrl.runs.setup import make_eval_envs, start_engine, sync_scheme
 from llmrl.runs.trainer_device import TrainerDevice
 from llmrl.trainer import train_step, write_log_probs
 

@@ -99,6 +99,21 @@ def test_what_a_kill_cut_short_or_repeated_is_read_once(tmp_path, run_path):
     assert len(read_run(tmp_path / "run", max_rollouts=3).rollouts) == 3
 
 
+def test_records_of_an_earlier_version_are_read(tmp_path):
+    write_hand_made(tmp_path / "run").close()
+    path = tmp_path / "run/rollouts.jsonl"
+    optional = ("role", "turns", "is_scored", "error", "reward_breakdown", "columns", "num_turns")
+    record = {name: value for name, value in json.loads(path.read_text()).items() if name not in optional}
+    path.write_text(json.dumps(record) + "\n")
+    assert [one["rollout_id"] for one in read_run(tmp_path / "run").rollouts] == ["one"]
+    console = Console(file=io.StringIO(), width=120)
+    print_run(read_run(tmp_path / "run"), console=console)
+    assert "best of step 1: one  reward 1.00" in console.file.getvalue()
+    del record["status"]
+    path.write_text(json.dumps(record) + "\n")
+    assert read_run(tmp_path / "run").rollouts == []
+
+
 def test_tokens_of_steps_that_are_not_kept_are_not_read(tmp_path, run_path):
     shutil.copytree(run_path, tmp_path / "run")
     (tmp_path / "run/tokens/000001.npz").write_bytes(b"damaged")
