@@ -1,4 +1,4 @@
-"""Forks supervisors of interpreters from a process that has only loaded Python. Standard library only."""
+"""Forks supervisors from a process that has only loaded Python. Standard library only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Settings(TypedDict, total=False):
 
 
 def main() -> None:
-    """Serve the socket that the settings name, which are a JSON object in the program's first argument."""
+    """Serve the socket of the settings, which are a JSON object in the program's first argument."""
     settings: Settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -78,7 +78,7 @@ def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:
 
 
 def _start(settings: Settings, service: socket.socket, joining: int, *, is_root: bool) -> None:
-    """Join a control group by writing to a descriptor, and become a supervisor; called in a fork, does not return."""
+    """Join a control group by its descriptor, and become a supervisor, in a fork. Does not return."""
     try:
         try:
             os.write(joining, b"0")
@@ -87,7 +87,7 @@ def _start(settings: Settings, service: socket.socket, joining: int, *, is_root:
             folder, user = _settle(settings, is_root=is_root)
         except OSError as error:
             said = f"{error}; root needs CAP_CHOWN, CAP_SETUID and CAP_SETGID" if is_root else str(error)
-            service.sendall(frames.encode({"is_started": False, "why": said}))
+            service.sendall(frames.encode({"why": said}))
             return
         _supervise(settings, service, folder=folder, is_root=is_root, user=user if is_root else None)
     finally:
