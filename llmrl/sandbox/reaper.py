@@ -1,4 +1,4 @@
-"""Runs a program, and kills its descendants when the program ends or the caller asks for it. Standard library only."""
+"""Runs a program, and kills its descendants at its end or on request. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MAX_REAPED = 1000
 
 
 def reaping(words: list[str], *, end: int, term_seconds: float) -> list[str]:
-    """Return the command line of a Python process that runs the program `words` and exits with its status.
+    """Return the command line of a process that runs the program `words` and exits with its status.
 
     On Linux, descendants that leave the program's session are ended, too.
 
     Args:
-        end: descriptor of the read end of a pipe; the program and its descendants are ended once it is readable.
+        end: descriptor of a pipe; the program and its descendants are ended once it is readable.
         term_seconds: time between SIGTERM and SIGKILL.
     """
     root = str(Path(__file__).parents[2])
@@ -85,7 +85,7 @@ def _reap(program: int) -> int | None:
 
 
 def _end_all(program: int, term_seconds: float) -> int | None:
-    """End all descendants, first with SIGTERM, then with SIGKILL; return the program's status if it ends here."""
+    """End all descendants, by SIGTERM, then SIGKILL; return the program's status if it ends here."""
     status = None
     asked: set[int] = set()
     for number, seconds in ((signal.SIGTERM, term_seconds), (signal.SIGKILL, _KILL_SECONDS)):
