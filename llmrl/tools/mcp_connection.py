@@ -121,9 +121,10 @@ class MCPConnection:
                     raise ToolError(error.error.message) from error
             except ConnectionError as error:
                 raise ToolError(str(error)) from error
-            except Exception as error:  # of the transport: anyio, httpx
-                if isinstance(error, ValueError):
-                    raise
+            except ValueError:
+                raise
+            except Exception:  # of the transport: anyio, httpx
+                pass
             try:
                 await self._reopen(number)
             except ConnectionError as error:
