@@ -99,7 +99,7 @@ class Exchange:
     @property
     def is_lost(self) -> bool:
         """Whether the task failed or was cancelled, or the answers were stopped."""
-        return self.is_stopped or (self.task.done() and (self.task.cancelled() or self.has_failed))
+        return self.is_stopped or self.task.cancelled() or self.has_failed
 
     @property
     def has_failed(self) -> bool:

@@ -75,7 +75,7 @@ class OpenSessions:
         """
         self.check(api_key, session_id)
         name = next(iter(self._candidates(session_id, request)), "unnamed/counted")
-        return self._sessions[name] if name in self._sessions else self._open_session(name)
+        return self._sessions.get(name) or self._open_session(name)
 
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
         """Return the open session that the client names, or None. Raises RefusedRequest if the key is wrong."""

@@ -15,7 +15,7 @@ from llmrl.rendering import Conversation, Reconciliation, Renderer, reconcile
 from llmrl.rendering.answer_text import AnswerText
 from llmrl.rendering.conversation import Mode
 from llmrl.rendering.rows import count_turns, turns_by_row
-from llmrl.rendering.tool_calls import ToolCall
+from llmrl.rendering.tool_calls import Json, ToolCall
 from llmrl.rendering.turn import TurnNode
 
 ChainKey = int
@@ -66,35 +66,39 @@ class TurnTree:
         messages = [self._own(message) for message in messages]
         keys = chain_keys(messages, tools)
         last = max(_answers(messages), default=-1)
-        turn = self._by_chain.get(keys[last + 1]) if last >= 0 else None
-        if turn is None and last >= 0:
-            turn = self._cut_stopped(keys[last], messages[last])
-        if turn is not None:  # keep the recorded messages, and add only the new ones
-            messages = [*turn.conversation.messages, *messages[last + 1 :]]
-            return turn.conversation.with_prompt(messages, tools=tools), keys[-1]
-        return self._compared(messages, tools), keys[-1]
+        turn = None
+        if last >= 0:
+            turn = self._by_chain.get(keys[last + 1]) or self._cut_stopped(keys[last], messages[last])
+        if turn is None:
+            return self._compared(messages, tools), keys[-1]
+        # Keep the recorded messages, and add only the new ones.
+        messages = [*turn.conversation.messages, *messages[last + 1 :]]
+        return turn.conversation.with_prompt(messages, tools=tools), keys[-1]
 
     def num_known(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
-        """Return the number of messages up to the recorded answer that these messages continue; 0 if there is none."""
+        """Return the number of messages up to the recorded answer that they continue; 0 if there is none."""
         messages = [self._own(message) for message in messages]
-        last = max(_answers(messages), default=-1)
-        return last + 1 if last >= 0 and chain_keys(messages[: last + 1], tools)[-1] in self._by_chain else 0
+        num_known = max(_answers(messages), default=-1) + 1
+        return num_known if chain_keys(messages[:num_known], tools)[-1] in self._by_chain else 0
+
+    @property
+    def _renderer(self) -> Renderer:
+        renderer = self._root.renderer
+        assert renderer is not None
+        return renderer
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; thread-safe."""
-        assert self._root.renderer is not None
-        return self._root.renderer.encode(text)
+        return self._renderer.encode(text)
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
         """Return the number of tokens of a prompt; thread-safe. Raises RenderingError as `prompt` does."""
-        assert self._root.renderer is not None
         messages = [self._own(message) for message in messages]
-        return len(self._root.renderer.render(messages, tools=tools, add_generation_prompt=True))
+        return len(self._renderer.render(messages, tools=tools, add_generation_prompt=True))
 
     def grammar(self, form: AnswerForm, tools: Sequence[ToolSchema], *, may_call: bool) -> str:
         """Return the grammar of answers of a form; thread-safe. Raises ValueError if the template has none."""
-        assert self._root.renderer is not None
-        return grammar_of(form, self._root.renderer, tools, may_call=may_call)
+        return grammar_of(form, self._renderer, tools, may_call=may_call)
 
     def _compared(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Conversation:
         """Return the prompt as a continuation of the turn that has the longest prefix of its tokens, if any."""
@@ -119,7 +123,7 @@ class TurnTree:
         return RecordedTurn(answered(prompted, completion), completion, prompt_key)
 
     def add(self, turn: RecordedTurn, visible: Message) -> None:
-        """Add a turn; `visible` is the answer as its client sees it: without a stop string, with the sent call ids."""
+        """Add a turn; `visible` is the answer for its client: without a stop string, with the sent call ids."""
         self.turns.append(turn)
         self._by_chain[hash((turn.prompt_key, _message_key(visible)))] = turn
         own = turn.conversation.messages[-1].get("tool_calls") or ()
@@ -149,20 +153,16 @@ class TurnTree:
 
     def answer_text(self, prompted: Conversation, stop: Sequence[str]) -> AnswerText:
         """Return the reader of an answer to a prompt while it is sampled."""
-        assert self._root.renderer is not None
-        return AnswerText(self._root.renderer, prompt_ids=prompted.prompt_ids, stop=stop)
+        return AnswerText(self._renderer, prompt_ids=prompted.prompt_ids, stop=stop)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
-        assert self._root.renderer is not None
-        return self._root.renderer.decode(token_ids)
+        return self._renderer.decode(token_ids)
 
     def _own(self, message: Message) -> Message:
         """Return a client's message with the model's own call ids, and function names for results."""
         if message["role"] == "tool" and (call := self._calls.get(message.get("tool_call_id", ""))) is not None:
-            own = {key: value for key, value in message.items() if key != "tool_call_id"}
-            own["name"] = call["function"]["name"]
-            return own if call.get("id") is None else {**own, "tool_call_id": call["id"]}
+            return _with_own_id({**message, "name": call["function"]["name"]}, "tool_call_id", call)
         calls = message.get("tool_calls")
         if not calls or not any(call.get("id") in self._calls for call in calls):
             return message
@@ -170,10 +170,7 @@ class TurnTree:
 
     def _own_call(self, call: ToolCall) -> ToolCall:
         known = self._calls.get(call.get("id", ""))
-        if known is None:
-            return call
-        own = {key: value for key, value in call.items() if key != "id"}
-        return own if known.get("id") is None else {**own, "id": known["id"]}
+        return call if known is None else _with_own_id(call, "id", known)
 
     # As a conversation
 
@@ -256,9 +253,17 @@ class TurnTree:
         return records
 
 
+def _with_own_id(entry: Message, key: str, call: ToolCall) -> dict[str, Json]:
+    """Return a call or result with the id of the model's own call, if it has one, in place of the client's."""
+    own = {name: value for name, value in entry.items() if name != key}
+    if call.get("id") is not None:
+        own[key] = call["id"]
+    return own
+
+
 def chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list[ChainKey]:
     """Return the keys of the tools and of each message with all before it: `[num_messages + 1]`."""
-    keys = [hash(_sorted_json(tools) if tools else "")]
+    keys = [hash(_sorted_json(tools))]
     for message in messages:
         keys.append(hash((keys[-1], _message_key(message))))
     return keys
