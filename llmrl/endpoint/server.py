@@ -199,7 +199,7 @@ class EndpointServer:
             return
         host = request.headers.get("Host", "")
         origin = request.headers.get("Origin")
-        name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+        name = re.sub(r":\d+$", "", host)
         if name.strip("[]").lower() not in (*LOOPBACK, self._host) or origin not in (None, f"http://{host}"):
             raise RefusedRequest(
                 f"requests of web pages are refused without a key (Host {host!r:.80}, Origin {origin!r:.80}): send "
@@ -209,9 +209,7 @@ class EndpointServer:
             )
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        self.sessions.check(*self._asker(request))  # before anything is read
         asked, digest = await self._read(dialect, request)
-        self._check_model(asked)
         session = self.sessions.find(*self._asker(request), asked)
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
         exchange = session.begin(asked, digest, is_repeated=is_repeated)
@@ -246,9 +244,7 @@ class EndpointServer:
             session.leave(exchange)
 
     async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        self.sessions.check(*self._asker(request))
         asked, _ = await self._read(dialect, request)
-        self._check_model(asked)
         session = self.sessions.look_up(*self._asker(request), asked)
         return self.web.json_response({"input_tokens": await session.count_tokens(asked)})
 
@@ -272,13 +268,18 @@ class EndpointServer:
         return response
 
     async def _read(self, dialect: Dialect, request: web.Request) -> tuple[ModelRequest, bytes]:
+        """Return a request for a known model, and its digest."""
+        self.sessions.check(*self._asker(request))  # before anything is read, or models are named
         text = await self._body(request)
 
         def read() -> tuple[ModelRequest, bytes]:
             path = request.raw_path.encode(errors="surrogateescape")
             return dialect.read(parse_body(text)), hashlib.blake2b(path + b"\0" + text, digest_size=16).digest()
 
-        return read() if len(text) < _LARGE_BYTES else await asyncio.to_thread(read)
+        asked, digest = read() if len(text) < _LARGE_BYTES else await asyncio.to_thread(read)
+        if asked.model.removesuffix(ASIDE) not in self.model_names:
+            raise self._unknown_model(asked.model)
+        return asked, digest
 
     async def _body(self, request: web.Request) -> bytes:
         too_long = RefusedRequest(f"the request's body is longer than {_MAX_BYTES} bytes.", status=413)
@@ -301,11 +302,6 @@ class EndpointServer:
         if session_id is not None and not session_id.isprintable():  # also refuses bytes that are not UTF-8
             raise RefusedRequest(f"the session's name must be printable text, got {session_id!a:.80}.")
         return api_key, session_id
-
-    def _check_model(self, asked: ModelRequest) -> None:
-        """Refuse an unknown model; to be called after the check of the key, since the refusal names the models."""
-        if asked.model.removesuffix(ASIDE) not in self.model_names:
-            raise self._unknown_model(asked.model)
 
     async def _models(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))
@@ -367,6 +363,7 @@ def _lines(events: Iterable[Event]) -> bytes:
     """Return events as the lines of a stream."""
     lines = []
     for name, data in events:
-        head = "" if name is None else f"event: {name}\n"
-        lines.append(f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n")
+        if name is not None:
+            lines.append(f"event: {name}\n")
+        lines.append(f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n")
     return "".join(lines).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 import uuid
 from collections import Counter
@@ -17,7 +18,6 @@ from llmrl.endpoint.prompt_length import num_characters, sample_of, texts_of
 from llmrl.endpoint.replies import RecordedReplies
 from llmrl.endpoint.requests import (
     ASIDE,
-    AnswerForm,
     FinishReason,
     ModelAnswer,
     ModelReply,
@@ -163,9 +163,13 @@ class Session:
         return self._render(request)[0].num_tokens
 
     @property
+    def _all_exchanges(self) -> list[Exchange]:
+        return list(itertools.chain(*self.exchanges.values()))
+
+    @property
     def is_asked(self) -> bool:
         """Whether a client waits for an answer."""
-        return any(one.num_clients for same in self.exchanges.values() for one in same)
+        return any(one.num_clients for one in self._all_exchanges)
 
     def check_open(self) -> None:
         """Raise RefusedRequest if the session has ended."""
@@ -263,16 +267,15 @@ class Session:
             changes["max_new_tokens"] = budget
         if request.stop:
             changes["stop"] = tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
+        if not changes:
+            return self._sampling
         try:
-            sampling = self._sampling.with_changes(**changes) if changes else self._sampling
-            if changes:
-                sampling = self._supported(sampling)
-            return sampling
+            return self._supported(self._sampling.with_changes(**changes))
         except (TypeError, ValueError, OverflowError) as error:
             raise RefusedRequest(str(error)) from error
 
     def _supported(self, sampling: SamplingConfig) -> SamplingConfig:
-        """Return sampling parameters, without the seed if the engine supports none. Raises ValueError for others."""
+        """Return sampling parameters, without an unsupported seed. Raises ValueError for other parameters."""
         try:
             self._check_sampling(sampling)
         except ValueError:
@@ -283,8 +286,11 @@ class Session:
             self.overridden["seed"] += 1
         return sampling
 
-    async def _formed(self, request: ModelRequest, form: AnswerForm, sampling: SamplingConfig) -> SamplingConfig:
-        """Return sampling parameters with the grammar of a form; without it if an optional form is not supported."""
+    async def _formed(self, request: ModelRequest, sampling: SamplingConfig) -> SamplingConfig:
+        """Return sampling parameters with the grammar of the request's form, unless an optional one is unsupported."""
+        form = request.form
+        if form is None:
+            return sampling
 
         def with_grammar() -> SamplingConfig:
             formed = sampling.with_changes(grammar=self.tree.grammar(form, request.tools, may_call=request.may_call))
@@ -308,8 +314,7 @@ class Session:
         prompted, prompt_key = self._prompt(request) if prompt is None else prompt
         asked: list[asyncio.Future[Completion]] = []
         try:
-            if request.form is not None:
-                sampling = await self._formed(request, request.form, sampling)
+            sampling = await self._formed(request, sampling)
             ids = prompted.prompt_ids
             streamed: list[dict[str, TokenStream]] = [{} for _ in range(request.num_answers)]
             # A grammar's answer is sampled again after a weight update, and calls read as text change a whole answer.
@@ -352,8 +357,8 @@ class Session:
         sampled = exchange.task.result()
         self.check_open()
         request = exchange.request
-        is_aside = self._is_aside(exchange.request)
-        prompted, (completions, texts) = sampled.prompted, self._completions(exchange, sampled)
+        prompted = sampled.prompted
+        completions, texts = self._completions(exchange, sampled)
         turns = [self.tree.turn(prompted, sampled.prompt_key, completion) for completion in completions]
         is_stopped = exchange.is_stopped
         answers = [self._answer(turn, request, text, is_stopped) for turn, text in zip(turns, texts, strict=True)]
@@ -371,7 +376,7 @@ class Session:
             self._forgive()
         if is_stopped:
             self.counts["num_stopped"] += 1
-        if not is_aside:
+        if not self._is_aside(request):
             for turn, answer, text in zip(turns, answers, texts, strict=True):
                 if text is not None and is_stopped:
                     self.tree.add_stopped(turn, answer.message(), prompted, text)
@@ -470,8 +475,8 @@ class Session:
 
     async def finish(self) -> None:
         """Record the parts that clients have read of answers that are being sampled, and end the session."""
-        begun = [one for same in self.exchanges.values() for one in same if one.is_begun and not one.is_lost]
-        stopped = [one for same in self.exchanges.values() for one in same if one.is_stopped]
+        begun = [one for one in self._all_exchanges if one.is_begun and not one.is_lost]
+        stopped = [one for one in self._all_exchanges if one.is_stopped]
         for exchange in begun:
             exchange.stop()
         if tasks := [one.task for one in (*begun, *stopped) if not one.task.done()]:
@@ -484,7 +489,7 @@ class Session:
     def end(self) -> None:
         """End the session and cancel its sampling."""
         self.is_ended = True
-        for exchange in (one for same in self.exchanges.values() for one in same):
+        for exchange in self._all_exchanges:
             if exchange.reply is None and not exchange.has_failed:
                 self.counts["num_lost"] += exchange.request.num_answers
                 exchange.task.cancel()
