@@ -18,6 +18,8 @@ _KINDS = {
 }  # fmt: skip
 _MAX_DEPTH = 64
 _ROLES = {"system", "user", "assistant", "tool"}
+OTHER_ROLES = {"developer": "system", "function": "tool"}
+"""Other names of roles in chat completions."""
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 """Types of parts that are text, in chat completions and in responses."""
 
@@ -59,10 +61,8 @@ def entry_of(body: Body, name: str, kind: type, *, where: str = "", default: Jso
     value = body.get(name)
     if value is None:
         return default
-    is_number = kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float and is_number:
-        return value
-    if not isinstance(value, kind) or (kind is int and not is_number):
+    kinds = (int, float) if kind is float else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):  # a bool is an int in Python
         raise RefusedRequest(f"{where}{name} must be {_KINDS[kind]}, got {value!r:.80}.")
     return value
 
@@ -140,7 +140,9 @@ def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
 
 def stops_of(value: Json, name: str) -> tuple[str, ...]:
     """Return stop strings, given as one or as a list. Raises RefusedRequest if one is empty or not a string."""
-    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise RefusedRequest(f"{name} must be a string or a list of strings, none empty, got {value!r:.80}.")
     return tuple(stops)
