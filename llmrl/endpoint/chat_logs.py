@@ -14,12 +14,12 @@ from llmrl.rendering.tool_calls import Json
 
 
 def read_chat_log(row: Row) -> Row:
-    """Return a logged conversation as a row with `messages`, with parsed arguments of calls, and its other columns.
+    """Return a logged conversation as a row: `messages`, with parsed arguments, and its other columns.
 
     The log has `messages` and optionally `tools`, or a `request` and its `response`, of the chat completions API (only
     the first choice is read) or the responses API. Role `developer` becomes `system`; text parts are joined.
 
-    Raises ValueError if there are no messages, if a tool call is malformed, or if the log lacks earlier messages.
+    Raises ValueError if messages are missing, or a tool call is malformed.
 
     Example:
         >>> row = read_chat_log({"request": {"model": "m", "messages": [{"role": "developer", "content": "Add."}]},
@@ -127,5 +127,5 @@ def _written(message: Message) -> Message:
         function = call["function"]
         arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
         calls.append({**call, "function": {**function, "arguments": arguments}})
-    # OpenAI accepts both empty and missing content beside calls, but templates that concatenate it fail on None.
+    # OpenAI accepts missing content beside calls, but templates that concatenate it fail on None.
     return {**message, "content": message.get("content") or "", "tool_calls": calls}

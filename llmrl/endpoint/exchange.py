@@ -70,7 +70,7 @@ class Exchange:
         return self.streams
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until there is more text or the answers are sampled; return False if neither happens in time."""
+        """Wait for more text or the end of the answers; return False if neither comes in time."""
         loop = asyncio.get_running_loop()
         timer = loop.call_at(deadline := loop.time() + seconds, self._news.set)  # cheaper than `asyncio.timeout`
         try:

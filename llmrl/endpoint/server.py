@@ -61,15 +61,15 @@ class Sessions(Protocol):
         ...
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a request, by its path or `X-Session-ID`. Raises RefusedRequest if access is denied."""
+        """Return the session of a request. Raises RefusedRequest if the client has no access."""
         ...
 
     def look_up(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session that `find` would return, without a trace: a session that is not open is not kept."""
+        """Return the session that `find` would return, but do not keep a new one."""
         ...
 
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
-        """Return the session that a client names by its key, its path or `X-Session-ID`, if it is open.
+        """Return the open session that a client names by its key, its path or `X-Session-ID`, or None.
 
         If the key has several sessions, one for each role, return the one with the reply, or else the first.
         """
@@ -98,7 +98,7 @@ ANTHROPIC = Dialect(anthropic.read, anthropic.write, anthropic.Stream, anthropic
 
 
 class EndpointServer:
-    """HTTP server of sessions, on the event loop that starts it. Raises MissingExtraError without aiohttp.
+    """HTTP server of sessions, on the loop that starts it. Raises MissingExtraError without aiohttp.
 
     Args:
         sessions: sessions to serve.
@@ -119,7 +119,7 @@ class EndpointServer:
         """Port of the server; 0 before `start`."""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen, by default on a free port for this machine only. Raises OSError if the port is taken."""
+        """Listen, by default on a free port of this machine. Raises OSError if the port is taken."""
         # aiohttp keeps chunks of a body up to this size; a larger body is refused by its length.
         app = self.web.Application(client_max_size=_MAX_BYTES)
         # A client with the address that ends in /v1 may add /v1 again; a path may name the session.
@@ -194,7 +194,7 @@ class EndpointServer:
         return self.web.json_response(dialect.error(refused), status=refused.status, headers=_NO_RETRY)
 
     def _check_page(self, request: web.Request) -> None:
-        """Refuse other sites' web pages if no key is needed: `Host` reveals DNS rebinding, `Origin` another site."""
+        """Without a key, refuse web pages: `Host` reveals DNS rebinding, `Origin` another site."""
         if self.sessions.needs_key:
             return
         host = request.headers.get("Host", "")
@@ -249,7 +249,7 @@ class EndpointServer:
         return self.web.json_response({"input_tokens": await session.count_tokens(asked)})
 
     async def _show(self, request: web.Request, exchange: Exchange, stream: ReplyStream) -> web.StreamResponse | None:
-        """Send the final text of the answers while they are sampled, or pings; return the response, if it is open."""
+        """Send final text while the answers are sampled, or pings; return the response, if it is open."""
         response = None
         while not exchange.task.done():
             is_news = await exchange.wait(_PING_SECONDS)

@@ -86,7 +86,7 @@ def read(body: Body) -> ModelRequest:
 
 
 def _messages(message: Json, where: str) -> list[Message]:
-    """Return the messages of an entry; each tool result in a user's message becomes a separate message."""
+    """Return the messages of an entry; each tool result of a user becomes a separate message."""
     message = object_of(message, where=where)
     role = entry_of(message, "role", str, where=f"{where}.", default="")
     content = message.get("content")
