@@ -308,7 +308,7 @@ class PythonExecutorService:
     def release(self, session: str) -> None:
         """End a session with its interpreter, even during a call. Unknown sessions are ignored."""
         if not self._is_closed:
-            self._loop.loop.call_soon_threadsafe(self._release, session)
+            self._loop.post(self._release, session)
 
     def _release(self, name: str) -> None:
         session = self._sessions.pop(name, None)

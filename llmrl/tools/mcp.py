@@ -8,18 +8,18 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.imports import require
 from llmrl._utils.threads import run_in_thread
 from llmrl._utils.types import Row
 from llmrl.data.message import encodable
-from llmrl.tools.mcp_connection import Answer, MCPConnection
+from llmrl.tools.mcp_connection import Answer, MCPConnection, pages
 from llmrl.tools.mcp_transport import HOW_TO_START, MCPServer
 from llmrl.tools.output import as_text
 from llmrl.tools.tool import InvalidArguments, Tool, ToolError, text_parameters
@@ -36,13 +36,6 @@ MAX_SCHEMA_CHARS = 32_000
 MAX_PAGES = 100
 """Maximum number of pages of a list of resources."""
 _FOLDER = "{folder}"
-
-
-Page = TypeVar("Page", bound="mcp_types.PaginatedResult", covariant=True)
-
-
-class _ListPage(Protocol[Page]):
-    async def __call__(self, *, cursor: str | None) -> Page: ...
 
 
 class MCPToolTransform(ToolTransform):
@@ -274,21 +267,11 @@ def _list_resources(connections: _Connections) -> Tool:
 async def _resource_lines(client: Client) -> list[str]:
     """Return a line for each resource and template, from at most `MAX_PAGES` pages of either."""
     lines = []
-    async for page in _pages(client.list_resources):
+    async for page in pages(client.list_resources, MAX_PAGES):
         lines += [_line(resource.uri, resource.name, resource.description) for resource in page.resources]
-    async for forms in _pages(client.list_resource_templates):
+    async for forms in pages(client.list_resource_templates, MAX_PAGES):
         lines += [_line(form.uri_template, form.name, form.description) for form in forms.resource_templates]
     return lines
-
-
-async def _pages(list_page: _ListPage[Page]) -> AsyncIterator[Page]:
-    """Yield the pages of a list, at most `MAX_PAGES`."""
-    cursor = None
-    for _ in range(MAX_PAGES):
-        page = await list_page(cursor=cursor)
-        yield page
-        if not (cursor := page.next_cursor):
-            break
 
 
 def _line(uri: str, name: str, description: str | None) -> str:
