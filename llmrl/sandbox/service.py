@@ -142,7 +142,7 @@ class PythonExecutorService:
         self.pool_size = pool_size
         self.timeout = timeout
         self.num_ready = num_ready
-        self.limits = PythonLimits() if limits is None else limits
+        self.limits = limits or PythonLimits()
         if bad := [link for link in links if not re.fullmatch(r"/[\w.-]+", link) or link in kernel.RESERVED]:
             raise ValueError(f"links must be top-level folders such as '/app', got {bad}.")
         self._links = tuple(links)
