@@ -99,7 +99,7 @@ def _read(message: object, where: str) -> object:
     return read
 
 
-def _with_arguments(call: object, where: str) -> Message:
+def _with_arguments(call: Json, where: str) -> Message:
     """Return a tool call with its arguments as a dict instead of a JSON string."""
     match call:
         case {"function": {"name": str(name)} as function}:

@@ -173,7 +173,7 @@ class InstanceTools:
     def release(self, conversation_id: str) -> Future[None] | None:
         """Close a conversation's instance, on its loop if `close` is async. May be called twice."""
         instance, loop = self._instances.pop(conversation_id, (None, None))
-        closing = instance.close() if hasattr(instance, "close") else None
+        closing = getattr(instance, "close", lambda: None)()
         if loop is None or not inspect.iscoroutine(closing):
             return None
         return asyncio.run_coroutine_threadsafe(_told(closing), loop)
