@@ -1,4 +1,4 @@
-"""The policy behind a URL: the run's engine answers the requests of agents, which are recorded token by token."""
+"""The policy behind a URL: the engine answers the requests of agents, recorded token by token."""
 
 from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, RefusedRequest
 from llmrl.endpoint.server import EndpointServer, Sessions

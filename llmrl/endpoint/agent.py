@@ -33,7 +33,7 @@ class AgentModel:
     api_key: str
     """Secret key of the rollout."""
     name: str
-    """Name of the model; answers of `NAME:aside` are not recorded (for titles or summaries, say)."""
+    """Name of the model; answers of `NAME:aside`, for titles or summaries, are not recorded."""
     info: dict[str, object] = field(default_factory=dict)
     """Entries that an agent adds to the rollout's record."""
     give_reward: Callable[[str, float, int], None] | None = field(default=None, repr=False)
@@ -43,11 +43,11 @@ class AgentModel:
 
     @property
     def aside(self) -> AgentModel:
-        """The same model for a branch or a sub-agent that is not trained, such as a judge: nothing is recorded."""
+        """The same model for an untrained branch or sub-agent, such as a judge: nothing is recorded."""
         return replace(self, name=self.name.removesuffix(ASIDE) + ASIDE)
 
     def role(self, role: str) -> AgentModel:
-        """Return the model of a role or policy of the `AgentEnv`. Raises ValueError if there is none."""
+        """Return the model of a role or policy. Raises ValueError if the `AgentEnv` has no such role."""
         if role not in self.infos:
             raise ValueError(f"role must be one of {list(self.infos)}, got {role!r}.")
         suffix = ASIDE if self.name.endswith(ASIDE) else ""

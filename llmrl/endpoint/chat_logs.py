@@ -7,20 +7,19 @@ from collections.abc import Mapping, Sequence
 
 from llmrl._utils.types import Row
 from llmrl.data import Message
-from llmrl.endpoint.dialects.reading import TEXTS, arguments_of, function_of, text_parts, tools_of
+from llmrl.endpoint.dialects.reading import OTHER_ROLES, TEXTS, arguments_of, function_of, text_parts, tools_of
 from llmrl.endpoint.dialects.responses import messages_of
 from llmrl.endpoint.requests import REFERENCES, RefusedRequest
-
-_ROLES = {"developer": "system", "function": "tool"}
+from llmrl.rendering.tool_calls import Json
 
 
 def read_chat_log(row: Row) -> Row:
-    """Return a logged conversation as a row with `messages`, with parsed arguments of calls, and its other columns.
+    """Return a logged conversation as a row: `messages`, with parsed arguments, and its other columns.
 
     The log has `messages` and optionally `tools`, or a `request` and its `response`, of the chat completions API (only
     the first choice is read) or the responses API. Role `developer` becomes `system`; text parts are joined.
 
-    Raises ValueError if there are no messages, if a tool call is malformed, or if the log lacks earlier messages.
+    Raises ValueError if messages are missing, or a tool call is malformed.
 
     Example:
         >>> row = read_chat_log({"request": {"model": "m", "messages": [{"role": "developer", "content": "Add."}]},
@@ -37,7 +36,9 @@ def read_chat_log(row: Row) -> Row:
     try:
         if row.get("messages") is None and isinstance(request, Mapping):
             read_request = _read_responses if "input" in request else _read_completions
-            columns |= read_request(dict(request), row.get("response"))
+            columns["messages"], tools = read_request(dict(request), row.get("response"))
+            if tools:
+                columns["tools"] = tools
         messages = columns.get("messages")
         if messages is None:
             raise ValueError(f"it has no 'messages', and no 'request' with them, only {sorted(map(str, row))}.")
@@ -48,18 +49,17 @@ def read_chat_log(row: Row) -> Row:
     return columns
 
 
-def _read_completions(request: Row, response: object) -> Row:
-    choices = response.get("choices") if isinstance(response, Mapping) else None
-    first = choices[0] if isinstance(choices, Sequence) and choices else None
-    message = first.get("message") if isinstance(first, Mapping) else None
-    if not isinstance(message, Mapping):
-        raise ValueError(f"its 'response' has no choices[0].message, got {response!r:.200}.")
-    functions = [{"type": "function", "function": one} for one in request.get("functions") or ()]
-    tools = request.get("tools") or functions
-    return {"messages": [*(request.get("messages") or ()), message], **({"tools": tools} if tools else {})}
+def _read_completions(request: Row, response: object) -> tuple[list[Json], list[Json]]:
+    """Return the messages and the tools."""
+    match response:
+        case {"choices": [{"message": Mapping() as message}, *_]}:
+            functions = [{"type": "function", "function": one} for one in request.get("functions") or ()]
+            return [*(request.get("messages") or ()), message], request.get("tools") or functions
+    raise ValueError(f"its 'response' has no choices[0].message, got {response!r:.200}.")
 
 
-def _read_responses(request: Row, response: object) -> Row:
+def _read_responses(request: Row, response: object) -> tuple[list[Json], list[Json]]:
+    """Return the messages and the tools."""
     output = response.get("output") if isinstance(response, Mapping) else None
     if not isinstance(output, list):
         raise ValueError(f"its 'response' has no list of 'output' items, got {response!r:.200}.")
@@ -75,7 +75,7 @@ def _read_responses(request: Row, response: object) -> Row:
     if any(REFERENCES in message for message in messages):
         raise ValueError("its input has an item_reference to an item that is not in the row; log the whole input.")
     tools = [function_of(tool, "parameters", where="tools[].") for tool in tools_of(request, "function")]
-    return {"messages": [*opening, *messages], **({"tools": tools} if tools else {})}
+    return [*opening, *messages], tools
 
 
 def _read(message: object, where: str) -> object:
@@ -84,7 +84,7 @@ def _read(message: object, where: str) -> object:
     # Clients write None for entries that a message does not have.
     read = {name: value for name, value in message.items() if value is not None or name == "content"}
     if isinstance(role := read.get("role"), str):
-        read["role"] = _ROLES.get(role, role)
+        read["role"] = OTHER_ROLES.get(role, role)
     if isinstance(reasoning := read.get("reasoning"), str):
         read.setdefault("reasoning_content", reasoning)
     content = read.get("content")
@@ -99,13 +99,13 @@ def _read(message: object, where: str) -> object:
     return read
 
 
-def _with_arguments(call: object, where: str) -> Message:
+def _with_arguments(call: Json, where: str) -> Message:
     """Return a tool call with its arguments as a dict instead of a JSON string."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f"a tool call must be {{'function': {{'name', 'arguments'}}}}, got {call!r:.200}.")
-    arguments = arguments_of(function.get("arguments"), where=f"{where}, arguments of a call of {function['name']!r},")
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    match call:
+        case {"function": {"name": str(name)} as function}:
+            arguments = arguments_of(function.get("arguments"), where=f"{where}, arguments of a call of {name!r},")
+            return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    raise ValueError(f"a tool call must be {{'function': {{'name', 'arguments'}}}}, got {call!r:.200}.")
 
 
 def as_openai(messages: Sequence[Message]) -> list[Message]:
@@ -127,5 +127,5 @@ def _written(message: Message) -> Message:
         function = call["function"]
         arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
         calls.append({**call, "function": {**function, "arguments": arguments}})
-    # OpenAI accepts both empty and missing content beside calls, but templates that concatenate it fail on None.
+    # OpenAI accepts missing content beside calls, but templates that concatenate it fail on None.
     return {**message, "content": message.get("content") or "", "tool_calls": calls}

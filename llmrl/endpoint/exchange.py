@@ -70,7 +70,7 @@ class Exchange:
         return self.streams
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until there is more text or the answers are sampled; return False if neither happens in time."""
+        """Wait for more text or the end of the answers; return False if neither comes in time."""
         loop = asyncio.get_running_loop()
         timer = loop.call_at(deadline := loop.time() + seconds, self._news.set)  # cheaper than `asyncio.timeout`
         try:
@@ -99,7 +99,7 @@ class Exchange:
     @property
     def is_lost(self) -> bool:
         """Whether the task failed or was cancelled, or the answers were stopped."""
-        return self.is_stopped or (self.task.done() and (self.task.cancelled() or self.has_failed))
+        return self.is_stopped or self.task.cancelled() or self.has_failed
 
     @property
     def has_failed(self) -> bool:

@@ -16,7 +16,7 @@ from llmrl.rendering.tool_calls import Json, make_tool_call
 _ASKED: Message = {"role": "user", "content": "Begin."}
 _VALUE = {"llmrl_value": 7}
 _MAX_WHITESPACE = 16
-"""Maximum number of consecutive white-space characters: enough to indent, but not for endless white space."""
+"""Maximum number of consecutive white-space characters: enough to indent, but not endless."""
 _WRITTEN = re.compile(r'\{\s*"llmrl_value"\s*:\s*7\s*\}')
 
 
@@ -37,12 +37,13 @@ def grammar_of(form: AnswerForm, renderer: Renderer, tools: Sequence[ToolSchema]
 
 
 def _call(renderer: Renderer, function: Mapping[str, Json], tools: Sequence[ToolSchema]) -> Json:
-    message: Message = {"role": "assistant", "content": "", "tool_calls": [make_tool_call(function["name"], _VALUE)]}
+    call = make_tool_call(function["name"], _VALUE)
+    message: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     return _with_value(renderer, message, function["parameters"], tools)
 
 
 def _with_value(renderer: Renderer, message: Message, schema: Mapping[str, Json], tools: Sequence[ToolSchema]) -> Json:
-    """Return the format of a message as the template writes it, with JSON of the schema for its value."""
+    """Return the format of a message in the template, with JSON of the schema for its value."""
     before, after = _around_value(renderer, message, tools)
     marks = renderer.thought_marks
     elements: list[Json] = []

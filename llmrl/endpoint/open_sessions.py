@@ -16,7 +16,7 @@ _IDLE_SECONDS = 600.0
 
 
 class OpenSessions:
-    """Sessions that clients with the key open with their first request, named by its path or `X-Session-ID`.
+    """Sessions that clients open with their first request, named by its path or `X-Session-ID`.
 
     A request without a name joins the session that gave the last answer in its messages, or opens a
     new session. If several sessions gave the same answer to the same prompt, requests that continue
@@ -39,7 +39,7 @@ class OpenSessions:
         self._api_key = api_key
         self._on_end = on_end
         self._sessions: dict[str, Session] = {}
-        # By the key of an answer: the names of the sessions that gave it, without those that a client named.
+        # By the key of an answer: the names of the sessions that gave it, except those of clients.
         self._by_answer: dict[ChainKey, list[str]] = {}
         self._numbers = itertools.count()
 
@@ -63,27 +63,27 @@ class OpenSessions:
         """Return the session of a request. Raises RefusedRequest if the key is wrong."""
         self.check(api_key, session_id)
         names = self._candidates(session_id, request) or [f"unnamed/{next(self._numbers)}"]
-        names.append(name := names.pop(0))  # the next request that continues the same answer joins the next session
+        names.append(name := names.pop(0))  # the next request that continues this answer joins the next
         if name not in self._sessions:
             self._sessions[name] = self._open_session(name)
         return self._sessions[name]
 
     def look_up(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session that `find` would return, but do not keep it if it was not open, and take no turn.
+        """Return the session that `find` would return, but do not keep a new one, and take no turn.
 
         Raises RefusedRequest if the key is wrong.
         """
         self.check(api_key, session_id)
         name = next(iter(self._candidates(session_id, request)), "unnamed/counted")
-        return self._sessions[name] if name in self._sessions else self._open_session(name)
+        return self._sessions.get(name) or self._open_session(name)
 
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
-        """Return the open session that the client names, or None. Raises RefusedRequest if the key is wrong."""
+        """Return the session that the client names, or None. Raises RefusedRequest if the key is wrong."""
         self.check(api_key, session_id)
         return self._sessions.get(f"named/{session_id}")
 
     def _candidates(self, session_id: str | None, request: ModelRequest) -> list[str]:
-        """Return the names of the sessions that a request may join, the next in turn first; none for a new session."""
+        """Return the names of the sessions that a request may join, the next first; none for a new one."""
         if session_id is not None:
             return [f"named/{session_id}"]
         if request.known_id is not None:
@@ -95,7 +95,7 @@ class OpenSessions:
         return []
 
     def note_answers(self, session: Session, request: ModelRequest, reply: ModelReply) -> None:
-        """Record which conversations a session has answered, so that `find` can match requests that continue them."""
+        """Record which conversations a session has answered, for requests that continue them."""
         if session.session_id not in self._sessions or session.session_id.startswith("named/"):
             return
         for answer in reply.answers:
@@ -125,7 +125,7 @@ class OpenSessions:
 
 
 def _answer_keys(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[ChainKey]:
-    """Return a key for each answer with all messages before it; without reasoning, which few clients send back."""
+    """Return a key for each answer and all before it; without reasoning, which few clients send back."""
     said = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
     keys = chain_keys(said, tools)[1:]
     return [key for key, message in zip(keys, said, strict=True) if message["role"] == "assistant"]

@@ -12,7 +12,7 @@ from llmrl.endpoint.tree import RecordedTurn, TurnTree
 
 
 class RecordedReplies:
-    """Recorded replies, found by their ids or those of their items and calls, and the rewards of their answers."""
+    """Recorded replies, by their ids or those of their items and calls, and their answers' rewards."""
 
     def __init__(self) -> None:
         # By reply id: the turns, the first answer and the number of instructions.
@@ -24,7 +24,7 @@ class RecordedReplies:
         return _id_of(name) in self._said or _id_of(name) in self._called
 
     def add(self, reply: ModelReply, turns: list[RecordedTurn], num_instructions: int) -> None:
-        """Add a reply, its turns, and the number of leading messages that applied to its request only."""
+        """Add a reply, its turns, and the number of leading messages for its request only."""
         first = reply.answers[0]
         self._said[reply.reply_id] = (turns, first.message(), num_instructions)
         self._called.update((_id_of(call["id"]), reply.reply_id) for call in first.tool_calls)
@@ -73,7 +73,7 @@ class RecordedReplies:
             raise RefusedRequest(str(error)) from error
 
     def rewards_in(self, tree: TurnTree) -> dict[int, float]:
-        """Return the sum of the rewards of each rewarded answer, by its place in `TurnTree.places`."""
+        """Return the sum of each answer's rewards, by its place in `TurnTree.places`."""
         places = tree.places()
         rewards: dict[int, float] = defaultdict(float)
         for turn, value in self._rewards:
@@ -82,5 +82,5 @@ class RecordedReplies:
 
 
 def _id_of(name: str) -> str:
-    """Return the id in the name of a reply, an item or a call: the last part of `chatcmpl-ID`, `fc_call_ID`."""
+    """Return the last part of the name of a reply, an item or a call: `chatcmpl-ID`, `fc_call_ID`."""
     return re.split("[-_]", name)[-1]

@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class RefusedRequest(Exception):
-    """Raised with a message, an HTTP status and an error code if a request is refused; each dialect formats it."""
+    """Raised if a request is refused, with a message, an HTTP status and an error code."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error"):
         super().__init__(message)
@@ -37,7 +37,7 @@ class AnswerForm:
     function: str = ""
     """Name of the function to call; empty for any."""
     is_required: bool = False
-    """Whether a request is refused if the engine does not support the form; otherwise the option is ignored."""
+    """Whether a form that the engine does not support is refused; otherwise the option is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class ModelRequest:
     num_answers: int = 1
     is_streamed: bool = False
     may_call: bool = True
-    """Whether answers may have tool calls; if False (`tool_choice` none), calls are returned as text."""
+    """Whether answers may have tool calls; if not (`tool_choice` none), calls are returned as text."""
     form: AnswerForm | None = None
     """Form of the answers; None samples them freely."""
     wants_log_probs: bool = False
@@ -61,7 +61,7 @@ class ModelRequest:
     previous_id: str | None = None
     """Id of the reply that these messages continue, if the client sends only new ones."""
     num_instructions: int = 0
-    """Number of leading messages that apply to this request only, if it continues an earlier one."""
+    """Number of leading messages for this request only, if it continues an earlier one."""
     is_trained: bool = True
     """Whether the answer is recorded for training."""
     sampling: Mapping[str, Json] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class ModelRequest:
 
     @property
     def known_id(self) -> str | None:
-        """Id of an earlier reply, or of an item of one, that the request names; None if it names none."""
+        """Id of an earlier reply, or of an item of one, that the request names."""
         named = (name for message in self.messages for name in message.get(REFERENCES, ()))
         return next(named, None) if self.previous_id is None else self.previous_id
 

@@ -61,15 +61,15 @@ class Sessions(Protocol):
         ...
 
     def find(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session of a request, by its path or `X-Session-ID`. Raises RefusedRequest if access is denied."""
+        """Return the session of a request. Raises RefusedRequest if the client has no access."""
         ...
 
     def look_up(self, api_key: str | None, session_id: str | None, request: ModelRequest) -> Session:
-        """Return the session that `find` would return, without a trace: a session that is not open is not kept."""
+        """Return the session that `find` would return, but do not keep a new one."""
         ...
 
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
-        """Return the session that a client names by its key, its path or `X-Session-ID`, if it is open.
+        """Return the open session that a client names by its key, its path or `X-Session-ID`, or None.
 
         If the key has several sessions, one for each role, return the one with the reply, or else the first.
         """
@@ -98,7 +98,7 @@ ANTHROPIC = Dialect(anthropic.read, anthropic.write, anthropic.Stream, anthropic
 
 
 class EndpointServer:
-    """HTTP server of sessions, on the event loop that starts it. Raises MissingExtraError without aiohttp.
+    """HTTP server of sessions, on the loop that starts it. Raises MissingExtraError without aiohttp.
 
     Args:
         sessions: sessions to serve.
@@ -119,7 +119,7 @@ class EndpointServer:
         """Port of the server; 0 before `start`."""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen, by default on a free port for this machine only. Raises OSError if the port is taken."""
+        """Listen, by default on a free port of this machine. Raises OSError if the port is taken."""
         # aiohttp keeps chunks of a body up to this size; a larger body is refused by its length.
         app = self.web.Application(client_max_size=_MAX_BYTES)
         # A client with the address that ends in /v1 may add /v1 again; a path may name the session.
@@ -194,12 +194,12 @@ class EndpointServer:
         return self.web.json_response(dialect.error(refused), status=refused.status, headers=_NO_RETRY)
 
     def _check_page(self, request: web.Request) -> None:
-        """Refuse other sites' web pages if no key is needed: `Host` reveals DNS rebinding, `Origin` another site."""
+        """Without a key, refuse web pages: `Host` reveals DNS rebinding, `Origin` another site."""
         if self.sessions.needs_key:
             return
         host = request.headers.get("Host", "")
         origin = request.headers.get("Origin")
-        name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+        name = re.sub(r":\d+$", "", host)
         if name.strip("[]").lower() not in (*LOOPBACK, self._host) or origin not in (None, f"http://{host}"):
             raise RefusedRequest(
                 f"requests of web pages are refused without a key (Host {host!r:.80}, Origin {origin!r:.80}): send "
@@ -209,9 +209,7 @@ class EndpointServer:
             )
 
     async def _answer(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        self.sessions.check(*self._asker(request))  # before anything is read
         asked, digest = await self._read(dialect, request)
-        self._check_model(asked)
         session = self.sessions.find(*self._asker(request), asked)
         is_repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
         exchange = session.begin(asked, digest, is_repeated=is_repeated)
@@ -246,14 +244,12 @@ class EndpointServer:
             session.leave(exchange)
 
     async def _count(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        self.sessions.check(*self._asker(request))
         asked, _ = await self._read(dialect, request)
-        self._check_model(asked)
         session = self.sessions.look_up(*self._asker(request), asked)
         return self.web.json_response({"input_tokens": await session.count_tokens(asked)})
 
     async def _show(self, request: web.Request, exchange: Exchange, stream: ReplyStream) -> web.StreamResponse | None:
-        """Send the final text of the answers while they are sampled, or pings; return the response, if it is open."""
+        """Send final text while the answers are sampled, or pings; return the response, if it is open."""
         response = None
         while not exchange.task.done():
             is_news = await exchange.wait(_PING_SECONDS)
@@ -272,13 +268,18 @@ class EndpointServer:
         return response
 
     async def _read(self, dialect: Dialect, request: web.Request) -> tuple[ModelRequest, bytes]:
+        """Return a request for a known model, and its digest."""
+        self.sessions.check(*self._asker(request))  # before anything is read, or models are named
         text = await self._body(request)
 
         def read() -> tuple[ModelRequest, bytes]:
             path = request.raw_path.encode(errors="surrogateescape")
             return dialect.read(parse_body(text)), hashlib.blake2b(path + b"\0" + text, digest_size=16).digest()
 
-        return read() if len(text) < _LARGE_BYTES else await asyncio.to_thread(read)
+        asked, digest = read() if len(text) < _LARGE_BYTES else await asyncio.to_thread(read)
+        if asked.model.removesuffix(ASIDE) not in self.model_names:
+            raise self._unknown_model(asked.model)
+        return asked, digest
 
     async def _body(self, request: web.Request) -> bytes:
         too_long = RefusedRequest(f"the request's body is longer than {_MAX_BYTES} bytes.", status=413)
@@ -301,11 +302,6 @@ class EndpointServer:
         if session_id is not None and not session_id.isprintable():  # also refuses bytes that are not UTF-8
             raise RefusedRequest(f"the session's name must be printable text, got {session_id!a:.80}.")
         return api_key, session_id
-
-    def _check_model(self, asked: ModelRequest) -> None:
-        """Refuse an unknown model; to be called after the check of the key, since the refusal names the models."""
-        if asked.model.removesuffix(ASIDE) not in self.model_names:
-            raise self._unknown_model(asked.model)
 
     async def _models(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         self.sessions.check(*self._asker(request))
@@ -367,6 +363,7 @@ def _lines(events: Iterable[Event]) -> bytes:
     """Return events as the lines of a stream."""
     lines = []
     for name, data in events:
-        head = "" if name is None else f"event: {name}\n"
-        lines.append(f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n")
+        if name is not None:
+            lines.append(f"event: {name}\n")
+        lines.append(f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n")
     return "".join(lines).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 import uuid
 from collections import Counter
@@ -38,11 +39,11 @@ Complete = Callable[..., Awaitable[Completion]]
 _TOKEN_CHARACTERS = 512
 """Upper bound on the characters per token; longer prompts are refused without rendering."""
 _USUAL_CHARACTERS = 16
-"""Usual upper bound on the characters per token; for longer prompts, a sample is tokenized first."""
+"""Usual upper bound on the characters per token; of longer prompts, a sample is tokenized first."""
 _STOP_SECONDS = 5.0
 """Time limit for an engine to end requests that clients stopped reading."""
 _THREAD_CHARACTERS = 1 << 14
-"""Number of new characters from which a prompt is tokenized in a thread, so that other sessions are not delayed."""
+"""Number of new characters from which a prompt is tokenized in a thread, beside other sessions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +54,18 @@ class SessionLimits:
     max_turns: int | None = None
     """Maximum number of answers."""
     max_completion_tokens: int | None = None
-    """Maximum number of sampled tokens of all answers; each concurrent request may use the remainder."""
+    """Maximum number of sampled tokens; each concurrent request may use the remainder."""
 
 
 class Session:
     """The requests of one client or several, and their answers; runs on one event loop.
 
     Args:
-        session_id: id of the session.
         tree: tree that records the turns.
         complete: function that samples.
         sampling: sampling parameters of the run; clients may add stop strings and shorten answers.
-        limits: limits of the session.
         does_client_sample: whether clients set temperature and the like; only if nothing is trained.
-        check_sampling: function that raises ValueError for sampling parameters that the engine does not support.
+        check_sampling: function that raises ValueError for what the engine does not support.
         is_recorded: whether answers are recorded.
     """
 
@@ -93,7 +92,7 @@ class Session:
         self.reason: str = StopReason.NONE
         """Budget that ended the session, a `StopReason`; empty if none did."""
         self.last_refusal: str = StopReason.NONE
-        """Reason of the last refusal, if it was a limit of the run; empty once a later request was answered."""
+        """Limit of the run by which the last request was refused; empty once a later one was answered."""
         self.failure: Exception | None = None
         """The last error of the engine; None once a later request was answered."""
         self.info: dict[str, object] = {}
@@ -156,16 +155,20 @@ class Session:
         return exchange
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Return the number of tokens of a prompt. Raises RefusedRequest if it cannot be rendered."""
+        """Return a prompt's number of tokens. Raises RefusedRequest if it cannot be rendered."""
         self.check_open()
         if self._check_length(request):
             return await self._measured(request)
         return self._render(request)[0].num_tokens
 
     @property
+    def _all_exchanges(self) -> list[Exchange]:
+        return list(itertools.chain(*self.exchanges.values()))
+
+    @property
     def is_asked(self) -> bool:
         """Whether a client waits for an answer."""
-        return any(one.num_clients for same in self.exchanges.values() for one in same)
+        return any(one.num_clients for one in self._all_exchanges)
 
     def check_open(self) -> None:
         """Raise RefusedRequest if the session has ended."""
@@ -184,7 +187,7 @@ class Session:
             raise self._over(StopReason.LENGTH, f"the {limits.max_completion_tokens} tokens of its answers")
 
     def _check_length(self, request: ModelRequest) -> bool:
-        """Return whether a request takes long to tokenize; refuse one that is certainly too long."""
+        """Return whether a request takes long to tokenize; refuse one that must be too long."""
         most = self.limits.max_prompt_tokens
         messages = self.replies.with_earlier(request)
         if len(messages) > most:  # each has at least one token
@@ -198,12 +201,12 @@ class Session:
         return num_characters((*messages[num_known:], *(() if num_known else request.tools))) > _THREAD_CHARACTERS
 
     async def _measured(self, request: ModelRequest) -> int:
-        """Return the number of tokens of a long prompt, counted in a thread; an estimate if it is much too long."""
+        """Return a long prompt's number of tokens, counted in a thread; estimated if it is far too long."""
         self._check_last(request)
         messages = self.replies.with_earlier(request)
 
         def measure() -> int:
-            # A token may have any number of characters, so a sample suffices only for prompts that are far too long.
+            # A token may have many characters, so a sample suffices only for far too long prompts.
             text = "".join(texts_of((*messages, *request.tools)))
             if len(text) > _USUAL_CHARACTERS * most and len(sample := sample_of(text)) < len(text):
                 estimate = len(self.tree.encode(sample)) * len(text) // len(sample)
@@ -263,16 +266,15 @@ class Session:
             changes["max_new_tokens"] = budget
         if request.stop:
             changes["stop"] = tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
+        if not changes:
+            return self._sampling
         try:
-            sampling = self._sampling.with_changes(**changes) if changes else self._sampling
-            if changes:
-                sampling = self._supported(sampling)
-            return sampling
+            return self._supported(self._sampling.with_changes(**changes))
         except (TypeError, ValueError, OverflowError) as error:
             raise RefusedRequest(str(error)) from error
 
     def _supported(self, sampling: SamplingConfig) -> SamplingConfig:
-        """Return sampling parameters, without the seed if the engine supports none. Raises ValueError for others."""
+        """Return sampling parameters, without an unsupported seed. Raises ValueError for others."""
         try:
             self._check_sampling(sampling)
         except ValueError:
@@ -284,7 +286,7 @@ class Session:
         return sampling
 
     async def _formed(self, request: ModelRequest, form: AnswerForm, sampling: SamplingConfig) -> SamplingConfig:
-        """Return sampling parameters with the grammar of a form; without it if an optional form is not supported."""
+        """Return sampling parameters with the grammar of a form, unless an optional form is not supported."""
 
         def with_grammar() -> SamplingConfig:
             formed = sampling.with_changes(grammar=self.tree.grammar(form, request.tools, may_call=request.may_call))
@@ -312,7 +314,7 @@ class Session:
                 sampling = await self._formed(request, request.form, sampling)
             ids = prompted.prompt_ids
             streamed: list[dict[str, TokenStream]] = [{} for _ in range(request.num_answers)]
-            # A grammar's answer is sampled again after a weight update, and calls read as text change a whole answer.
+            # A weight update restarts a grammar's answer, and calls read as text change a whole answer.
             if request.is_streamed and sampling.grammar is None and request.may_call:
                 texts = [self.tree.answer_text(prompted, sampling.stop) for _ in streamed]
                 streamed = [{"stream": stream} for stream in exchange.open_streams(texts, prompted.num_tokens)]
@@ -342,7 +344,7 @@ class Session:
     # Answers
 
     def deliver(self, exchange: Exchange) -> ModelReply:
-        """Record a finished exchange and return its reply. Raises RefusedRequest if it has failed."""
+        """Record a finished exchange, and return its reply. Raises RefusedRequest if it failed."""
         self.last_used_s = time.monotonic()
         if exchange.reply is not None:
             return exchange.reply
@@ -352,8 +354,8 @@ class Session:
         sampled = exchange.task.result()
         self.check_open()
         request = exchange.request
-        is_aside = self._is_aside(exchange.request)
-        prompted, (completions, texts) = sampled.prompted, self._completions(exchange, sampled)
+        prompted = sampled.prompted
+        completions, texts = self._completions(exchange, sampled)
         turns = [self.tree.turn(prompted, sampled.prompt_key, completion) for completion in completions]
         is_stopped = exchange.is_stopped
         answers = [self._answer(turn, request, text, is_stopped) for turn, text in zip(turns, texts, strict=True)]
@@ -371,7 +373,7 @@ class Session:
             self._forgive()
         if is_stopped:
             self.counts["num_stopped"] += 1
-        if not is_aside:
+        if not self._is_aside(request):
             for turn, answer, text in zip(turns, answers, texts, strict=True):
                 if text is not None and is_stopped:
                     self.tree.add_stopped(turn, answer.message(), prompted, text)
@@ -384,7 +386,7 @@ class Session:
     def _completions(
         self, exchange: Exchange, sampled: Sampled
     ) -> tuple[list[Completion], Sequence[AnswerText] | list[None]]:
-        """Return the completions and the text of each that clients read early; stopped ones are cut to that text.
+        """Return the completions and their texts that clients read early, to which stopped ones are cut.
 
         Raises RefusedRequest if a completion does not begin with the text that was sent.
         """
@@ -409,7 +411,7 @@ class Session:
     def _answer(
         self, turn: RecordedTurn, request: ModelRequest, text: AnswerText | None, is_stopped: bool
     ) -> ModelAnswer:
-        """Return a turn's answer for clients, which begins with the `text` that was sent, if any."""
+        """Return a turn's answer for clients, which begins with the `text` that was sent."""
         parsed = turn.conversation.last
         completion = turn.completion
         assert parsed is not None
@@ -448,17 +450,15 @@ class Session:
 
     def record(self) -> dict[str, object]:
         """Return the agent's entries and, under `requests`, the outcomes of its requests."""
-        did: dict[str, object] = {name: count for name, count in self.counts.items() if count}
-        if self.refusals:
-            did["refused"] = dict(self.refusals)
-        if self.last_message:
-            did["last_message"] = self.last_message
-        if self.overridden:
-            did["overridden"] = dict(self.overridden)
+        entries = {
+            **self.counts, "refused": dict(self.refusals), "last_message": self.last_message,
+            "overridden": dict(self.overridden),
+        }  # fmt: skip
+        did = {name: entry for name, entry in entries.items() if entry}
         return {**self.info, "requests": did} if did else dict(self.info)
 
     def leave(self, exchange: Exchange) -> None:
-        """Record that a client disconnected, and the part that it has read of an answer that stops here."""
+        """Record that a client disconnected, and the part that it read of an answer that stops here."""
         exchange.leave()
         if exchange.is_stopped:
             exchange.task.add_done_callback(lambda task: self._settle(exchange))
@@ -469,9 +469,9 @@ class Session:
                 self.deliver(exchange)
 
     async def finish(self) -> None:
-        """Record the parts that clients have read of answers that are being sampled, and end the session."""
-        begun = [one for same in self.exchanges.values() for one in same if one.is_begun and not one.is_lost]
-        stopped = [one for same in self.exchanges.values() for one in same if one.is_stopped]
+        """Record what clients have read of unfinished answers, and end the session."""
+        begun = [one for one in self._all_exchanges if one.is_begun and not one.is_lost]
+        stopped = [one for one in self._all_exchanges if one.is_stopped]
         for exchange in begun:
             exchange.stop()
         if tasks := [one.task for one in (*begun, *stopped) if not one.task.done()]:
@@ -484,7 +484,7 @@ class Session:
     def end(self) -> None:
         """End the session and cancel its sampling."""
         self.is_ended = True
-        for exchange in (one for same in self.exchanges.values() for one in same):
+        for exchange in self._all_exchanges:
             if exchange.reply is None and not exchange.has_failed:
                 self.counts["num_lost"] += exchange.request.num_answers
                 exchange.task.cancel()
@@ -492,7 +492,7 @@ class Session:
 
 
 def _continued(said: str, whole: str) -> str:
-    """Return the whole text, beginning with the part that was sent; parsers may have stripped its outer white space."""
+    """Return the whole text, beginning with the part that was sent; parsers strip outer white space."""
     if whole.startswith(said):
         return whole
     bare = said.lstrip()

@@ -15,7 +15,7 @@ from llmrl.rendering import Conversation, Reconciliation, Renderer, reconcile
 from llmrl.rendering.answer_text import AnswerText
 from llmrl.rendering.conversation import Mode
 from llmrl.rendering.rows import count_turns, turns_by_row
-from llmrl.rendering.tool_calls import ToolCall
+from llmrl.rendering.tool_calls import Json, ToolCall
 from llmrl.rendering.turn import TurnNode
 
 ChainKey = int
@@ -49,7 +49,7 @@ class TurnTree:
     """
 
     def __init__(self, renderer: Renderer | None, *, mode: Mode = "auto") -> None:
-        # Threshold 0: an edit never discards the end of an answer, because any other continuation begins a row.
+        # Threshold 0: an edit discards no end of an answer, because another continuation begins a row.
         self._root = Conversation.start(renderer, mode=mode, fork_threshold_tokens=0)
         self.turns: list[RecordedTurn] = []
         """Turns in the order of their answers."""
@@ -66,38 +66,42 @@ class TurnTree:
         messages = [self._own(message) for message in messages]
         keys = chain_keys(messages, tools)
         last = max(_answers(messages), default=-1)
-        turn = self._by_chain.get(keys[last + 1]) if last >= 0 else None
-        if turn is None and last >= 0:
-            turn = self._cut_stopped(keys[last], messages[last])
-        if turn is not None:  # keep the recorded messages, and add only the new ones
-            messages = [*turn.conversation.messages, *messages[last + 1 :]]
-            return turn.conversation.with_prompt(messages, tools=tools), keys[-1]
-        return self._compared(messages, tools), keys[-1]
+        turn = None
+        if last >= 0:
+            turn = self._by_chain.get(keys[last + 1]) or self._cut_stopped(keys[last], messages[last])
+        if turn is None:
+            return self._compared(messages, tools), keys[-1]
+        # Keep the recorded messages, and add only the new ones.
+        messages = [*turn.conversation.messages, *messages[last + 1 :]]
+        return turn.conversation.with_prompt(messages, tools=tools), keys[-1]
 
     def num_known(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
-        """Return the number of messages up to the recorded answer that these messages continue; 0 if there is none."""
+        """Return the number of messages up to the recorded answer that they continue, or 0."""
         messages = [self._own(message) for message in messages]
-        last = max(_answers(messages), default=-1)
-        return last + 1 if last >= 0 and chain_keys(messages[: last + 1], tools)[-1] in self._by_chain else 0
+        num_known = max(_answers(messages), default=-1) + 1
+        return num_known if chain_keys(messages[:num_known], tools)[-1] in self._by_chain else 0
+
+    @property
+    def _renderer(self) -> Renderer:
+        renderer = self._root.renderer
+        assert renderer is not None
+        return renderer
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text; thread-safe."""
-        assert self._root.renderer is not None
-        return self._root.renderer.encode(text)
+        return self._renderer.encode(text)
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
-        """Return the number of tokens of a prompt; thread-safe. Raises RenderingError as `prompt` does."""
-        assert self._root.renderer is not None
+        """Return a prompt's number of tokens; thread-safe. Raises RenderingError as `prompt` does."""
         messages = [self._own(message) for message in messages]
-        return len(self._root.renderer.render(messages, tools=tools, add_generation_prompt=True))
+        return len(self._renderer.render(messages, tools=tools, add_generation_prompt=True))
 
     def grammar(self, form: AnswerForm, tools: Sequence[ToolSchema], *, may_call: bool) -> str:
-        """Return the grammar of answers of a form; thread-safe. Raises ValueError if the template has none."""
-        assert self._root.renderer is not None
-        return grammar_of(form, self._root.renderer, tools, may_call=may_call)
+        """Return the grammar of a form; thread-safe. Raises ValueError if the template has none."""
+        return grammar_of(form, self._renderer, tools, may_call=may_call)
 
     def _compared(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Conversation:
-        """Return the prompt as a continuation of the turn that has the longest prefix of its tokens, if any."""
+        """Return the prompt as a continuation of the turn with the longest prefix of it, if any."""
         prompted = self._root.with_prompt(messages, tools=tools)
         shown = prompted.prompt_ids
         longest: RecordedTurn | None = None
@@ -105,7 +109,7 @@ class TurnTree:
             num_tokens = turn.conversation.num_tokens
             if num_tokens >= len(shown) or (longest is not None and num_tokens <= longest.conversation.num_tokens):
                 continue
-            # Compare the last token first: most turns of other conversations differ there, which avoids a copy.
+            # Compare the last token first: other conversations mostly differ there, which avoids a copy.
             sampled = turn.completion.token_ids
             if sampled and shown[num_tokens - 1] != sampled[-1]:
                 continue
@@ -119,14 +123,14 @@ class TurnTree:
         return RecordedTurn(answered(prompted, completion), completion, prompt_key)
 
     def add(self, turn: RecordedTurn, visible: Message) -> None:
-        """Add a turn; `visible` is the answer as its client sees it: without a stop string, with the sent call ids."""
+        """Add a turn; `visible` is the answer as sent: without a stop string, with the sent call ids."""
         self.turns.append(turn)
         self._by_chain[hash((turn.prompt_key, _message_key(visible)))] = turn
         own = turn.conversation.messages[-1].get("tool_calls") or ()
         self._calls.update(zip((call["id"] for call in visible.get("tool_calls") or ()), own, strict=False))
 
     def add_stopped(self, turn: RecordedTurn, visible: Message, prompted: Conversation, text: AnswerText) -> None:
-        """Add a turn that its client stopped reading; `visible` and `text` hold the part of the answer that was sent.
+        """Add a turn that its client stopped reading; `visible` and `text` hold the part that was sent.
 
         If a later request shows that the client has seen less of it, the turn is cut there.
         """
@@ -149,20 +153,16 @@ class TurnTree:
 
     def answer_text(self, prompted: Conversation, stop: Sequence[str]) -> AnswerText:
         """Return the reader of an answer to a prompt while it is sampled."""
-        assert self._root.renderer is not None
-        return AnswerText(self._root.renderer, prompt_ids=prompted.prompt_ids, stop=stop)
+        return AnswerText(self._renderer, prompt_ids=prompted.prompt_ids, stop=stop)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
-        assert self._root.renderer is not None
-        return self._root.renderer.decode(token_ids)
+        return self._renderer.decode(token_ids)
 
     def _own(self, message: Message) -> Message:
-        """Return a client's message with the model's own call ids, and function names for results."""
+        """Return a client's message with the model's own call ids, and a result with its function's name."""
         if message["role"] == "tool" and (call := self._calls.get(message.get("tool_call_id", ""))) is not None:
-            own = {key: value for key, value in message.items() if key != "tool_call_id"}
-            own["name"] = call["function"]["name"]
-            return own if call.get("id") is None else {**own, "tool_call_id": call["id"]}
+            return _with_own_id({**message, "name": call["function"]["name"]}, "tool_call_id", call)
         calls = message.get("tool_calls")
         if not calls or not any(call.get("id") in self._calls for call in calls):
             return message
@@ -170,10 +170,7 @@ class TurnTree:
 
     def _own_call(self, call: ToolCall) -> ToolCall:
         known = self._calls.get(call.get("id", ""))
-        if known is None:
-            return call
-        own = {key: value for key, value in call.items() if key != "id"}
-        return own if known.get("id") is None else {**own, "id": known["id"]}
+        return call if known is None else _with_own_id(call, "id", known)
 
     # As a conversation
 
@@ -203,15 +200,15 @@ class TurnTree:
         return reconcile(self.leaves)
 
     def count_turns(self) -> dict[str, int]:
-        """Return the counts of `reconcile` without building rows, as `Conversation.count_turns` does."""
+        """Return the counts of `reconcile` without rows, as `Conversation.count_turns` does."""
         return count_turns(self.leaves)
 
     def places(self) -> dict[int, int]:
-        """Return the place of each turn, by the `id` of its node, in the order of `Row.turn_starts`."""
+        """Return each turn's place in the order of `Row.turn_starts`, by the `id` of its node."""
         return {id(node): place for place, node in enumerate(self._nodes())}
 
     def parents(self) -> list[int]:
-        """Return, for each place, the place of the previous answer in its conversation; -1 if there is none."""
+        """Return, for each place, the place of the previous answer in its conversation, or -1."""
         places = self.places()
         return [places.get(id(node.parent), -1) for node in self._nodes()]
 
@@ -220,7 +217,7 @@ class TurnTree:
         return list({id(node): node for node in nodes}.values())
 
     def to_records(self) -> list[dict[str, object]]:
-        """Return the turns in the order of their answers, for display; empty if they form one conversation.
+        """Return the turns in the order of their answers, for display; none if they are one conversation.
 
         Each has its `parent` (an index, or None for a root), the `messages` it adds, its numbers of kept, added and
         sampled tokens, and the index of the training `row` that trains its sampled tokens.
@@ -256,9 +253,17 @@ class TurnTree:
         return records
 
 
+def _with_own_id(entry: Message, key: str, call: ToolCall) -> dict[str, Json]:
+    """Return a call or result with the own id of the model's call, if any, in place of the client's."""
+    own = {name: value for name, value in entry.items() if name != key}
+    if call.get("id") is not None:
+        own[key] = call["id"]
+    return own
+
+
 def chain_keys(messages: Iterable[Message], tools: Sequence[ToolSchema]) -> list[ChainKey]:
     """Return the keys of the tools and of each message with all before it: `[num_messages + 1]`."""
-    keys = [hash(_sorted_json(tools) if tools else "")]
+    keys = [hash(_sorted_json(tools))]
     for message in messages:
         keys.append(hash((keys[-1], _message_key(message))))
     return keys

@@ -15,13 +15,12 @@ from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Row
 from llmrl.data import Message
 from llmrl.data.message import copied, text_of
-from llmrl.data.tensordicts import non_tensor, tensordict_of
 from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened, system_messages
 from llmrl.envs.sampler import DrawOptions
 from llmrl.envs.sources import load_rows
 from llmrl.rewards import RewardFn, Rubric
 from llmrl.tools import InstanceTools, ToolSession, ToolTransform
-from llmrl.tools.session import STATE_KEY
+from llmrl.tools.session import set_session
 from llmrl.tools.tool import call
 from llmrl.transforms import RubricReward
 
@@ -130,7 +129,8 @@ class _OpenedByTools(MessageChatEnv):
     def _opened_step(self, opened: Opened) -> TensorDictBase:
         step = super()._opened_step(opened)
         assert isinstance(opened.env, _Opening)
-        return step.set(STATE_KEY, tensordict_of({"session": non_tensor(opened.env.session)}))
+        set_session(step, opened.env.session)
+        return step
 
 
 class _OwnReward:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+MAX_OUTPUT = 1 << 20
+"""Bytes kept of a command's output, and of its errors, in containers and remote sandboxes."""
+ERRNO_OF_EXIT = {2: errno.ENOENT, 21: errno.EISDIR}
+"""Error of a file that cannot be read, by the exit code of the shell script that reads it."""
 
 
 @dataclass(frozen=True, slots=True)

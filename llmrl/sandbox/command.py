@@ -1,4 +1,4 @@
-"""`ContainerSandbox` and `SSHSandbox`: sandboxes in a container or on another machine, through command-line tools."""
+"""`ContainerSandbox` and `SSHSandbox`: sandboxes in a container or on another machine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmrl._utils.asynchronous import write_input
-from llmrl.sandbox.base import SandboxResult
+from llmrl.sandbox.base import ERRNO_OF_EXIT, MAX_OUTPUT, SandboxResult
 
-_MAX_OUTPUT = 1 << 20
 _GRACE_SECONDS = 10.0
-# A shell writes its process id, which is also the id of its process group, to a file; then the command replaces it.
+# A shell writes its process id, which is that of its group, to a file; then the command replaces it.
 _RUN = 'echo $$ >"$0" && exec "$@"'
 _KILL = 'kill -s KILL -- "-$(cat "$0")"'  # dash takes no `--` after `-KILL`
 _PUT = 'mkdir -p "$(dirname "$1")" && cat >"$1"'
 _GET = 'if [ -d "$1" ]; then exit 21; elif [ -e "$1" ]; then cat "$1"; else exit 2; fi'
-_ERRNO_OF_EXIT = {2: errno.ENOENT, 21: errno.EISDIR}
 
 
 class _CommandSandbox:
@@ -35,15 +33,15 @@ class _CommandSandbox:
         self._numbers = itertools.count()
 
     def _inside(self, argv: Sequence[str]) -> list[str]:
-        """Return the local command that runs `argv` in the sandbox, as the leader of a process group."""
+        """Return the local command that runs `argv` in the sandbox, as a process group's leader."""
         raise NotImplementedError
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
-        """Run a command; after `timeout` seconds or if cancelled, its process group is killed in the sandbox."""
+        """Run a command; after `timeout` seconds or if cancelled, its process group is killed."""
         mark = f"/tmp/{self._name}-{next(self._numbers)}"
         kill = self._inside(["sh", "-c", _KILL, mark])
         command = self._inside(["sh", "-c", _RUN, mark, *argv])
-        code, out, err, timed_out = await _run(command, stdin, timeout, kill=kill)
+        code, out, err, timed_out = await _run(command, timeout, stdin, kill=kill)
         return SandboxResult(code, out.decode(errors="replace"), err.decode(errors="replace"), timed_out)
 
     async def put(self, path: str, data: bytes) -> None:
@@ -56,9 +54,9 @@ class _CommandSandbox:
 
     async def _file(self, script: str, path: str, data: bytes = b"") -> bytes:
         command = self._inside(["sh", "-c", script, "sh", path])
-        code, out, err, timed_out = await _run(command, data, 6 * _GRACE_SECONDS, max_output=None)
+        code, out, err, timed_out = await _run(command, 6 * _GRACE_SECONDS, data, max_output=None)
         if code or timed_out:
-            number = _ERRNO_OF_EXIT.get(code, errno.EIO)
+            number = ERRNO_OF_EXIT.get(code, errno.EIO)
             raise OSError(number, f"{os.strerror(number)} in the sandbox: {err.decode(errors='replace').strip()}", path)
         return out
 
@@ -100,7 +98,7 @@ class ContainerSandbox(_CommandSandbox):
         return [self._program, "exec", "--interactive", self._name, *argv]
 
     async def start(self) -> None:
-        """Start the container, after building its image if a folder was given. Raises OSError if either fails."""
+        """Build the image if a folder was given, and start the container. Raises OSError if that fails."""
         image = str(self._image)
         if isinstance(self._image, Path):
             image = (await self._told(["build", "--quiet", image], 1800)).split()[-1]
@@ -108,7 +106,7 @@ class ContainerSandbox(_CommandSandbox):
         await self._told(["run", "--detach", "--rm", "--name", self._name, *self._options, *waits], 600)
 
     async def _told(self, words: Sequence[str], timeout: float) -> str:
-        code, out, err, timed_out = await _run([self._program, *words], b"", timeout)
+        code, out, err, timed_out = await _run([self._program, *words], timeout)
         if code or timed_out:
             why = f"took more than {timeout:g} s" if timed_out else err.decode(errors="replace").strip()[-1000:]
             raise OSError(errno.EIO, f"{self._program} {words[0]} failed: {why}")
@@ -116,7 +114,7 @@ class ContainerSandbox(_CommandSandbox):
 
     async def close(self) -> None:
         """Remove the container."""
-        await _run([self._program, "rm", "--force", self._name], b"", _GRACE_SECONDS)
+        await _run([self._program, "rm", "--force", self._name], _GRACE_SECONDS)
 
 
 class SSHSandbox(_CommandSandbox):
@@ -145,32 +143,32 @@ class SSHSandbox(_CommandSandbox):
         self._folder = f"/tmp/{self._name}"
 
     def _inside(self, argv: Sequence[str]) -> list[str]:
-        # The remote shell leads a process group and reads one line; `exec` puts the command in the shell's place.
+        # The remote shell leads a process group and reads one line; the command replaces the shell.
         return [*self._ssh, f"cd {self._folder} && exec {shlex.join(argv)}"]
 
     async def start(self) -> None:
         """Create the folder. Raises OSError if the machine does not answer."""
-        code, _, err, timed_out = await _run([*self._ssh, f"mkdir -m 700 {self._folder}"], b"", 6 * _GRACE_SECONDS)
+        code, _, err, timed_out = await _run([*self._ssh, f"mkdir -m 700 {self._folder}"], 6 * _GRACE_SECONDS)
         if code or timed_out:
             raise OSError(errno.EIO, f"{self._ssh[-1]} does not answer: {err.decode(errors='replace').strip()}")
 
     async def close(self) -> None:
         """Remove the folder."""
-        await _run([*self._ssh, f"rm -rf {self._folder} {self._folder}-*"], b"", _GRACE_SECONDS)
+        await _run([*self._ssh, f"rm -rf {self._folder} {self._folder}-*"], _GRACE_SECONDS)
 
 
 async def _run(
     command: Sequence[str],
-    stdin: bytes,
     timeout: float,
+    stdin: bytes = b"",
     *,
-    max_output: int | None = _MAX_OUTPUT,
+    max_output: int | None = MAX_OUTPUT,
     kill: Sequence[str] = (),
 ) -> tuple[int, bytes, bytes, bool]:
-    """Run a local command; return its exit code, output, errors, and whether it was killed for exceeding `timeout`.
+    """Run a local command; return its exit code, output, errors, and whether it exceeded `timeout`.
 
-    `kill` is a command that ends the processes in the sandbox. At the timeout, or if this coroutine
-    is cancelled, it runs before the local process is killed.
+    At the timeout, or if this coroutine is cancelled, the command `kill`, which ends the processes
+    in the sandbox, runs before the local process is killed.
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
@@ -189,19 +187,19 @@ async def _run(
     finally:
         if not work.done():
             if kill:
-                await _run(kill, b"", _GRACE_SECONDS)
+                await _run(kill, _GRACE_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            # Wait for the end of the output, with a limit, because another process may keep the pipes open.
+            # Wait for the end of the output with a limit: another process may keep the pipes open.
             if not (await asyncio.wait([work], timeout=_GRACE_SECONDS))[0]:
                 work.cancel()
-                process._transport.close()  # type: ignore[attr-defined]  # closes the pipes; `Process` has no call for it
+                process._transport.close()  # type: ignore[attr-defined]  # the only way to close the pipes
                 await asyncio.sleep(0)
     code = -signal.SIGKILL if process.returncode is None else process.returncode
     return code, bytes(kept[0]), bytes(kept[1]), timed_out
 
 
 async def _read(stream: asyncio.StreamReader, kept: bytearray, most: int | None) -> None:
-    """Keep the first `most` bytes; read the rest, too, so that the command does not block on a full pipe."""
+    """Keep the first `most` bytes, and read the rest, so that no full pipe blocks the command."""
     while part := await stream.read(1 << 16):
         kept += part if most is None else part[: max(0, most - len(kept))]

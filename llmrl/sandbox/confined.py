@@ -19,7 +19,7 @@ _GRACE_SECONDS = 30.0
 
 
 class ConfinedSandbox:
-    r"""A sandbox on this machine, with the isolation and limits of a `PythonExecutorService`, which can be shared.
+    r"""A sandbox on this machine, with the isolation and limits of a shared `PythonExecutorService`.
 
     Processes that a command leaves running are killed. If the sandbox itself ends (out of memory, or killed by a
     command), the result says so, and the next call starts with an empty folder. `put` and `get`
@@ -50,7 +50,8 @@ class ConfinedSandbox:
 
     async def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 30.0) -> SandboxResult:
         """Run a command."""
-        num_kept = self._service.limits.output_bytes // 16  # both outputs fit, with up to six bytes of JSON per byte
+        # Both outputs fit, with up to six bytes of JSON per byte.
+        num_kept = self._service.limits.output_bytes // 16
         code = _CALL.format(f"run({list(argv)!r}, {base64.b64encode(stdin)!r}, float('{timeout}'), {num_kept})")
         result = await self._service.run(code, session=self._session, timeout=timeout + _GRACE_SECONDS)
         if result.reason:

@@ -1,4 +1,4 @@
-"""Memory limits of interpreters through control groups (kernel: `admin-guide/cgroup-v2.rst`). Standard library only."""
+"""Memory limits through control groups (kernel: `admin-guide/cgroup-v2.rst`). Standard library only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 _CONTROLLER = "memory"
 _PROGRAM = "llmrl-program"
-"""Group for this program's processes: in version 2, a group with subgroups may not contain processes itself."""
+"""Group for this program's processes: in version 2, a group with subgroups may have none itself."""
 _PREFIX = "llmrl-python-"
 _numbers = itertools.count()
 
 
 class MemoryGroups:
-    """One control group for each interpreter, below the group of this program, which must be delegated to it.
+    """One control group for each interpreter, below this program's, which must be delegated to it.
 
     A group of version 1 is delegated if this user may write to it. In version 2, its manager must
     also have enabled subgroups or marked it as delegated (`systemd-run --scope -p Delegate=yes`).
@@ -42,15 +42,14 @@ class MemoryGroups:
             if version == 2:
                 (self._folder / "cgroup.subtree_control").write_text(f"+{_CONTROLLER}")
             # The rules for joining groups differ between kernels, so try it.
-            subprocess.run(
-                ["/bin/sh", "-c", 'echo 0 >"$0"', str(self.add(lambda: False))], check=True, stderr=subprocess.DEVNULL
-            )
+            join = ["/bin/sh", "-c", 'echo 0 >"$0"', str(self.add(lambda: False))]
+            subprocess.run(join, check=True, stderr=subprocess.DEVNULL)
         except (OSError, subprocess.CalledProcessError) as error:
             self.close()
             raise OSError(errno.EACCES, f"processes cannot join a group below {own}: {error}") from None
 
     def add(self, is_used: Callable[[], bool]) -> Path:
-        """Create a group, and return the file to which a process writes 0 to join it. Remove unused groups."""
+        """Remove unused groups, create one, and return the file to which a process writes 0 to join."""
         for left in [group for group, is_still_used in self._is_used.items() if not is_still_used()]:
             with contextlib.suppress(OSError):  # a process is still in it
                 left.rmdir()
@@ -81,7 +80,7 @@ def _remove(group: Path) -> None:
 
 
 def delegated_group() -> tuple[Path, int]:
-    """Return the control group delegated to this program, and its version. Raises OSError if there is none."""
+    """Return the group delegated to this program, and its version. Raises OSError if there is none."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         version = 2 if number == "0" and not controllers else 1
@@ -105,7 +104,7 @@ def _mounted(path: str, version: int) -> Path | None:
 
 
 def _divided(group: Path) -> Path | None:
-    """Return a version 2 group that may have limited subgroups, or None; move its processes out of it if necessary."""
+    """Return a version 2 group that may have limited subgroups, emptied of processes, or None."""
     if group.name == _PROGRAM:
         group = group.parent
     if _CONTROLLER in (group / "cgroup.subtree_control").read_text().split():

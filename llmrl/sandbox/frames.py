@@ -13,16 +13,16 @@ MAX_FRAME_BYTES = 16 << 20
 
 
 class Answer(TypedDict):
-    """A supervisor's answer to the service: the result of a piece of code, or, initially, a report on its start."""
+    """A supervisor's answer to the service: the result of a piece of code, or first only `why`."""
 
     why: NotRequired[str]
-    """Reason why the interpreter has not started."""
+    """Reason why the interpreter has not started; empty if it has."""
 
     returncode: int
     is_exit: bool
     reason: str
+    """`timeout` or `died` if the interpreter has ended; empty if it can run more code."""
     num_left_processes: int
-    is_alive: bool
     stdout: str
     stderr: str
 
@@ -38,17 +38,11 @@ def encode(message: object) -> bytes:
 
 
 def receive(channel: socket.socket) -> Any:
-    """Return the next message, or None at the end. Raises BrokenFrame if it is incomplete, too long or invalid."""
+    """Return the next message, or None at the end. Raises BrokenFrame if it is cut, too long or invalid."""
     header = _receive_exactly(channel, HEADER.size)
-    if header is None:
+    if not header:
         return None
-    (size,) = HEADER.unpack(header)
-    if size > MAX_FRAME_BYTES:
-        raise BrokenFrame(f"a message of {size} bytes, more than the limit of {MAX_FRAME_BYTES}")
-    body = _receive_exactly(channel, size)
-    if body is None and size:
-        raise BrokenFrame("the stream ended")
-    return decode(body or b"")
+    return decode(_receive_exactly(channel, _size_of(header, MAX_FRAME_BYTES)))
 
 
 class FrameBuffer:
@@ -65,12 +59,10 @@ class FrameBuffer:
         self._held = bytearray()
 
     def add(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that are complete. Raises BrokenFrame if a message is too long or invalid JSON."""
+        """Yield the complete messages. Raises BrokenFrame if one is too long or invalid JSON."""
         self._held += data
         while len(self._held) >= HEADER.size:
-            (size,) = HEADER.unpack_from(self._held)
-            if size > self._max_bytes:
-                raise BrokenFrame(f"a message of {size} bytes, more than the limit of {self._max_bytes}")
+            size = _size_of(self._held, self._max_bytes)
             if len(self._held) < HEADER.size + size:
                 return
             body = bytes(self._held[HEADER.size : HEADER.size + size])
@@ -86,15 +78,19 @@ def decode(body: bytes) -> Any:
         raise BrokenFrame(str(error)) from None
 
 
-def _receive_exactly(channel: socket.socket, count: int) -> bytes | None:
-    pieces: list[bytes] = []
-    missing = count
-    while missing:
-        piece = channel.recv(min(missing, 1 << 20))
-        if not piece:
-            if missing < count:
-                raise BrokenFrame("the stream ended")
-            return None
-        pieces.append(piece)
-        missing -= len(piece)
-    return b"".join(pieces)
+def _size_of(message: bytes | bytearray, max_bytes: int) -> int:
+    """Return the size of a message's body. Raises BrokenFrame if it is too large."""
+    (size,) = HEADER.unpack_from(message)
+    if size > max_bytes:
+        raise BrokenFrame(f"a message of {size} bytes, more than the limit of {max_bytes}")
+    return size
+
+
+def _receive_exactly(channel: socket.socket, count: int) -> bytes:
+    """Return the next bytes, or none at the end. Raises BrokenFrame if the stream ends within them."""
+    data = bytearray()
+    while len(data) < count and (piece := channel.recv(min(count - len(data), 1 << 20))):
+        data += piece
+    if 0 < len(data) < count:
+        raise BrokenFrame("the stream ended")
+    return bytes(data)

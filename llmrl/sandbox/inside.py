@@ -1,4 +1,4 @@
-"""Commands and file access in a `ConfinedSandbox`, loaded before confinement. Standard library only."""
+"""Commands and files in a `ConfinedSandbox`, loaded before confinement. Standard library only."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
     num_open = 3
     unsent = memoryview(base64.b64decode(stdin))
     deadline = time.monotonic() + timeout
-    timed_out = False
     while num_open and process.poll() is None and (left := deadline - time.monotonic()) > 0:
         for ready, _ in poller.poll(1000 * min(left, _LOOK_SECONDS)):
             if ready == writing:
                 unsent = _send(writing, unsent)
                 is_at_end = not unsent
             else:
-                is_at_end = _take(ready, outputs[ready]) == b""
+                is_at_end = outputs[ready].read(ready) == b""
             if is_at_end:
                 poller.unregister(ready)
                 num_open -= 1
                 if ready == writing:
                     process.stdin.close()
+    timed_out = False
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -66,31 +66,19 @@ def run(argv: Sequence[str], stdin: bytes, timeout: float, num_kept: int) -> Non
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     for number, output in outputs.items():
-        for _ in range(16):  # at most 1 MiB, because a process that is left may still write
-            if not _take(number, output):
-                break
-    texts = [output.text()[0] for output in outputs.values()]
+        output.drain(number)
+    texts = [output.text() for output in outputs.values()]
     print(json.dumps([process.returncode, *texts, timed_out], ensure_ascii=False))
 
 
 def _send(writing: int, unsent: memoryview) -> memoryview:
-    """Write to a pipe, and return the unsent rest, which is empty if the reader has closed the pipe."""
+    """Write to a pipe, and return the unsent rest, which is empty if the pipe was closed."""
     try:
         return unsent[os.write(writing, unsent[:_PIECE_BYTES]) :]
     except BlockingIOError:
         return unsent
     except OSError:
         return unsent[:0]
-
-
-def _take(source: int, output: KeptOutput) -> bytes | None:
-    """Read from a pipe; return empty bytes at its end, and None if the pipe is empty at the moment."""
-    try:
-        data = os.read(source, _PIECE_BYTES)
-    except BlockingIOError:
-        return None
-    output.add(data)
-    return data
 
 
 def put(path: str, data: bytes, is_first: bool) -> None:
@@ -108,7 +96,7 @@ def get(path: str, start: int, size: int) -> None:
 
 
 def _open_own(path: str, flags: int) -> int:
-    """Open a regular file below the sandbox's folder; other kinds of files, such as pipes, could block."""
+    """Open a regular file below the sandbox's folder; others, such as pipes, could block."""
     folder = os.path.realpath(os.environ["HOME"])
     place = os.path.realpath(path)
     if not place.startswith(f"{folder}/") and place != folder:

@@ -1,4 +1,4 @@
-"""Kernel calls for confinement that Python does not wrap, made with ctypes. Standard library only."""
+"""Kernel calls for confinement that Python does not wrap. Standard library only."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def mount_private_tmp(target: str, num_bytes: int, owner: int) -> None:
-    """Mount an empty in-memory file system with limited size and number of files, owned by one user."""
-    # The number of files needs a limit, too: an empty file uses no block, but a kilobyte of kernel memory.
+    """Mount an empty in-memory file system of a limited size, owned by one user."""
+    # The number of files has a limit, too: an empty file takes a kilobyte of kernel memory.
     options = f"size={num_bytes},nr_inodes={max(1024, num_bytes >> 12)},mode=700,uid={owner},gid={owner}"
     mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def mount_own_proc() -> None:
-    """Mount `/proc` of this process's namespace, read-only, or an empty folder if the kernel refuses."""
+    """Mount `/proc` of this namespace, read-only, or an empty folder if the kernel refuses."""
     try:
         mount("proc", "/proc", "proc", _MS_READ_ONLY | _MS_NOSUID | _MS_NODEV)
     except OSError:
@@ -94,7 +94,7 @@ def set_parent_death_signal(number: int) -> None:
 
 def be_killed_first() -> None:
     """Let the kernel kill this process and its descendants first when memory runs out."""
-    # The limit on memory applies to each process, not to the sum. A process that can write to `/proc` can undo this.
+    # The limit on memory applies to each process, not to the sum. Writing to `/proc` can undo this.
     with contextlib.suppress(OSError):  # without /proc
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -127,7 +127,7 @@ def drop_capabilities(*, keep: int | None = None) -> None:
     """Drop all capabilities permanently, except at most one, which child programs inherit."""
     for number in range(64):
         if number != keep:
-            _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # fails without the capability, and beyond the last one
+            _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # fails without it, and beyond the last one
     mask = 0 if keep is None else 1 << keep
     header = struct.pack("Ii", _CAP_VERSION_3, 0)
     low = mask & 0xFFFFFFFF
@@ -174,7 +174,8 @@ def change_root(new_root: str, readable: Iterable[str], links: Iterable[str] = (
         Path(new_root, "tmp").symlink_to(BOX)
     for link in links:
         Path(new_root + link).symlink_to(BOX + link)
-    mount("/proc", f"{new_root}/proc", None, _MS_BIND | _MS_REC)  # the kernel mounts a new /proc only if one is visible
+    # The kernel mounts a new /proc only if one is visible.
+    mount("/proc", f"{new_root}/proc", None, _MS_BIND | _MS_REC)
     os.chdir(new_root)
     _check(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _MNT_DETACH), "umount")
@@ -220,6 +221,8 @@ _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 LANDLOCK_OF_TRUNCATION = 3
 """First version that restricts truncation."""
+LANDLOCK_OF_SIGNALS = 6
+"""First version that blocks signals to outside processes."""
 
 
 def landlock_version() -> int:
@@ -234,9 +237,11 @@ def restrict(*, readable: Iterable[str], writable: Iterable[str]) -> None:
     """
     version = landlock_version()
     rights = (1 << _NUM_FILE_RIGHTS.get(version, 16)) - 1
-    network = 0b11 if version >= 4 else 0
-    scopes = 0b11 if version >= 6 else 0
-    attributes = struct.pack("3Q", rights, network, scopes)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    attributes = struct.pack("Q", rights)
+    if version >= 4:
+        attributes += struct.pack("Q", 0b11)  # TCP: to bind and to connect
+    if version >= LANDLOCK_OF_SIGNALS:
+        attributes += struct.pack("Q", 0b11)  # scopes: abstract sockets and signals
     size = ctypes.c_size_t(len(attributes))
     ruleset = _check(_libc.syscall(_LANDLOCK_CREATE, attributes, size, 0), "landlock")
     devices = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import llmrl
+from llmrl._utils.arguments import check_positive
 from llmrl.sandbox import kernel
 from llmrl.sandbox.control_groups import MemoryGroups
 from llmrl.sandbox.supervisor import remove_folder
@@ -31,10 +32,8 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
 _SETTINGS = (
     "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/nsswitch.conf", "/etc/passwd", "/etc/group",
 )  # fmt: skip
-_CODE = (
-    "import sys; sys.path.insert(0, {root!r}); from llmrl.sandbox.zygote import Settings, main; sys.path.pop(0); main()"
-)
-# Joins the control group and is killed first, as in `zygote._start` and `kernel.be_killed_first`, for bwrap.
+_CODE = "import sys; sys.path.insert(0, {root!r}); from llmrl.sandbox.zygote import main; sys.path.pop(0); main()"
+# Joins the control group and is killed first, as `zygote._start` and `kernel.be_killed_first` do.
 _PREPARE = 'echo 0 >"$0" || exit 1; echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -46,10 +45,6 @@ _ENVIRONMENT = {
     # Git fails if it cannot read the machine's settings.
     "GIT_CONFIG_NOSYSTEM": "1",
 }
-
-
-# First Landlock version that blocks signals to outside processes.
-_LANDLOCK_OF_SIGNALS = 6
 
 
 class IsolationError(RuntimeError):
@@ -77,9 +72,7 @@ class PythonLimits:
     """Bytes kept of standard output and of standard error: the first and last halves."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
+        check_positive(**asdict(self))
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
@@ -112,17 +105,16 @@ class Launcher:
         # Interpreters that run as other users need access to their folders in this one.
         os.chmod(self.folder, 0o711)  # noqa: PTH101
         prefixes = outermost({sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()})
+        readable = [*_SYSTEM, *_SETTINGS, *prefixes]
         self._settings: Settings = {
             "level": level,
             "folder": self.folder,
-            "readable": [*_SYSTEM, *_SETTINGS, *prefixes],
+            "readable": readable,
             "links": [*links],
             "is_python_hidden": is_python_hidden(prefixes),
             "limits": asdict(limits),
         }
-        if taken := [
-            link for link in links if any(kernel.is_below(path, [link]) for path in self._settings["readable"])
-        ]:
+        if taken := [link for link in links if any(kernel.is_below(path, [link]) for path in readable)]:
             raise ValueError(f"links must not be folders of the system or of Python, got {taken}.")
         self._groups: MemoryGroups | None = None
         self._num_started = 0
@@ -133,7 +125,8 @@ class Launcher:
             raise IsolationError(f"commands share the machine's file system, so the links {[*links]} cannot be made.")
         if level == "bubblewrap" and self._bubblewrap is None:
             raise IsolationError("the program bwrap (package bubblewrap) is not installed.")
-        if level == "process" and self._settings["is_python_hidden"] and not os.getuid() and not self.has_landlock:
+        is_hidden = self._settings["is_python_hidden"] and not os.getuid() and not kernel.landlock_version()
+        if level == "process" and is_hidden:
             raise IsolationError(
                 f"code would run as an unprivileged user, who cannot read Python's files below {prefixes}; "
                 "install Python where every user can read it."
@@ -146,11 +139,6 @@ class Launcher:
             except IsolationError:
                 self.close()  # removes the control group
                 raise
-
-    @property
-    def has_landlock(self) -> bool:
-        """Whether the kernel has Landlock."""
-        return kernel.landlock_version() > 0
 
     def describe(self) -> str:
         """Describe the isolation in one sentence."""
@@ -171,13 +159,15 @@ class Launcher:
         if self.level != "process":
             return []
         version = kernel.landlock_version()
-        gaps = ["files"] if version == 0 else []
-        if version < _LANDLOCK_OF_SIGNALS and os.getuid():
+        gaps = []
+        if version == 0:
+            gaps.append("files")
+        if version < kernel.LANDLOCK_OF_SIGNALS and os.getuid():
             gaps.append("signals")
         return gaps
 
     def start(self) -> socket.socket:
-        """Start an interpreter, and return the socket to it. Raises IsolationError if it cannot be started."""
+        """Start an interpreter, and return the socket to it. Raises IsolationError if that fails."""
         ours, theirs = socket.socketpair()
         group = os.devnull
         if self._groups is not None:
@@ -205,11 +195,12 @@ class Launcher:
         with theirs:
             self._spawn([sys.executable], theirs, self._settings)
         ours.settimeout(30)
+        error = "its process ended"
         try:
-            greeting = ours.recv(4096)
+            if greeting := ours.recv(4096):
+                error = json.loads(greeting).get("error")
         except OSError as failure:
-            greeting = json.dumps({"error": str(failure)}).encode()
-        error = json.loads(greeting).get("error") if greeting else "its process ended"
+            error = str(failure)
         if error:
             ours.close()
             raise IsolationError(f"{self.level} is not available here: {error}.")
@@ -220,16 +211,8 @@ class Launcher:
     def _start_bubblewrap(self, theirs: socket.socket, group: str) -> None:
         self._num_started += 1
         package = str(Path(llmrl.__file__).parent)
-        command = [
-            str(self._bubblewrap),
-            "--die-with-parent",
-            "--new-session",
-            "--as-pid-1",
-            "--dev",
-            "/dev",
-            "--proc",
-            "/proc",
-        ]
+        command = [str(self._bubblewrap), "--die-with-parent", "--new-session", "--as-pid-1"]
+        command += ["--dev", "/dev", "--proc", "/proc"]
         if os.getuid():
             command += ["--unshare-all"]
         else:  # without a user namespace, so that each interpreter can have its own user

@@ -1,4 +1,4 @@
-"""Runs a program, and kills its descendants when the program ends or the caller asks for it. Standard library only."""
+"""Runs a program, and kills its descendants at its end or on request. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MAX_REAPED = 1000
 
 
 def reaping(words: list[str], *, end: int, term_seconds: float) -> list[str]:
-    """Return the command line of a Python process that runs the program `words` and exits with its status.
+    """Return the command line of a process that runs the program `words` and exits with its status.
 
     On Linux, descendants that leave the program's session are ended, too.
 
     Args:
-        end: descriptor of the read end of a pipe; the program and its descendants are ended once it is readable.
+        end: descriptor of a pipe; the program and its descendants are ended once it is readable.
         term_seconds: time between SIGTERM and SIGKILL.
     """
     root = str(Path(__file__).parents[2])
@@ -51,8 +51,7 @@ def main() -> None:
         if woken in ready:
             os.read(woken, 1 << 10)
         status = _reap(program)
-    ended = _end_all(program, term_seconds)
-    status = ended if status is None else status
+    status = _end_all(program, status, term_seconds)
     _exit_as(signal.SIGKILL if status is None else status)
 
 
@@ -71,22 +70,20 @@ def _start(words: list[str]) -> int:
         os._exit(127)
 
 
-def _reap(program: int) -> int | None:
-    """Reap the children that have ended, and return the program's status if it is one of them."""
-    status = None
+def _reap(program: int, status: int | None = None) -> int | None:
+    """Reap the children that have ended, and return the program's status, if it is known now."""
     with contextlib.suppress(ChildProcessError):
         for _ in range(_MAX_REAPED):
             process, its_status = os.waitpid(-1, os.WNOHANG)
             if not process:
                 break
-            if process == program:
+            if process == program and status is None:
                 status = its_status
     return status
 
 
-def _end_all(program: int, term_seconds: float) -> int | None:
-    """End all descendants, first with SIGTERM, then with SIGKILL; return the program's status if it ends here."""
-    status = None
+def _end_all(program: int, status: int | None, term_seconds: float) -> int | None:
+    """End all descendants, by SIGTERM, then SIGKILL; return the program's status, if it is known now."""
     asked: set[int] = set()
     for number, seconds in ((signal.SIGTERM, term_seconds), (signal.SIGKILL, _KILL_SECONDS)):
         deadline = time.monotonic() + seconds
@@ -99,8 +96,7 @@ def _end_all(program: int, term_seconds: float) -> int | None:
                     with contextlib.suppress(OSError):
                         os.kill(process, number)
             asked.update(left)
-            ended = _reap(program)
-            status = ended if status is None else status
+            status = _reap(program, status)
             if not left:
                 return status
             time.sleep(0.005)

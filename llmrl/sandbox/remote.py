@@ -14,11 +14,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from llmrl.sandbox.base import SandboxResult
+from llmrl.sandbox.base import ERRNO_OF_EXIT, MAX_OUTPUT, SandboxResult
 
-_MAX_OUTPUT = 1 << 20
 _GRACE_SECONDS = 60.0
-_ERRNO_OF_EXIT = {2: errno.ENOENT, 21: errno.EISDIR}
 # The outputs go to files, so that a process that the command leaves running does not keep the service waiting. They are
 # returned as one text in Base64, because services mix both outputs or decode them as UTF-8.
 _RUN = (
@@ -84,7 +82,7 @@ class RemoteSandbox(Generic[Handle]):
         if stdin:
             source = f"{at}.in"
             await self._upload(source, stdin)
-        words = ["sh", "-c", _RUN.format(most=_MAX_OUTPUT), "sh", self._folder, at, f"{timeout:g}", source, *argv]
+        words = ["sh", "-c", _RUN.format(most=MAX_OUTPUT), "sh", self._folder, at, f"{timeout:g}", source, *argv]
         began = time.monotonic()
         told = await self._execute(shlex.join(words), timeout + _GRACE_SECONDS)
         try:
@@ -108,7 +106,7 @@ class RemoteSandbox(Generic[Handle]):
         words = ["sh", "-c", _CHECK, "sh", self._folder, path]
         told = (await self._execute(shlex.join(words), _GRACE_SECONDS)).strip()
         if told != "0":
-            number = _ERRNO_OF_EXIT.get(int(told) if told.isdecimal() else -1, errno.EIO)
+            number = ERRNO_OF_EXIT.get(int(told) if told.isdecimal() else -1, errno.EIO)
             raise OSError(number, f"{os.strerror(number)} in the sandbox", path)
         return await self._download(posixpath.join(self._folder, path))
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmrl._utils.arguments import check_positive
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl.sandbox import frames, kernel
 from llmrl.sandbox.launch import LEVELS, Isolation, IsolationError, Launcher, PythonLimits
@@ -23,6 +24,10 @@ _GRACE_SECONDS = 30.0
 _START_SECONDS = 30.0
 # Attempts to start an interpreter before the service reports a failure.
 _NUM_STARTS = 3
+_LOST: frames.Answer = {
+    "returncode": -9, "is_exit": False, "reason": "died", "num_left_processes": 0, "stdout": "", "stderr": "",
+}  # fmt: skip
+"""Stands for the answer of a supervisor that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +65,11 @@ class _Interpreter:
             self.why_not = answer.get("why", "")
         return not self.why_not
 
-    async def run(self, code: str, timeout: float) -> frames.Answer | None:
-        """Return the supervisor's answer, or None if it is gone."""
+    async def run(self, code: str, timeout: float) -> frames.Answer:
+        """Return the supervisor's answer, or `_LOST` if it is gone."""
         with contextlib.suppress(OSError):
             self._writer.write(frames.encode({"code": code, "timeout": timeout}))
-        return await self._answer(timeout + _GRACE_SECONDS)
+        return await self._answer(timeout + _GRACE_SECONDS) or _LOST
 
     async def _answer(self, timeout: float) -> frames.Answer | None:
         try:
@@ -131,15 +136,13 @@ class PythonExecutorService:
         num_ready: int = 8,
         links: Sequence[str] = (),
     ) -> None:
-        for name, value in (("pool_size", pool_size), ("timeout", timeout), ("num_ready", num_ready)):
-            if value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}.")
+        check_positive(pool_size=pool_size, timeout=timeout, num_ready=num_ready)
         if isolation not in ("auto", *LEVELS):
             raise ValueError(f"isolation must be 'auto' or one of {LEVELS}, got {isolation!r}.")
         self.pool_size = pool_size
         self.timeout = timeout
         self.num_ready = num_ready
-        self.limits = PythonLimits() if limits is None else limits
+        self.limits = limits or PythonLimits()
         if bad := [link for link in links if not re.fullmatch(r"/[\w.-]+", link) or link in kernel.RESERVED]:
             raise ValueError(f"links must be top-level folders such as '/app', got {bad}.")
         self._links = tuple(links)
@@ -187,10 +190,10 @@ class PythonExecutorService:
 
     async def _try(self, launcher: Launcher) -> None:
         interpreter = await self._open(launcher)
-        answer = await interpreter.run("import os, json", 20) if await interpreter.is_started() else None
-        if answer is None or answer["returncode"] != 0:
+        answer = await interpreter.run("import os, json", 20) if await interpreter.is_started() else _LOST
+        if answer["returncode"] != 0:
             interpreter.close()
-            reason = (answer["stderr"].strip() if answer else "") or interpreter.why_not or "its first call failed"
+            reason = answer["stderr"].strip() or interpreter.why_not or "its first call failed"
             raise IsolationError(f"an interpreter does not start: {reason}.")
         self._ready.append(interpreter)
 
@@ -206,10 +209,10 @@ class PythonExecutorService:
         return self._loop.run(self._run(code, session, timeout)).as_dict()
 
     async def run(self, code: str, *, session: str | None = None, timeout: float | None = None) -> PythonResult:
-        """Run code, from any event loop; the result reports its errors. Raises RuntimeError after `close`.
+        """Run code, from any event loop. The result has its errors. Raises RuntimeError after `close`.
 
         Args:
-            session: calls of the same session share variables and run in order; None uses a new interpreter.
+            session: calls of one session share variables and run in order; None uses a new interpreter.
             timeout: seconds; the service's timeout by default.
         """
         return await self._loop.wait(self._run(code, session, timeout))
@@ -232,8 +235,7 @@ class PythonExecutorService:
             limit = self.timeout if timeout is None else timeout
             try:
                 answer = await interpreter.run(code, limit)
-                is_released = name is not None and self._sessions.get(name) is not session
-                is_kept = answer is not None and answer["is_alive"] and name is not None and not is_released
+                is_kept = not answer["reason"] and name is not None and self._sessions.get(name) is session
             finally:
                 # A cancelled call leaves code running; closing the socket ends the interpreter.
                 session.running = None
@@ -243,22 +245,11 @@ class PythonExecutorService:
                     interpreter.close()
         return self._result(answer, limit, is_session=name is not None)
 
-    def _result(self, answer: frames.Answer | None, timeout: float, *, is_session: bool) -> PythonResult:
-        is_lost = answer is None
-        if answer is None:
-            answer = {
-                "returncode": -9,
-                "reason": "died",
-                "stdout": "",
-                "stderr": "",
-                "num_left_processes": 0,
-                "is_exit": False,
-                "is_alive": False,
-            }
+    def _result(self, answer: frames.Answer, timeout: float, *, is_session: bool) -> PythonResult:
         returncode = answer["returncode"]
         reason = answer["reason"]
         notes = []
-        if is_lost:
+        if answer is _LOST:
             notes.append("The Python service lost this interpreter: it was released, or its supervisor was ended.")
         elif reason == "timeout":
             notes.append(f"The code ran longer than {timeout:g} s and was stopped.")
@@ -317,7 +308,7 @@ class PythonExecutorService:
     def release(self, session: str) -> None:
         """End a session with its interpreter, even during a call. Unknown sessions are ignored."""
         if not self._is_closed:
-            self._loop.loop.call_soon_threadsafe(self._release, session)
+            self._loop.post(self._release, session)
 
     def _release(self, name: str) -> None:
         session = self._sessions.pop(name, None)

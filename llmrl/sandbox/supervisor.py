@@ -1,6 +1,6 @@
-"""Supervises one confined interpreter: start, timeout, output limit, cleanup. Standard library only.
+"""Supervises one confined interpreter: its start, limits and end. Standard library only.
 
-The supervisor is trusted, the interpreter is not: only the supervisor has access to the service's socket.
+The supervisor is trusted, the interpreter is not: only the supervisor has the service's socket.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MAX_ANSWER_BYTES = 1 << 10
 
 
 class KeptOutput:
-    """The first and the last bytes of a stream."""
+    """The first and the last bytes that were read from a pipe."""
 
     def __init__(self, num_kept: int) -> None:
         self._num_each = max(1, num_kept // 2)
@@ -62,21 +62,33 @@ class KeptOutput:
         self._tail = bytearray()
         self._num_seen = 0
 
-    def add(self, data: bytes) -> None:
-        """Add data to the stream."""
+    def read(self, pipe: int) -> bytes | None:
+        """Read from a pipe, and return the data: empty at the pipe's end, None if there is none yet."""
+        try:
+            data = os.read(pipe, 1 << 16)
+        except BlockingIOError:
+            return None
         self._num_seen += len(data)
         room = self._num_each - len(self._head)
         self._head += data[:room]
         self._tail += data[room:]
         if len(self._tail) > 4 * self._num_each:
             del self._tail[: -self._num_each]
+        return data
 
-    def text(self) -> tuple[str, int]:
-        """Return the text, with a mark for omitted bytes, and the number of omitted bytes."""
+    def drain(self, pipe: int) -> None:
+        """Read what is left in a pipe: at most 1 MiB, because another process may still write."""
+        for _ in range(16):
+            if not self.read(pipe):
+                break
+
+    def text(self) -> str:
+        """Return the text, with a mark for omitted bytes."""
         del self._tail[: -self._num_each]
-        num_lost = self._num_seen - len(self._head) - len(self._tail)
-        mark = f"\n[… {num_lost} bytes left out …]\n".encode() if num_lost else b""
-        return (bytes(self._head) + mark + bytes(self._tail)).decode("utf-8", "replace"), num_lost
+        mark = b""
+        if num_lost := self._num_seen - len(self._head) - len(self._tail):
+            mark = f"\n[… {num_lost} bytes left out …]\n".encode()
+        return (self._head + mark + self._tail).decode("utf-8", "replace")
 
 
 class Supervisor:
@@ -86,7 +98,7 @@ class Supervisor:
         self.service = service
         self.confinement = confinement
         self._number = 0
-        """Number of the current request: random, so that code cannot answer the next request in advance."""
+        """Random number of the current request, so that code cannot answer the next one in advance."""
         self._start_interpreter()
 
     def _start_interpreter(self) -> None:
@@ -129,14 +141,14 @@ class Supervisor:
         return socket.socket(fileno=keep)
 
     def serve(self) -> None:
-        """Run requests until the service closes its socket or the interpreter ends, then end all processes."""
+        """Run requests until the service's socket or the interpreter ends, then end all processes."""
         try:
-            kernel.hide_memory()  # code may have the same user, and this process has no filter of system calls
-            self.service.sendall(frames.encode({"is_started": True}))
+            kernel.hide_memory()  # code may have the same user, and no filter confines this process
+            self.service.sendall(frames.encode({"why": ""}))
             while (request := self._next_request()) is not None:
                 answer = self._run(request["code"], request["timeout"])
                 self.service.sendall(frames.encode(answer))
-                if not answer["is_alive"]:
+                if answer["reason"]:
                     break
         except (frames.BrokenFrame, OSError):
             pass
@@ -161,7 +173,6 @@ class Supervisor:
     def _run(self, code: str, timeout: float) -> frames.Answer:
         self._number = int.from_bytes(os.urandom(6))
         kept = [KeptOutput(self.confinement.output_bytes) for _ in self._outputs]
-        reason = ""
         answer = None
         try:
             self._channel.sendall(frames.encode({"code": code, "number": self._number}))
@@ -169,28 +180,26 @@ class Supervisor:
         except (frames.BrokenFrame, OSError):
             reason = "died"
         num_left = 0
-        returncode = -1
-        if reason:
-            returncode = self._collect_dead(reason)
+        if answer is None:
+            answer = {"returncode": self._collect_dead(reason), "is_exit": False}
         else:
             num_left, are_caught = self._end_leftovers()
             if not are_caught:
                 reason = "died"
                 self.end_all()
-        self._drain(kept)
-        (stdout, _), (stderr, _) = (output.text() for output in kept)
+        for (read_end, _), output in zip(self._outputs, kept, strict=True):
+            output.drain(read_end)
         return {
-            "returncode": returncode if answer is None else answer["returncode"],
-            "is_exit": answer is not None and bool(answer["is_exit"]),
+            "returncode": answer["returncode"],
+            "is_exit": bool(answer["is_exit"]),
             "reason": reason,
             "num_left_processes": num_left,
-            "is_alive": not reason,
-            "stdout": stdout,
-            "stderr": stderr,
+            "stdout": kept[0].text(),
+            "stderr": kept[1].text(),
         }
 
     def _watch(self, kept: list[KeptOutput], deadline: float) -> tuple[dict[str, int] | None, str]:
-        """Wait for the interpreter's answer, end or timeout; return the answer, or the reason for its absence."""
+        """Wait for the interpreter's answer, and return it, or the reason why there is none."""
         poller = select.poll()
         channel = self._channel.fileno()
         service = self.service.fileno()
@@ -210,21 +219,9 @@ class Supervisor:
                     for answer in self._incoming.add(data):
                         if is_answer(answer) and answer["number"] == self._number:
                             return answer, ""
-                elif ready in outputs:
-                    data = _read(ready)
-                    outputs[ready].add(data)
-                    if not data and event & select.POLLHUP:
-                        poller.unregister(ready)  # the code has closed it
+                elif not outputs[ready].read(ready) and event & select.POLLHUP:
+                    poller.unregister(ready)  # the code has closed it
         return None, "timeout"
-
-    def _drain(self, kept: list[KeptOutput]) -> None:
-        """Read the output that is left in the pipes, with a limited number of reads."""
-        for (read_end, _), output in zip(self._outputs, kept, strict=True):
-            for _ in range(16):
-                data = _read(read_end)
-                if not data:
-                    break
-                output.add(data)
 
     def _collect_dead(self, reason: str) -> int:
         returncode = -int(signal.SIGKILL)
@@ -245,7 +242,7 @@ class Supervisor:
 
         Return their number, and whether all have ended.
         """
-        # A list misses the processes that start while it is read; a signal to a group reaches every process of it.
+        # A list misses processes that start while it is read; a signal to a group reaches all of it.
         self._signal_group(signal.SIGSTOP)
         num_ended = 0
         known: set[int] = set()
@@ -265,21 +262,18 @@ class Supervisor:
         return num_ended, False
 
     def _signal_group(self, number: int) -> None:
-        """Signal the interpreter's process group: the interpreter and all descendants that have not left the group."""
+        """Signal the interpreter and all descendants that have not left its process group."""
         with contextlib.suppress(OSError):
             os.killpg(self._process, number)
 
     def _signal_others(self, number: int) -> None:
-        """Signal all processes of the interpreter's own namespace or user at once, including the interpreter.
-
-        Do nothing if the interpreter has neither.
-        """
+        """Signal all processes of the interpreter's own namespace or user at once, if it has either."""
         confinement = self.confinement
         if confinement.has_own_processes:
             with contextlib.suppress(OSError):
                 os.kill(-1, number)  # all other processes of the namespace
         elif confinement.user is not None:
-            # Only this interpreter has this user. One signal reaches all processes of the user, even of a fork bomb.
+            # One signal reaches all processes of the interpreter's user, even those of a fork bomb.
             sender = os.fork()
             if not sender:
                 with contextlib.suppress(BaseException):
@@ -304,7 +298,7 @@ class Supervisor:
 def _kill(processes: set[int]) -> int:
     """Kill the processes that have not ended, and return their number."""
     num_killed = 0
-    # The latest first: in a chain of processes that each start the next and end, only the latest is running.
+    # The latest first: in a chain of processes that start the next and end, only the latest runs.
     for process in sorted(processes, reverse=True):
         if not is_zombie(process):
             with contextlib.suppress(OSError):
@@ -334,7 +328,7 @@ def is_answer(message: object) -> bool:
 def confine(confinement: Confinement) -> None:
     """Permanently give up everything that the confinement does not grant."""
     limits = {
-        # With a core-file handler, as on most systems, zero would start the handler; one byte does not.
+        # With a core-file handler, as on most systems, zero would start it; one byte does not.
         resource.RLIMIT_CORE: 1,
         resource.RLIMIT_AS: confinement.memory_bytes,
         resource.RLIMIT_FSIZE: confinement.file_bytes,
@@ -342,12 +336,14 @@ def confine(confinement: Confinement) -> None:
         resource.RLIMIT_NPROC: confinement.num_processes,
         resource.RLIMIT_SIGPENDING: _MAX_PENDING_SIGNALS,
     }
-    if confinement.user is None and not confinement.has_own_processes:
+    is_user_shared = confinement.user is None and not confinement.has_own_processes
+    if is_user_shared:
         # The kernel counts processes per user, and this user has others.
         limits[resource.RLIMIT_NPROC] += _num_own_threads()
     for kind, value in limits.items():
         _, hard = resource.getrlimit(kind)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
         resource.setrlimit(kind, (value, value))
     os.umask(0o077)
     if not confinement.has_own_processes:
@@ -364,9 +360,10 @@ def confine(confinement: Confinement) -> None:
     kernel.forbid_new_privileges()
     if confinement.is_landlocked:
         kernel.restrict(readable=confinement.readable, writable=(confinement.folder,))
+    has_new_landlock = kernel.landlock_version() >= kernel.LANDLOCK_OF_TRUNCATION
     system_calls.filter_system_calls(
-        is_user_shared=confinement.user is None and not confinement.has_own_processes,
-        is_truncation_open=confinement.is_landlocked and kernel.landlock_version() < kernel.LANDLOCK_OF_TRUNCATION,
+        is_user_shared=is_user_shared,
+        is_truncation_open=confinement.is_landlocked and not has_new_landlock,
     )
 
 
@@ -402,17 +399,10 @@ def _num_own_threads() -> int:
     return count
 
 
-def _read(source: int) -> bytes:
-    try:
-        return os.read(source, 1 << 20)
-    except BlockingIOError:
-        return b""
-
-
 def remove_folder(path: str) -> None:
     """Remove a folder that no process writes to, of any depth and mode, without following links.
 
-    The content of each subfolder moves to the top, so that neither recursion nor long paths are needed.
+    The content of each subfolder moves to the top, which needs neither recursion nor long paths.
     """
     prefix = os.urandom(8).hex()
     numbers = itertools.count()

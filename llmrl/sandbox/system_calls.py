@@ -76,19 +76,6 @@ _ALLOWED_TO_OWN_USERS: dict[str, _Numbers] = {
 }  # fmt: skip
 # Truncates a file by name, which Landlock restricts from version 3.
 _TRUNCATE: _Numbers = (76, 45)
-# Calls that are allowed with some arguments.
-_OPEN = (2, None)
-_OPENAT = (257, 56)
-_CLONE = (56, 220)
-_SOCKETPAIR = (53, 199)
-_PRCTL = (157, 167)
-_FCNTL = (72, 25)
-_IOCTL = (16, 29)
-_SETRLIMIT = (160, 164)
-_PRLIMIT = (302, 261)
-_SCHED_SETAFFINITY = (203, 122)
-# Locks of readable files could block other programs.
-_FLOCK: _Numbers = (73, 32)
 _FIRST_NEW = 424
 """Later calls have the same number on all architectures, and libraries work without them (Linux 5.1 and later)."""
 
@@ -156,14 +143,17 @@ def _none_of(argument: int, values: tuple[int, ...], mask: int = 0xFFFFFFFF) -> 
     return [*program, _allow]
 
 
-# Further checks by call; every list ends in a return.
-_BY_ARGUMENTS: tuple[tuple[_Numbers, list[Instruction]], ...] = (
-    (_OPEN, _none_of(1, _OPENS_REFUSED, _OPEN_MASK)),
-    (_OPENAT, _none_of(2, _OPENS_REFUSED, _OPEN_MASK)),
-    (_CLONE, [(_LOAD, 0, 0, _ARGUMENTS[0]), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _refuse(errno.EPERM), _allow]),
+# Calls that are allowed with some arguments: their numbers and checks. Every list ends in a return.
+_BY_ARGUMENTS: dict[str, tuple[_Numbers, list[Instruction]]] = {
+    "open": ((2, None), _none_of(1, _OPENS_REFUSED, _OPEN_MASK)),
+    "openat": ((257, 56), _none_of(2, _OPENS_REFUSED, _OPEN_MASK)),
+    "clone": (
+        (56, 220),
+        [(_LOAD, 0, 0, _ARGUMENTS[0]), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), _refuse(errno.EPERM), _allow],
+    ),
     # Datagram sockets of a pair can be connected to other sockets.
-    (
-        _SOCKETPAIR,
+    "socketpair": (
+        (53, 199),
         [
             (_LOAD, 0, 0, _ARGUMENTS[0]),
             (_EQUAL, 1, 0, _UNIX),
@@ -175,14 +165,14 @@ _BY_ARGUMENTS: tuple[tuple[_Numbers, list[Instruction]], ...] = (
             _refuse(errno.EPERM),
         ],
     ),
-    (_PRCTL, _one_of(0, _PRCTL_OPTIONS)),
-    (_FCNTL, _one_of(1, _FCNTL_COMMANDS)),
-    (_IOCTL, _one_of(1, _IOCTL_REQUESTS, errno.ENOTTY)),
+    "prctl": ((157, 167), _one_of(0, _PRCTL_OPTIONS)),
+    "fcntl": ((72, 25), _one_of(1, _FCNTL_COMMANDS)),
+    "ioctl": ((16, 29), _one_of(1, _IOCTL_REQUESTS, errno.ENOTTY)),
     # With a core limit of 0, a crash would start the machine's core-file handler.
-    (_SETRLIMIT, _none_of(0, (resource.RLIMIT_CORE,))),
+    "setrlimit": ((160, 164), _none_of(0, (resource.RLIMIT_CORE,))),
     # Only for the calling process, and without changing the core limit.
-    (
-        _PRLIMIT,
+    "prlimit64": (
+        (302, 261),
         [
             (_LOAD, 0, 0, _ARGUMENTS[0]),
             (_EQUAL, 1, 0, 0),
@@ -200,10 +190,10 @@ _BY_ARGUMENTS: tuple[tuple[_Numbers, list[Instruction]], ...] = (
             _refuse(errno.EPERM),
         ],
     ),
-    (_SCHED_SETAFFINITY, _one_of(0, (0,))),
-    # Libraries work without locks if the call does not exist.
-    (_FLOCK, [_refuse(errno.ENOSYS)]),
-)
+    "sched_setaffinity": ((203, 122), _one_of(0, (0,))),
+    # Locks of readable files could block other programs; libraries work if the call does not exist.
+    "flock": ((73, 32), [_refuse(errno.ENOSYS)]),
+}
 
 
 def filter_program(
@@ -237,7 +227,7 @@ def filter_program(
     for numbers in allowed:
         if (number := numbers[column]) is not None:
             program += [(_EQUAL, 0, 1, number), _allow]
-    for numbers, instructions in _BY_ARGUMENTS:
+    for numbers, instructions in _BY_ARGUMENTS.values():
         if (number := numbers[column]) is not None:
             program += [(_EQUAL, 0, len(instructions), number), *instructions]
     return [*program, (_AT_LEAST, 0, 1, _FIRST_NEW), _refuse(errno.ENOSYS), _refuse(errno.EPERM)]

@@ -1,4 +1,4 @@
-"""Forks supervisors of interpreters from a process that has only loaded Python. Standard library only."""
+"""Forks supervisors from a process that has only loaded Python. Standard library only."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ class Settings(TypedDict, total=False):
 
 
 def main() -> None:
-    """Serve the socket that the settings name, which are a JSON object in the program's first argument."""
+    """Serve the socket of the settings, which are a JSON object in the program's first argument."""
     settings: Settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     is_root = os.getuid() == 0
     if settings["level"] == "bubblewrap":
-        _supervise(settings, control, folder=kernel.BOX, is_root=is_root)
+        folder, user = _settle(settings, is_root=is_root)
+        _supervise(settings, control, folder, user)
         return
     try:
         if settings["level"] == "namespaces":
@@ -67,18 +68,23 @@ def main() -> None:
 
 def _enter_namespaces(settings: Settings, *, is_root: bool) -> None:
     shared = kernel.NEW_MOUNTS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_HOST_NAME
-    if is_root:
-        kernel.unshare(shared)
-    else:
-        user = os.getuid()
-        group = os.getgid()
-        kernel.unshare(shared | kernel.NEW_USER)
-        kernel.map_to_root(user, group)
+    _unshare(shared, is_root=is_root)
     kernel.change_root(settings["folder"], settings["readable"], settings["links"])
 
 
+def _unshare(flags: int, *, is_root: bool) -> None:
+    """Enter new namespaces, without root as the root of a new user namespace."""
+    if is_root:
+        kernel.unshare(flags)
+        return
+    user = os.getuid()
+    group = os.getgid()
+    kernel.unshare(flags | kernel.NEW_USER)
+    kernel.map_to_root(user, group)
+
+
 def _start(settings: Settings, service: socket.socket, joining: int, *, is_root: bool) -> None:
-    """Join a control group by writing to a descriptor, and become a supervisor; called in a fork, does not return."""
+    """Join a control group by its descriptor, and become a supervisor, in a fork. Does not return."""
     try:
         try:
             os.write(joining, b"0")
@@ -87,46 +93,41 @@ def _start(settings: Settings, service: socket.socket, joining: int, *, is_root:
             folder, user = _settle(settings, is_root=is_root)
         except OSError as error:
             said = f"{error}; root needs CAP_CHOWN, CAP_SETUID and CAP_SETGID" if is_root else str(error)
-            service.sendall(frames.encode({"is_started": False, "why": said}))
+            service.sendall(frames.encode({"why": said}))
             return
-        _supervise(settings, service, folder=folder, is_root=is_root, user=user if is_root else None)
+        _supervise(settings, service, folder, user)
     finally:
         os._exit(0)
 
 
-def _settle(settings: Settings, *, is_root: bool) -> tuple[str, int]:
+def _settle(settings: Settings, *, is_root: bool) -> tuple[str, int | None]:
     """Enter the namespaces, and return the interpreter's folder and, if this is root, its user."""
     if settings["level"] == "namespaces":
-        own = kernel.NEW_PIDS | kernel.NEW_MOUNTS  # an IPC namespace for each would take 30 ms
-        kernel.unshare(own if is_root else own | kernel.NEW_USER)
-        if not is_root:
-            kernel.map_to_root(0, 0)
+        _unshare(kernel.NEW_PIDS | kernel.NEW_MOUNTS, is_root=is_root)  # an IPC namespace each would take 30 ms
         if os.fork():
             os._exit(0)  # the child is the first process of the new namespace
-        user = _FIRST_USER + int(str(Path("/proc/self").readlink())) if is_root else 0
+        user = _FIRST_USER + int(str(Path("/proc/self").readlink())) if is_root else None
         kernel.be_killed_first()
         kernel.mount_own_proc()
-        kernel.mount_private_tmp(kernel.BOX, settings["limits"]["folder_bytes"], user)
+        kernel.mount_private_tmp(kernel.BOX, settings["limits"]["folder_bytes"], user or 0)
         return kernel.BOX, user
-    os.setsid()
     kernel.become_reaper()
-    folder = tempfile.mkdtemp(dir=settings["folder"])
-    user = _FIRST_USER + os.getpid()
-    if is_root:
-        os.chown(folder, user, user)
-    return folder, user
+    if settings["level"] == "bubblewrap":
+        folder = kernel.BOX
+        own_user = _FIRST_USER + settings["index"]
+    else:
+        os.setsid()
+        folder = tempfile.mkdtemp(dir=settings["folder"])
+        own_user = _FIRST_USER + os.getpid()
+    if not is_root:
+        return folder, None
+    os.chown(folder, own_user, own_user)
+    return folder, own_user
 
 
-def _supervise(
-    settings: Settings, service: socket.socket, *, folder: str, is_root: bool, user: int | None = None
-) -> None:
+def _supervise(settings: Settings, service: socket.socket, folder: str, user: int | None) -> None:
     level = settings["level"]
     limits = settings["limits"]
-    if level == "bubblewrap":
-        kernel.become_reaper()
-        user = _FIRST_USER + settings["index"] if is_root else None
-        if user is not None:
-            os.chown(folder, user, user)
     os.environ.update(HOME=folder, TMPDIR=folder)
     tempfile.tempdir = None
     confinement = Confinement(

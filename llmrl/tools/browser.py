@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BrowserTransform(ToolTransform):
-    """A headless browser for the model: `navigate`, `click`, `type_text`, `extract` and `screenshot`.
+    """A headless browser: tools `navigate`, `click`, `type_text`, `extract` and `screenshot`.
 
     Each conversation has its own page and cookies. All requests of the browser, including redirects
     and what pages load, go through a gateway that allows only some domains.
@@ -27,7 +27,7 @@ class BrowserTransform(ToolTransform):
             address of this machine or its network are refused, unless the address is listed.
         timeout: seconds per action.
         tool_name, **output: as for `ToolTransform`.
-        max_pages: number of open pages; further conversations wait for one for up to `timeout` seconds.
+        max_pages: number of open pages; further conversations wait for one up to `timeout` seconds.
         screenshot_folder: where screenshots are saved; without it there is no `screenshot` tool.
         executable_path: path of the browser; the system's by default.
 
@@ -52,9 +52,9 @@ class BrowserTransform(ToolTransform):
         self.browser = BrowserPages(
             allowed_domains, timeout=timeout, max_pages=max_pages, executable_path=executable_path
         )
-        self._home = self.browser.loop  # a call that follows a cancelled one must find its page closed
+        self._home = self.browser.loop  # a call after a cancelled one must find its page closed
         self.allowed_domains = self.browser.allowed_domains
-        self.screenshot_folder = None if screenshot_folder is None else Path(screenshot_folder)
+        self.screenshot_folder: Path | None = None
         self._screenshot_numbers = itertools.count()
         actions: list[Callable[..., Awaitable[str]]] = [
             PageActions.navigate,
@@ -62,7 +62,8 @@ class BrowserTransform(ToolTransform):
             PageActions.type_text,
             PageActions.extract,
         ]
-        if self.screenshot_folder is not None:
+        if screenshot_folder is not None:
+            self.screenshot_folder = Path(screenshot_folder)
             self.screenshot_folder.mkdir(parents=True, exist_ok=True)
             actions.append(PageActions.screenshot)
         self._set_tools([self._tool(action) for action in actions])

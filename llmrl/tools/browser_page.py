@@ -1,4 +1,4 @@
-"""The model's actions on a page of the browser. The model reads the docstrings and type hints here."""
+"""The model's actions on a page. It reads the docstrings and type hints here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from llmrl.tools.tool import ToolError
 
 if TYPE_CHECKING:
     from playwright.async_api import Page
+
+_PORTS = {"http": 80, "https": 443}
 
 
 class PageActions:
@@ -29,14 +31,12 @@ class PageActions:
             url: where to go, with http:// or https://.
         """
         address = urlsplit(url)
-        if address.scheme not in ("http", "https") or not address.hostname:
+        if address.scheme not in _PORTS or not address.hostname:
             raise ToolError(f"{url!r:.200} does not begin with http:// or https://.")
-        port = address.port or (443 if address.scheme == "https" else 80)
-        if not is_allowed(address.hostname, port, self._domains):
+        if not is_allowed(address.hostname, address.port or _PORTS[address.scheme], self._domains):
             raise self._refusal(address.netloc)
         response = await self._page.goto(url, wait_until="load")
-        refused = None if response is None else response.headers.get(REFUSED_HEADER)
-        if refused:
+        if response is not None and (refused := response.headers.get(REFUSED_HEADER)):
             await self._page.goto("about:blank")
             raise self._refusal(refused)
         return await self._loaded()

@@ -66,7 +66,7 @@ def find_chromium() -> str | None:
 
 
 class PageLost(ToolError):
-    """Raised if the page of a conversation was closed and its content is lost; the next action opens a new page."""
+    """Raised if the page of a conversation was closed; the next action opens a new page."""
 
 
 class BrowserPages:
@@ -81,7 +81,7 @@ class BrowserPages:
         timeout: seconds per action.
         max_pages: maximum number of open pages; further conversations wait for a page.
         executable_path: path of the browser; the system's by default.
-        folders: folders of files that are served as the pages of a host, by host name, without a network request.
+        folders: folders of files, by host name, that are served as the host's pages without a network.
 
     Raises:
         MissingExtraError: if the `tools` extra is not installed.
@@ -123,7 +123,7 @@ class BrowserPages:
 
         A page is closed if it does not respond, or if its action is cancelled.
 
-        Raises ToolError if the action fails, or the browser does not start; PageLost if the page is gone.
+        Raises ToolError if the action fails or the browser does not start, PageLost if the page is gone.
         """
         return await self.loop.wait(self._act(conversation_id, action))
 
@@ -200,7 +200,8 @@ class BrowserPages:
     async def _open_page(self) -> Page:
         await self._places.acquire()
         try:
-            context = await (await self._browser()).new_context(service_workers="block", accept_downloads=False)
+            browser = await self._browser()
+            context = await browser.new_context(service_workers="block", accept_downloads=False)
             context.set_default_timeout(self.timeout * _ACTION_SHARE * 1000)
             await context.add_init_script(_ONE_PAGE)
             await self._serve_folders(context)

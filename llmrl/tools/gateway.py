@@ -21,7 +21,7 @@ _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 
 def is_allowed(host: str, port: int, allowed_domains: Sequence[str]) -> bool:
-    """Return whether a host is one of the domains or a subdomain; a domain with a port allows only that port.
+    """Return whether a host is a domain or its subdomain; a domain with a port allows only that port.
 
     Example:
         >>> is_allowed("docs.python.org", 443, ["python.org"]), is_allowed("evilpython.org", 443, ["python.org"])
@@ -31,7 +31,7 @@ def is_allowed(host: str, port: int, allowed_domains: Sequence[str]) -> bool:
     """
     host = host.lower().rstrip(".")
     for domain in allowed_domains:
-        name, _, only_port = domain.lower().rpartition(":") if ":" in domain else (domain.lower(), "", "")
+        name, _, only_port = domain.lower().partition(":")
         name = name.rstrip(".")
         if (host == name or host.endswith(f".{name}")) and (not only_port or int(only_port) == port):
             return True
@@ -76,8 +76,9 @@ def _is_port(text: str) -> bool:
 def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> bool:
     """Return whether the gateway may connect to an address to which a host name resolves.
 
-    Public addresses are allowed; local and private ones only if listed themselves, or as `localhost`, because a name's
-    owner decides where it resolves to. IPv4 in IPv6 (mapped, NAT64) is unwrapped; tunnels (6to4, Teredo) are refused.
+    Public addresses are allowed; others only if listed themselves, or as `localhost`, because a
+    name's owner decides where it resolves to. IPv4 in IPv6 (mapped, NAT64) is unwrapped; tunnels
+    (6to4, Teredo) are refused.
 
     Example:
         >>> is_reachable("93.184.216.34", "example.org", ["example.org"]), is_reachable("10.0.0.1", "a.org", ["a.org"])
@@ -86,8 +87,7 @@ def is_reachable(address: str, host: str, allowed_domains: Sequence[str]) -> boo
         True
     """
     parsed = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    parsed = parsed if mapped is None else mapped
+    parsed = getattr(parsed, "ipv4_mapped", None) or parsed
     if parsed in _NAT64:
         parsed = ipaddress.ip_address(parsed.packed[-4:])
     if parsed.is_global and not parsed.is_multicast and not any(parsed in network for network in _TUNNELS):

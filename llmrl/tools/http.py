@@ -25,7 +25,7 @@ def HttpTool(
 ) -> Tool:
     """Return a tool that makes HTTP requests, without following redirects.
 
-    Only common headers such as `Accept`, `Authorization` and `Content-Type` are allowed; `Host` is not.
+    Only common headers such as `Accept` and `Authorization` are allowed; `Host` is not.
 
     Args:
         allowed_hosts: host names, such as `api.example.org`, optionally with a port. Names may resolve to any address:
@@ -97,7 +97,7 @@ def HttpTool(
 
 
 def StopTool(name: str = "stop") -> Tool:
-    """Return a tool with which the model ends the conversation; the message with the call is its last answer."""
+    """Return a tool that ends the conversation; the message with the call is the last answer."""
 
     async def stop(reason: str = "done") -> None:
         """Say that you have finished.

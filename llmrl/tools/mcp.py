@@ -8,21 +8,21 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.imports import require
 from llmrl._utils.threads import run_in_thread
 from llmrl._utils.types import Row
 from llmrl.data.message import encodable
-from llmrl.tools.mcp_connection import Answer, MCPConnection
-from llmrl.tools.mcp_transport import MCPServer
+from llmrl.tools.mcp_connection import Answer, MCPConnection, pages
+from llmrl.tools.mcp_transport import HOW_TO_START, MCPServer
 from llmrl.tools.output import as_text
-from llmrl.tools.tool import InvalidArguments, Tool, ToolError
+from llmrl.tools.tool import InvalidArguments, Tool, ToolError, text_parameters
 from llmrl.tools.transform import OutputOptions, ToolTransform
 
 if TYPE_CHECKING:
@@ -36,14 +36,6 @@ MAX_SCHEMA_CHARS = 32_000
 MAX_PAGES = 100
 """Maximum number of pages of a list of resources."""
 _FOLDER = "{folder}"
-_URI = {"type": "object", "properties": {"uri": {"type": "string", "description": "its URI"}}, "required": ["uri"]}
-
-
-Page = TypeVar("Page", bound="mcp_types.PaginatedResult", covariant=True)
-
-
-class _ListPage(Protocol[Page]):
-    async def __call__(self, *, cursor: str | None) -> Page: ...
 
 
 class MCPToolTransform(ToolTransform):
@@ -120,7 +112,7 @@ class MCPToolTransform(ToolTransform):
 
 
 class _Connections:
-    """The connections to one server: one that all conversations share, or one for each conversation."""
+    """The connections to one server: a shared one, or one for each conversation."""
 
     def __init__(self, name: str, server: MCPServer, connect_timeout: float, home: BackgroundLoop) -> None:
         self.name = name
@@ -133,7 +125,7 @@ class _Connections:
 
     async def tools(self) -> list[Tool]:
         """Return the server's tools. A server that is not shared is started only to list them."""
-        opened = await self._opened("")
+        opened = await self._opened("", {})
         if not self.is_shared:
             await self._end("")
         made = [_tool(self, description) for description in opened.listed]
@@ -150,8 +142,8 @@ class _Connections:
     async def ask(
         self, conversation_id: str, send: Callable[[Client], Awaitable[Answer]], *, is_repeatable: bool
     ) -> Answer:
-        """Return the server's answer to the request that `send` makes. Raises ToolError with a text for the model."""
-        opened = await self._opened("" if self.is_shared else conversation_id)
+        """Return the server's answer to the request that `send` makes. Raises ToolError for the model."""
+        opened = await self._opened("" if self.is_shared else conversation_id, {})
         return await opened.connection.ask(send, is_repeatable=is_repeatable)
 
     async def open(self, conversation_id: str, row: Row) -> Path:
@@ -160,10 +152,11 @@ class _Connections:
         assert opened.folder is not None
         return opened.folder
 
-    async def _opened(self, conversation_id: str, row: Row = {}) -> _Opened:  # noqa: B006  # the default is not changed
+    async def _opened(self, conversation_id: str, row: Row) -> _Opened:
         if conversation_id not in self._open:
             self._open[conversation_id] = asyncio.create_task(self._start(row))
-        return await asyncio.shield(self._open[conversation_id])  # a cancelled call must not cancel the start
+        # A cancelled call must not cancel the start.
+        return await asyncio.shield(self._open[conversation_id])
 
     async def _start(self, row: Row) -> _Opened:
         if self.is_shared:
@@ -208,7 +201,7 @@ class _Connections:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """An open connection, the listed tools, and the folder if the server belongs to one conversation."""
+    """An open connection, the listed tools, and the folder of a conversation's own server."""
 
     connection: MCPConnection
     listed: list[mcp_types.Tool]
@@ -231,19 +224,16 @@ def _in_folder(server: MCPServer, folder: Path) -> MCPServer:
 
 
 def _check_server(name: str, server: MCPServer) -> MCPServer:
-    unknown = sorted(set(server) - set(MCPServer.__annotations__))
-    if unknown:
-        raise ValueError(f"server {name!r} has unknown entries {unknown}; known are {list(MCPServer.__annotations__)}.")
+    known = list(MCPServer.__annotations__)
+    if unknown := sorted(set(server) - set(known)):
+        raise ValueError(f"server {name!r} has unknown entries {unknown}; known are {known}.")
     if ("command" in server) == ("url" in server):
         raise ValueError(f"server {name!r} needs exactly one of 'command' and 'url', got {sorted(server)}.")
     if "prepare" in server and not server.get("per_conversation"):
         raise ValueError(f"server {name!r} has 'prepare', which requires 'per_conversation': True.")
-    misplaced = sorted({"args", "env", "cwd"} & set(server) if "url" in server else {"headers"} & set(server))
-    if misplaced:
-        raise ValueError(
-            f"server {name!r} has {misplaced}, which cannot be combined with "
-            f"{'url' if 'url' in server else 'command'!r}."
-        )
+    for way, entries in (("command", ("headers",)), ("url", HOW_TO_START)):
+        if way in server and (misplaced := sorted(set(entries) & set(server))):
+            raise ValueError(f"server {name!r} has {misplaced}, which cannot be combined with {way!r}.")
     return server.copy()
 
 
@@ -275,23 +265,13 @@ def _list_resources(connections: _Connections) -> Tool:
 
 
 async def _resource_lines(client: Client) -> list[str]:
-    """Return a line for each resource and each resource template, from at most `MAX_PAGES` pages of either list."""
+    """Return a line for each resource and template, from at most `MAX_PAGES` pages of either."""
     lines = []
-    async for page in _pages(client.list_resources):
+    async for page in pages(client.list_resources, MAX_PAGES):
         lines += [_line(resource.uri, resource.name, resource.description) for resource in page.resources]
-    async for forms in _pages(client.list_resource_templates):
+    async for forms in pages(client.list_resource_templates, MAX_PAGES):
         lines += [_line(form.uri_template, form.name, form.description) for form in forms.resource_templates]
     return lines
-
-
-async def _pages(list_page: _ListPage[Page]) -> AsyncIterator[Page]:
-    """Yield the pages of a list, at most `MAX_PAGES`."""
-    cursor = None
-    for _ in range(MAX_PAGES):
-        page = await list_page(cursor=cursor)
-        yield page
-        if not (cursor := page.next_cursor):
-            break
 
 
 def _line(uri: str, name: str, description: str | None) -> str:
@@ -306,7 +286,7 @@ def _read_resource(connections: _Connections) -> Tool:
         read = await connections.ask(conversation_id, lambda client: client.read_resource(uri), is_repeatable=True)
         return "\n".join(map(_resource_text, read.contents))
 
-    return Tool(f"{connections.name}.read_resource", "Read a resource.", _URI, run)
+    return Tool(f"{connections.name}.read_resource", "Read a resource.", text_parameters("uri", "its URI"), run)
 
 
 def _check_description(server: str, description: mcp_types.Tool) -> None:
@@ -316,9 +296,8 @@ def _check_description(server: str, description: mcp_types.Tool) -> None:
             f"MCP server {server!r} names a tool {name[:MAX_NAME_CHARS]!r}, of {len(name)} characters; "
             f"expected 1 to {MAX_NAME_CHARS} printable characters."
         )
-    num_chars = sum(
-        map(len, (description.description or "", description.title or "", as_text(description.input_schema)))
-    )
+    texts = (description.description or "", description.title or "", as_text(description.input_schema))
+    num_chars = sum(map(len, texts))
     if num_chars > MAX_SCHEMA_CHARS:
         raise ValueError(
             f"MCP server {server!r} describes its tool {name!r} with {num_chars} characters, including the schema; at "

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from llmrl.tools.mcp_transport import KeptErrors, MCPServer, make_client
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
+Page = TypeVar("Page", bound="mcp_types.PaginatedResult")
 
 _CLOSE_SECONDS = 5.0
 _ASK_AGAIN_SECONDS = 5.0
@@ -90,15 +90,12 @@ class MCPConnection:
 
     async def _list_tools(self, client: Client) -> list[mcp_types.Tool]:
         tools = []
-        cursor = None
-        for num_pages in itertools.count(1):
-            page = await client.list_tools(cursor=cursor)
+        num_pages = 0
+        async for page in pages(client.list_tools, MAX_TOOLS + 1):
             tools += page.tools
-            cursor = page.next_cursor
+            num_pages += 1
             if max(len(tools), num_pages) > MAX_TOOLS:
                 raise ValueError(f"it lists more than {MAX_TOOLS} tools, or pages of them.")
-            if not cursor:
-                break
         return tools
 
     async def ask(self, send: Callable[[Client], Awaitable[Answer]], *, is_repeatable: bool) -> Answer:
@@ -121,9 +118,10 @@ class MCPConnection:
                     raise ToolError(error.error.message) from error
             except ConnectionError as error:
                 raise ToolError(str(error)) from error
-            except Exception as error:  # of the transport: anyio, httpx
-                if isinstance(error, ValueError):
-                    raise
+            except ValueError:
+                raise
+            except Exception:  # of the transport: anyio, httpx
+                pass
             try:
                 await self._reopen(number)
             except ConnectionError as error:
@@ -195,6 +193,16 @@ class MCPConnection:
         if not done:
             task.cancel()
             await asyncio.wait([task], timeout=_CLOSE_SECONDS)
+
+
+async def pages(list_page: Callable[..., Awaitable[Page]], max_pages: int) -> AsyncIterator[Page]:
+    """Yield the pages of a list, at most `max_pages`."""
+    cursor = None
+    for _ in range(max_pages):
+        page = await list_page(cursor=cursor)
+        yield page
+        if not (cursor := page.next_cursor):
+            break
 
 
 def _describe(error: BaseException) -> str:

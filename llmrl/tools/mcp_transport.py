@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Maximum size of a server's message; to parse one of this size takes tens of milliseconds."""
-_ENCODING = "utf-8-in-bounded-lines"
+_ENCODING = "utf_8_in_bounded_lines"
 _TIMEOUT_S = 30.0
 _READ_TIMEOUT_S = 300.0
 """Defaults of the SDK's client."""
@@ -93,7 +93,8 @@ async def make_client(
         # 404 to a request with a session id: the session has ended.
         if response.status_code == 404 and "mcp-session-id" in response.request.headers:
             when_forgotten()
-        response.headers.pop("content-encoding", None)  # none was requested, and the limit applies to decoded bytes
+        # None was requested, and the limit applies to decoded bytes.
+        response.headers.pop("content-encoding", None)
         if "text/event-stream" not in response.headers.get("content-type", ""):
             assert isinstance(response.stream, httpx2.AsyncByteStream)
             response.stream = Bounded(response.stream)
@@ -131,11 +132,11 @@ class KeptErrors(asyncio.Protocol):
 
 
 class BoundedLines(codecs.IncrementalDecoder):
-    """Decoder of UTF-8 with one message per line; a line that is too long is cut, and its request gets an error.
+    """Decoder of UTF-8 with one message per line; the request of a line that is too long gets an error.
 
     A line that is not a JSON object is left out: some programs write their log to the standard output.
 
-    The decoder is a codec, because the SDK decodes a program's output before it collects lines of any length.
+    It is a codec, because the SDK decodes a program's output before it collects lines of any length.
     """
 
     def __init__(self, errors: str = "strict") -> None:
@@ -168,7 +169,7 @@ class BoundedLines(codecs.IncrementalDecoder):
 
 
 def _error_for(beginning: bytes) -> str:
-    """Return the error response to the request of a cut message, or "" if the request is unknown."""
+    """Return the error response to the request of a cut message; "" if the request is unknown."""
     found = _ID.search(beginning)
     if found is None:
         return ""
@@ -176,7 +177,7 @@ def _error_for(beginning: bytes) -> str:
 
 
 def _find_codec(name: str) -> codecs.CodecInfo | None:
-    if name.replace("-", "_") != _ENCODING.replace("-", "_"):
+    if name != _ENCODING:
         return None
     utf_8 = codecs.lookup("utf-8")
     return codecs.CodecInfo(utf_8.encode, utf_8.decode, incrementaldecoder=BoundedLines, name=_ENCODING)

@@ -59,7 +59,7 @@ class FileRefPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image in a tool's result. No policy of llmrl reads images, so the call counts as failed."""
+    """An image in a tool's result. No policy of llmrl reads images: the call counts as failed."""
 
     data: bytes
     media_type: str = "image/png"
@@ -109,7 +109,7 @@ def _text_of_part(part: ToolResultPart) -> str:
 
 
 def as_text(value: object) -> str:
-    """Return a value as text: strings and results as they are, None as "", others as JSON or else as `str`.
+    """Return a value as text: strings and results as they are, None as "", others as JSON or `str`.
 
     Raises TypeError if the text contains a memory address.
 

@@ -12,7 +12,7 @@ from llmrl.sandbox.launch import Isolation
 from llmrl.sandbox.service import PythonExecutorService, PythonResult
 from llmrl.tools.sandboxes import SandboxExecutor
 from llmrl.tools.session import ToolSession
-from llmrl.tools.tool import InvalidArguments, Tool, ToolError
+from llmrl.tools.tool import Tool, ToolError, only_text, text_parameters
 from llmrl.tools.transform import OutputOptions, ToolTransform
 
 if TYPE_CHECKING:
@@ -20,26 +20,22 @@ if TYPE_CHECKING:
 
 _FENCED = re.compile(r"```(?:python|py)[^\S\n]*\n(.*?)^[^\S\n]*```", re.DOTALL | re.MULTILINE)
 _DESCRIPTION = "Run Python code; what it prints is the answer."
-_PARAMETERS = {
-    "type": "object",
-    "properties": {"code": {"type": "string", "description": "Python source."}},
-    "required": ["code"],
-}
+_PARAMETERS = text_parameters("code", "Python source.")
 
 
 class PythonInterpreter(ToolTransform):
-    r"""Runs Python code of the model, from fenced blocks or calls of the tool `python`, and returns the output.
+    r"""Runs Python code of the model, from fenced blocks or calls of the tool `python`.
 
-    Code runs in a `PythonExecutorService`: in a confined process with limits, which is killed after a timeout.
+    Code runs in a `PythonExecutorService`: in a confined process, which is killed after a timeout.
 
     Args:
         tokenizer: ignored; for compatibility with TorchRL.
         tool_name: role of the answers.
         persistent: whether the code of a conversation shares variables.
         timeout: seconds per piece of code.
-        services: `"ray"` for a service shared through TorchRL's service registry; a local one by default.
+        services: `"ray"` for a service of TorchRL's service registry; a local one by default.
         service_name, namespace: name and namespace of the shared service.
-        calls: `fenced` for Python blocks in the message, `tool_call` for calls of the tool `python`.
+        calls: `fenced` for Python blocks in the message, `tool_call` for the tool `python`.
         executor: a local service to share, or a `SandboxExecutor`, with which `persistent` code
             shares only files; by default a new service.
         isolation: isolation that the new service requires (`PythonExecutorService`).
@@ -137,19 +133,20 @@ class PythonInterpreter(ToolTransform):
         # In order, because a block may use results of an earlier one.
         for number, code in enumerate(_FENCED.findall(text_of(message.get("content"))), 1):
             result = await self._execute(code, session.id)
-            self.count("answered" if result.is_success else CodeFailed(result).outcome, session)
-            outcome = "executed successfully" if result.is_success else "failed"
-            output = result.stdout if result.is_success else _failure(result)
-            answers.append(self.tool_message(f"Code block {number} {outcome}:\n{output}"))
+            if result.is_success:
+                self.count("answered", session)
+                text = f"Code block {number} executed successfully:\n{result.stdout}"
+            else:
+                self.count(CodeFailed(result).outcome, session)
+                text = f"Code block {number} failed:\n{_output(result)}"
+            answers.append(self.tool_message(text))
         return answers
 
     async def _run_tool(self, arguments: dict[str, object], conversation_id: str) -> str:
-        if set(arguments) != {"code"} or not isinstance(arguments["code"], str):
-            raise InvalidArguments(f"the only argument is 'code' (a string), got {sorted(arguments)}")
-        result = await self._execute(arguments["code"], conversation_id)
+        result = await self._execute(only_text(arguments, "code"), conversation_id)
         if not result.is_success:
             raise CodeFailed(result)
-        return result.stdout + result.stderr
+        return _output(result)
 
     async def _start(self) -> None:
         _ = self.executor  # starting it takes a moment
@@ -171,12 +168,12 @@ class CodeFailed(ToolError):
     """Raised if the model's code failed."""
 
     def __init__(self, result: PythonResult) -> None:
-        super().__init__(f"the code failed:\n{_failure(result)}")
+        super().__init__(f"the code failed:\n{_output(result)}")
         self.outcome = "timeouts" if result.reason == "timeout" else "failed"
 
 
-def _failure(result: PythonResult) -> str:
-    # The output before the failure is as useful as the error.
+def _output(result: PythonResult) -> str:
+    # The output before a failure is as useful as the error.
     return result.stdout + result.stderr
 
 

@@ -15,7 +15,7 @@ class RateLimiter:
     Args:
         max_concurrent: number of concurrent calls on an event loop.
         rate_per_second: number of calls that start per second.
-        burst: number of calls that may start at once after a pause; by default the calls of one second, at least 1.
+        burst: calls that may start at once after a pause; by default those of a second, at least 1.
 
     Raises ValueError if a limit is not positive, or the burst is below 1.
     """
@@ -31,7 +31,7 @@ class RateLimiter:
         if burst is not None and not burst >= 1:
             raise ValueError(f"burst must be at least 1, got {burst}.")
         self._max_concurrent = max_concurrent
-        # A semaphore that calls waited for belongs to their loop, and each `env.step` answers on a loop of its own.
+        # A semaphore belongs to the loop that waited for it, and each `env.step` answers on its own.
         self._places: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
         self._interval = 0.0 if rate_per_second is None else 1 / rate_per_second
         self._num_ahead = (max(rate_per_second or 1.0, 1.0) if burst is None else burst) - 1
@@ -45,7 +45,7 @@ class RateLimiter:
         """Wait for a slot, which is freed on exit."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        # Virtual scheduling as in the generic cell rate algorithm of the ATM Forum; updated before waiting.
+        # The generic cell rate algorithm of the ATM Forum, with virtual scheduling.
         due = max(self._next, now)
         self._next = due + self._interval
         await asyncio.sleep(due - self._num_ahead * self._interval - now)

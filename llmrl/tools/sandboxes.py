@@ -16,7 +16,7 @@ _MOST_SECONDS = 3600.0  # an upper bound; the transform's own limit is shorter
 
 
 class ConversationSandbox:
-    """A conversation's sandbox and the model's tools in it. Rewards read it as `conversation_sandbox`."""
+    """A conversation's sandbox and its tools. Rewards read it as `conversation_sandbox`."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -91,7 +91,7 @@ def FileReadTool(sandboxes: Sandboxes) -> Tool:
 class SandboxExecutor:
     r"""Runs Python in sandboxes, as the `executor` of a `PythonInterpreter`.
 
-    Calls of one session share a sandbox and its files, but no variables; without a session each call has a new sandbox.
+    Calls of one session share a sandbox and its files, but no variables. Other calls have a new one each.
 
     Args:
         make: function that returns a new sandbox.
@@ -124,7 +124,7 @@ class SandboxExecutor:
             sandbox = await self._started()
         else:
             starting = self._sandboxes.get(session)
-            if starting is None or (starting.done() and starting.exception() is not None):  # a failed start is repeated
+            if starting is None or (starting.done() and starting.exception() is not None):  # repeat it
                 starting = self._sandboxes[session] = asyncio.create_task(self._started())
             sandbox = await asyncio.shield(starting)
         try:
@@ -132,9 +132,10 @@ class SandboxExecutor:
         finally:
             if session is None:
                 await sandbox.close()
-        stderr = told.stderr + (f"The code ran longer than {timeout:g} s and was stopped.\n" if told.timed_out else "")
-        is_success = told.exit_code == 0 and not told.timed_out
-        return PythonResult(is_success, told.stdout, stderr, told.exit_code, "timeout" if told.timed_out else "")
+        if told.timed_out:
+            stderr = f"{told.stderr}The code ran longer than {timeout:g} s and was stopped.\n"
+            return PythonResult(False, told.stdout, stderr, told.exit_code, "timeout")
+        return PythonResult(told.exit_code == 0, told.stdout, told.stderr, told.exit_code)
 
     async def _started(self) -> Sandbox:
         sandbox = self._make()

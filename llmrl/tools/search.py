@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from llmrl._utils.arguments import check_least
 from llmrl._utils.imports import require
 from llmrl.tools.output import truncate
-from llmrl.tools.tool import InvalidArguments, Tool
-
-if TYPE_CHECKING:
-    from bm25s.tokenization import Tokenized
+from llmrl.tools.tool import Tool, only_text, text_parameters
 
 _MAX_RESULT_CHARS = 1000
 _DESCRIPTION = "Search the documents. The answer is those that fit best, the best first."
@@ -43,19 +40,17 @@ class SearchIndex:
         if not documents:
             raise ValueError("documents is empty; there is nothing to search.")
         check_least(1, num_results=num_results)
-        self._bm25s = require("bm25s", extra="tools")
+        bm25s = require("bm25s", extra="tools")
         self.documents = [_as_text(document) for document in documents]
         self.num_results = num_results
-        self._index = self._bm25s.BM25()
-        self._index.index(self._words(self.documents), show_progress=False)
-
-    def _words(self, texts: list[str]) -> Tokenized:
         # Without stop words, because questions consist largely of them.
-        return self._bm25s.tokenize(texts, stopwords="en", show_progress=False)
+        self._tokenize = functools.partial(bm25s.tokenize, stopwords="en", show_progress=False)
+        self._index = bm25s.BM25()
+        self._index.index(self._tokenize(self.documents), show_progress=False)
 
     def search(self, query: str) -> list[tuple[int, str]]:
-        """Return the indices and texts of documents that share a word with the query, best first."""
-        words = self._bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)
+        """Return the indices and texts of the documents that share words with the query, best first."""
+        words = self._tokenize([query], return_ids=False)
         if not words[0]:
             return []
         count = min(self.num_results, len(self.documents))
@@ -68,20 +63,12 @@ class SearchIndex:
 
     def tool(self, name: str = "search", description: str = _DESCRIPTION) -> Tool:
         """Return the index as a tool with one argument, `query`."""
-        query = {"type": "string", "description": "words to look for"}
-        parameters = {"type": "object", "properties": {"query": query}, "required": ["query"]}
 
         async def run(arguments: dict[str, object], conversation_id: str) -> str:
-            if set(arguments) != {"query"} or not isinstance(arguments["query"], str):
-                raise InvalidArguments(f"the only argument is 'query' (a string), got {sorted(arguments)}")
-            found = self.search(arguments["query"])
-            if not found:
-                return "Nothing was found."
-            return "\n".join(
-                f"[{number}] {truncate(text, _MAX_RESULT_CHARS, 'end')}" for number, (_, text) in enumerate(found, 1)
-            )
+            found = [truncate(text, _MAX_RESULT_CHARS, "end") for _, text in self.search(only_text(arguments, "query"))]
+            return "\n".join(f"[{number}] {text}" for number, text in enumerate(found, 1)) or "Nothing was found."
 
-        return Tool(name, description, parameters, run)
+        return Tool(name, description, text_parameters("query", "words to look for"), run)
 
 
 def _as_text(document: str | Mapping[str, str]) -> str:

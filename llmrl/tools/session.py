@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 
 from llmrl._utils.failure import as_exception
 from llmrl.data import Message
-from llmrl.data.tensordicts import plain
+from llmrl.data.tensordicts import non_tensor, plain, tensordict_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ OUTCOMES = ("answered", "failed", "timeouts", "invalid", "unknown", "malformed")
 
 
 class ToolSession:
-    """A conversation's id, the state of its tools, and callbacks for its end. Copies of the TensorDict share it.
+    """A conversation's id, its tools' state, and callbacks for its end. Copies of the TensorDict share it.
 
-    The callbacks run once: on `release`, which collectors call, or when the session is garbage-collected.
+    The callbacks run once: on `release`, which collectors call, or at the session's garbage collection.
 
     Example:
         >>> told = []
@@ -66,7 +66,7 @@ class ToolSession:
         self._releases.append(release)
 
     def release(self) -> None:
-        """Run the callbacks, and wait up to 30 s for the futures that they return, except in an event loop."""
+        """Run the callbacks, and wait up to 30 s for the futures they return, except in an event loop."""
         closing = self._finalizer() or ()
         try:
             asyncio.get_running_loop()
@@ -78,7 +78,7 @@ class ToolSession:
         """Whether the callbacks have run."""
         return not self._finalizer.alive
 
-    # Several transforms may answer a message: each answers its own calls, and one answers the unknown ones.
+    # Several transforms may answer a message: each answers its own calls, and one the unknown ones.
 
     def claim(self, turn: int, what: Hashable) -> bool:
         """Return whether the caller is the first to claim this call of the turn."""
@@ -125,15 +125,25 @@ class ToolSession:
         return ToolSession, ()
 
 
+def session_of(element: TensorDictBase) -> ToolSession | None:
+    """Return a conversation's session; None if it has no tools."""
+    return plain(element.get(SESSION, None))
+
+
+def set_session(element: TensorDictBase, session: ToolSession) -> None:
+    """Write a conversation's session."""
+    element.set(STATE_KEY, tensordict_of({"session": non_tensor(session)}))
+
+
 def outcomes_of(element: TensorDictBase) -> dict[str, int]:
     """Return the number of a conversation's tool calls by outcome (`OUTCOMES`)."""
-    session = plain(element.get(SESSION, None))
+    session = session_of(element)
     return {} if session is None else dict(session.outcomes)
 
 
 def states_of(element: TensorDictBase) -> dict[str, object]:
     """Return the state that tools keep for a conversation, by name."""
-    session = plain(element.get(SESSION, None))
+    session = session_of(element)
     return {} if session is None else dict(session.states)
 
 

@@ -38,7 +38,7 @@ class InvalidArguments(ToolError):
 
 
 class StopSignal(Exception):
-    """Raise it in a tool to end the conversation after this turn; the record contains its text as the reason."""
+    """Raise it in a tool to end the conversation after this turn; its text is recorded as the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class Tool:
     release: Callable[[str], Future[None] | None] | None = None
     """Called with the id of a conversation that has ended (`Release`)."""
     open: Callable[[str, Row], Coroutine[None, None, object]] | None = None
-    """Called with the id and the dataset row of a conversation, before its first call; returns the tool's state."""
+    """Called with a conversation's id and dataset row before its first call; returns the tool's state."""
     state_name: str = ""
     """Name by which rewards read the state."""
     keeps_time: bool = False
-    """Whether the tool limits its own time and never blocks; it is then awaited on the caller's loop."""
+    """Whether the tool limits its own time and never blocks; it then runs on the caller's loop."""
     keeps_opening_time: bool = False
-    """Whether `open` limits its own time, as the start of a sandbox does, which may build an image."""
+    """Whether `open` limits its own time, as a sandbox's start does, which may build an image."""
 
     @property
     def schema(self) -> ToolSchema:
@@ -70,9 +70,9 @@ class Tool:
 
 
 def function_tool(function: Callable[..., object], *, name: str | None = None) -> Tool:
-    """Return a tool from a function: the schema comes from its type hints, the description from its docstring.
+    """Return a tool with the schema of a function's type hints and the description of its docstring.
 
-    Arguments are validated and converted to the types of the hints. A sync function runs in its own thread.
+    Arguments are validated and converted to the hinted types. A sync function runs in its own thread.
 
     Raises:
         TypeError: if a parameter has no type hint, or the function has no docstring.
@@ -105,13 +105,13 @@ class InstanceTools:
 
     The instance is created before the first answer of the conversation is processed. `reset`, if defined, is then
     called with the columns of the dataset row that it names, and `close` at the end of the conversation, after scoring.
-    Reward functions read the instance by the class's name: `class ShoppingBasket` as `shopping_basket`.
+    Rewards read the instance by the class's name: `class ShoppingBasket` as `shopping_basket`.
 
     Args:
         cls: the class; `reset`, `close` and `get_reward` are not tools.
         make: function that returns an instance; `cls` by default.
 
-    Raises TypeError if the class has no public method, or if a method lacks a docstring or type hints.
+    Raises TypeError if the class has no public method, or a method has no docstring or type hints.
 
     Example:
         >>> class Notes:
@@ -137,8 +137,7 @@ class InstanceTools:
         self.state_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         """Name by which rewards read the instance."""
         self._make = make or cls
-        self._instances: dict[str, Any] = {}
-        self._loops: dict[str, asyncio.AbstractEventLoop] = {}
+        self._instances: dict[str, tuple[Any, asyncio.AbstractEventLoop]] = {}
         self.tools = [self._tool(cls, name, function) for name, function in functions.items()]
 
     def _tool(self, cls: type, name: str, function: Callable[..., object]) -> Tool:
@@ -149,7 +148,8 @@ class InstanceTools:
             valid = signature.validate(arguments)
             if conversation_id not in self._instances:
                 await self.open(conversation_id, {})
-            return await call(getattr(self._instances[conversation_id], name), valid)
+            instance, _ = self._instances[conversation_id]
+            return await call(getattr(instance, name), valid)
 
         async def open_instance(conversation_id: str, row: Row) -> object:
             return (await self.open(conversation_id, row))[0]
@@ -159,8 +159,8 @@ class InstanceTools:
 
     async def open(self, conversation_id: str, row: Row) -> tuple[object, object]:
         """Create a conversation's instance, and return it with the result of its `reset`."""
-        instance = self._instances[conversation_id] = self._make()
-        self._loops[conversation_id] = asyncio.get_running_loop()
+        instance = self._make()
+        self._instances[conversation_id] = (instance, asyncio.get_running_loop())
         reset = getattr(instance, "reset", None)
         if reset is None:
             return instance, None
@@ -171,17 +171,30 @@ class InstanceTools:
         return instance, await call(reset, given)
 
     def release(self, conversation_id: str) -> Future[None] | None:
-        """Close a conversation's instance; an async `close` runs on its loop. May be called twice."""
-        instance = self._instances.pop(conversation_id, None)
-        loop = self._loops.pop(conversation_id, None)
-        closing = instance.close() if hasattr(instance, "close") else None
-        if not inspect.iscoroutine(closing) or loop is None:
+        """Close a conversation's instance, on its loop if `close` is async. May be called twice."""
+        instance, loop = self._instances.pop(conversation_id, (None, None))
+        closing = getattr(instance, "close", lambda: None)()
+        if loop is None or not inspect.iscoroutine(closing):
             return None
         return asyncio.run_coroutine_threadsafe(_told(closing), loop)
 
 
+def text_parameters(name: str, description: str) -> dict[str, object]:
+    """Return the schema of arguments that are one text."""
+    text = {"type": "string", "description": description}
+    return {"type": "object", "properties": {name: text}, "required": [name]}
+
+
+def only_text(arguments: Mapping[str, object], name: str) -> str:
+    """Return the text `name`. Raises InvalidArguments unless it is the only argument."""
+    text = arguments.get(name)
+    if set(arguments) != {name} or not isinstance(text, str):
+        raise InvalidArguments(f"the only argument is {name!r} (a string), got {sorted(arguments)}")
+    return text
+
+
 def collect_tools(tools: Iterable[object]) -> list[Tool]:
-    """Return the `Tool`s of tools, functions and classes. Raises TypeError for others, ValueError for equal names."""
+    """Return tools, functions and classes as `Tool`s. Raises TypeError, or ValueError for equal names."""
     collected: list[Tool] = []
     for tool in tools:
         if isinstance(tool, Tool):
@@ -200,7 +213,7 @@ def collect_tools(tools: Iterable[object]) -> list[Tool]:
 
 
 class Signature:
-    """A function's schema and documentation. Raises TypeError if a type hint or the docstring is missing."""
+    """A function's schema and documentation. Raises TypeError if one of them is missing."""
 
     def __init__(self, function: Callable[..., object], *, is_method: bool = False) -> None:
         pydantic = require("pydantic", extra="tools")
@@ -213,7 +226,7 @@ class Signature:
         described = {parameter.arg_name: parameter.description for parameter in documentation.params}
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, tuple[object, FieldInfo]] = {}
-        parameters = list(inspect.signature(function).parameters.values())[1 if is_method else 0 :]
+        parameters = list(inspect.signature(function).parameters.values())[int(is_method) :]  # without self
         for parameter in parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise TypeError(f"tool {name!r} has the parameter {parameter}; tools take named parameters only.")
@@ -232,7 +245,7 @@ class Signature:
         self.schema = _without_titles(self._model.model_json_schema())
 
     def validate(self, arguments: dict[str, object]) -> dict[str, object]:
-        """Return the arguments converted to the parameters' types. Raises InvalidArguments with all reasons."""
+        """Return the arguments with the parameters' types. Raises InvalidArguments with all reasons."""
         try:
             valid = self._model.model_validate(arguments)
         except self._invalid as error:

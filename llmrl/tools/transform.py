@@ -25,11 +25,11 @@ from llmrl._utils.spans import span
 from llmrl.data import History, MalformedToolCall, Message, StopReason, ToolSchema, text_of
 from llmrl.data.chats import flatten
 from llmrl.data.message import copied, encodable
-from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, restacked, tensordict_of
+from llmrl.data.tensordicts import batch_elements, dataset_columns, non_tensor, plain, restacked
 from llmrl.rendering.tool_calls import find_tool_call_parser
 from llmrl.tools.output import ToolResult, TruncateSide, as_text, truncate
 from llmrl.tools.rate_limit import RateLimiter
-from llmrl.tools.session import SESSION, STATE_KEY, ToolSession
+from llmrl.tools.session import STATE_KEY, ToolSession, session_of, set_session
 from llmrl.tools.tool import InvalidArguments, StopSignal, Tool, ToolError, collect_tools
 
 Call = Mapping[str, Any]
@@ -45,7 +45,7 @@ class OutputOptions(TypedDict, total=False):
 
 
 class ToolTransform(KnownArguments, Transform):
-    """Answers the tool calls of assistant messages with tool messages, and adds the tools to the prompt.
+    """Answers tool calls of assistant messages with tool messages, and adds the tools to the prompt.
 
     Tools are functions, classes with one instance per conversation (`InstanceTools`), or `Tool`s. Calls of a message
     run in parallel, except those of one instance; answers are in the order of the calls. Errors (an
@@ -59,7 +59,7 @@ class ToolTransform(KnownArguments, Transform):
         tools: functions, classes and `Tool`s.
         tool_name: role of the answers.
         tool_parser: name, in `TOOL_CALL_PARSERS`, of the parser for messages without parsed calls.
-        timeout: seconds per call, and for the beginning of a class's instance; a sandbox limits its own start.
+        timeout: seconds per call, and for the start of a class's instance, except for sandboxes.
         max_parallel_calls: concurrent calls per message.
         max_output_chars: length at which an answer is cut, with a mark.
         truncate_side: which part is cut: `start`, `middle` or `end`.
@@ -153,7 +153,7 @@ class ToolTransform(KnownArguments, Transform):
         return {tool.state_name for tool in self.tools.values() if tool.state_name}
 
     def close(self) -> None:
-        """Release the conversations that have not ended, and close the tools' loops. May be called twice."""
+        """Release open conversations, and close the tools' loops. May be called twice."""
         for session in list(self._sessions):
             session.release()
         self._loops.close()
@@ -163,13 +163,13 @@ class ToolTransform(KnownArguments, Transform):
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(tensordict_reset)
         for element in elements:
-            session = plain(element.get(SESSION, None))
+            session = session_of(element)
             if session is None:
                 session = ToolSession()
-                element.set(STATE_KEY, tensordict_of({"session": non_tensor(session)}))
+                set_session(element, session)
             self._join(session)
             known = tuple(plain(element.get("tools", None)) or ())
-            element.set("tools", non_tensor(known + self._schemas if known else self._schemas))
+            element.set("tools", non_tensor(known + self._schemas))
         return restacked(elements, tensordict_reset.batch_size)
 
     def _join(self, session: ToolSession) -> None:
@@ -179,8 +179,8 @@ class ToolTransform(KnownArguments, Transform):
             session.on_release(release)
 
     async def before_step(self, element: TensorDictBase) -> None:
-        """Answer one conversation's last message before the batched step, because its tools may take long."""
-        session = plain(element.get(SESSION, None))
+        """Answer one conversation's last message before the batched step: its tools may take long."""
+        session = session_of(element)
         if session is not None:
             answers = await self._answer(element, session)
             session.put_answers(_turn(element), id(self), answers)
@@ -188,7 +188,7 @@ class ToolTransform(KnownArguments, Transform):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(tensordict)
         next_elements = batch_elements(next_tensordict)
-        sessions = [plain(element.get(SESSION, None)) or ToolSession() for element in elements]
+        sessions = [session_of(element) or ToolSession() for element in elements]
         answers: list[list[Message] | None] = [
             session.take_answers(_turn(element), id(self)) for element, session in zip(elements, sessions, strict=True)
         ]
@@ -207,28 +207,32 @@ class ToolTransform(KnownArguments, Transform):
             if session.is_stopped:
                 for key in ("terminated", "done"):
                     next_element.set(key, torch.ones(1, dtype=torch.bool))
-            next_element.set(STATE_KEY, tensordict_of({"session": non_tensor(session)}))
+            set_session(next_element, session)
             if "tools" in element:
                 next_element.set("tools", element.get("tools"))
         return restacked(next_elements, next_tensordict.batch_size)
 
     def _with_answers(self, prompt: History, answers: list[Message], turn: int, session: ToolSession) -> History:
-        """Return the prompt with answers in the order of their calls, because few templates name an answer's call.
+        """Return the prompt with all answers in the order of their calls: few templates name an answer's call.
 
-        The answers of other transforms to the same message, which are in the prompt already, are sorted, too.
+        The answers of other transforms to the same message are in the prompt already.
         """
+
+        def placed(messages: Sequence[Message], default: int) -> list[tuple[int, Message]]:
+            places = map(session.place_of, messages)
+            return [(default if place is None else place, one) for place, one in zip(places, messages, strict=True)]
+
         [chat] = flatten(prompt.chats)
         end = turn
         while end < len(chat) and (chat[end]["role"] == self.tool_role or session.place_of(chat[end]) is not None):
             end += 1
-        placed = [(-1 if (place := session.place_of(one)) is None else place, one) for one in chat[turn:end]]
-        placed += [(sys.maxsize if (place := session.place_of(one)) is None else place, one) for one in answers]
-        told = [one for _, one in sorted(placed, key=lambda pair: pair[0])]
+        pairs = [*placed(chat[turn:end], -1), *placed(answers, sys.maxsize)]
+        told = [one for _, one in sorted(pairs, key=lambda pair: pair[0])]
         return History.from_chats((*chat[:turn], *told, *chat[end:]), check=False)
 
     def release(self, element: TensorDictBase) -> None:
         """Release what tools keep for a conversation that has ended."""
-        session = plain(element.get(SESSION, None))
+        session = session_of(element)
         if session is not None:
             session.release()
 
@@ -249,13 +253,14 @@ class ToolTransform(KnownArguments, Transform):
         is_cut = reason in (StopReason.LENGTH, StopReason.ABORTED)
         if is_cut or not messages or messages[-1]["role"] != "assistant":
             return []
+        malformed: Sequence[MalformedToolCall] = ()
         conversation = plain(element.get("conversation", None))
-        last = None if conversation is None else conversation.last
-        malformed = () if last is None else last.malformed_tool_calls
+        if conversation is not None and conversation.last is not None:
+            malformed = conversation.last.malformed_tool_calls
         return await self.answer(messages[-1], malformed, session, turn=len(messages))
 
     async def _open(self, element: TensorDictBase, session: ToolSession) -> None:
-        """Create the state of a conversation's tools. Errors are raised, because the model did not cause them."""
+        """Create the state of a conversation's tools. Errors are raised: the model did not cause them."""
         row = dataset_columns(element)
         for tool in self.tools.values():
             if tool.open is not None and tool.state_name not in session.states:
@@ -274,7 +279,7 @@ class ToolTransform(KnownArguments, Transform):
     async def answer(
         self, message: Message, malformed: Sequence[MalformedToolCall], session: ToolSession, *, turn: int
     ) -> list[Message]:
-        """Return the tool messages for an assistant message, in the order of its calls; never raises.
+        """Return the tool messages for an assistant message in the order of its calls; never raises.
 
         Args:
             malformed: calls in it that could not be parsed.
@@ -289,10 +294,11 @@ class ToolTransform(KnownArguments, Transform):
         queues: dict[object, list[tuple[int, Call]]] = {}
         for index, call in enumerate(calls):
             name = call["function"]["name"]
-            belongs_to_other = name in session.tool_names and name not in self.tools
+            tool = self.tools.get(name)
+            belongs_to_other = tool is None and name in session.tool_names
             if not belongs_to_other and session.claim(turn, index):
-                state_name = self.tools[name].state_name if name in self.tools else ""
-                queues.setdefault(state_name or index, []).append((index, call))
+                queue = (tool and tool.state_name) or index  # one instance's calls run in order
+                queues.setdefault(queue, []).append((index, call))
 
         async def answer_all(queue: list[tuple[int, Call]]) -> list[tuple[int, Message]]:
             return [(index, await self._answer_call(call, session, places)) for index, call in queue]
@@ -332,29 +338,24 @@ class ToolTransform(KnownArguments, Transform):
     async def _outcome_of(self, tool: Tool, arguments: object, session: ToolSession) -> tuple[str, str]:
         """Return a call's outcome (`OUTCOMES`) and its answer."""
         name = tool.name
-        outcome = "answered"
-        text = ""
         try:
             if not isinstance(arguments, dict):
                 raise InvalidArguments(f"the arguments must be an object, got {arguments!r:.200}")
             async with asyncio.timeout(None if tool.keeps_time else self.timeout) as limit:
                 run = _run(tool, copied(arguments), session.id)
-                outcome, text = await (run if tool.keeps_time else self._loops.wait(run, on=self._home))
+                return await (run if tool.keeps_time else self._loops.wait(run, on=self._home))
         except TimeoutError as error:
             reason = f"it took more than {self.timeout:g} s" if limit.expired() else str(error) or "it timed out"
-            outcome = "timeouts"
-            text = f"Error: {name} was stopped: {reason}."
+            return "timeouts", f"Error: {name} was stopped: {reason}."
         except StopSignal as stop:
             session.is_stopped = True
-            text = f"[stop] {stop}"
+            return "answered", f"[stop] {stop}"
+        except InvalidArguments as error:
+            return error.outcome, f"Error: wrong arguments for {name}: {error}."
         except ToolError as error:
-            wrong = f"wrong arguments for {name}: {error}." if isinstance(error, InvalidArguments) else str(error)
-            outcome = error.outcome
-            text = f"Error: {wrong}"
+            return error.outcome, f"Error: {error}"
         except Exception as error:
-            outcome = "failed"
-            text = f"Error: {name} failed with {describe(error)}"
-        return outcome, text
+            return "failed", f"Error: {name} failed with {describe(error)}"
 
     def _unknown(self, name: str, session: ToolSession) -> str:
         self.count("unknown", session)

@@ -28,6 +28,10 @@ from llmrl.endpoint.requests import ModelAnswer, ModelReply, ModelRequest, Refus
 from llmrl.rendering.tool_calls import Json, ToolCall
 
 _SIGNATURE = "unsigned"
+_EMPTY: dict[Part, dict[str, Json]] = {
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""}, "content": {"type": "text", "text": ""},
+}  # fmt: skip
+"""Blocks without text."""
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -76,13 +80,13 @@ def read(body: Body) -> ModelRequest:
         overridden=(
             *(f"output_config.{name:.80}" for name in output if name != "format"),
             *overridden(body, *_READ, tools=described),
-            *(("disable_parallel_tool_use",) if choice.get("disable_parallel_tool_use") else ()),
+            *(name for name in ("disable_parallel_tool_use",) if choice.get(name)),
         ),
     )
 
 
 def _messages(message: Json, where: str) -> list[Message]:
-    """Return the messages of an entry; each tool result in a user's message becomes a separate message."""
+    """Return the messages of an entry; each tool result of a user becomes a separate message."""
     message = object_of(message, where=where)
     role = entry_of(message, "role", str, where=f"{where}.", default="")
     content = message.get("content")
@@ -138,7 +142,7 @@ class Stream(ReplyStream):
     def delta(self, index: int, part: Part, text: str) -> Iterator[Event]:
         """Yield text, in a new block if the last block belongs to the other part."""
         yield from self._turn_to(part)
-        name = "thinking" if part == "reasoning" else "text"
+        name = _EMPTY[part]["type"]
         yield self._delta({"type": f"{name}_delta", name: text})
 
     def finish(self, reply: ModelReply) -> Iterator[Event]:
@@ -161,9 +165,7 @@ class Stream(ReplyStream):
             return
         yield from self._close()
         self._parts.append(part)
-        thinking = {"type": "thinking", "thinking": "", "signature": ""}
-        block = thinking if part == "reasoning" else {"type": "text", "text": ""}
-        yield _event("content_block_start", index=len(self._parts) - 1, content_block=block)
+        yield _event("content_block_start", index=len(self._parts) - 1, content_block=_EMPTY[part])
 
     def _close(self) -> Iterator[Event]:
         if not self._parts:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from llmrl.data import Message
 from llmrl.endpoint.dialects.reading import (
+    OTHER_ROLES,
     Body,
     arguments_of,
     call_of,
@@ -31,9 +32,9 @@ _READ = (
     "logprobs", "max_completion_tokens", "max_tokens", "messages", "model", "n", "response_format", "stop", "stream",
     "tools", "train",
 )  # fmt: skip
-_ROLES = {"developer": "system", "function": "tool"}
 _MAX_ANSWERS = 128
 _CHUNK = "chat.completion.chunk"
+_DELTAS: dict[Part, str] = {"reasoning": "reasoning_content", "content": "content"}
 
 
 def read(body: Body) -> ModelRequest:
@@ -75,7 +76,7 @@ def _message(message: Json, where: str) -> Message:
     message = object_of(message, where=where)
     role = entry_of(message, "role", str, where=f"{where}.", default="")
     read_message: dict[str, Json] = {
-        "role": _ROLES.get(role, role),
+        "role": OTHER_ROLES.get(role, role),
         "content": text_parts(message.get("content"), where=f"{where}.content", kinds=("text", "refusal")),
     }
     for name in ("tool_call_id", "name"):
@@ -103,7 +104,7 @@ def write(reply: ModelReply) -> Json:
     choices = [
         {
             "index": index,
-            "message": {**_spoken(answer), "tool_calls": _calls(answer)} if answer.tool_calls else _spoken(answer),
+            "message": _message_of(answer),
             "finish_reason": answer.finish_reason,
             "logprobs": _log_probs(answer),
         }
@@ -122,7 +123,7 @@ class Stream(ReplyStream):
 
     def delta(self, index: int, part: Part, text: str) -> Iterator[Event]:
         """Yield a chunk with text."""
-        yield self._chunk(index, {"content" if part == "content" else "reasoning_content": text})
+        yield self._chunk(index, {_DELTAS[part]: text})
 
     def finish(self, reply: ModelReply) -> Iterator[Event]:
         """Yield the chunks with calls, and the last of each answer, which has all log-probs."""
@@ -149,9 +150,14 @@ def _head(reply: ModelReply, kind: str) -> dict[str, Json]:
     return {"id": f"chatcmpl-{reply.reply_id}", "object": kind, "created": reply.created_s, "model": reply.model}
 
 
-def _spoken(answer: ModelAnswer) -> dict[str, Json]:
-    spoken: dict[str, Json] = {"role": "assistant", "content": answer.content or (None if answer.tool_calls else "")}
-    return {**spoken, "reasoning_content": answer.reasoning} if answer.reasoning else spoken
+def _message_of(answer: ModelAnswer) -> dict[str, Json]:
+    message: dict[str, Json] = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = _calls(answer)
+    return message
 
 
 def _calls(answer: ModelAnswer) -> list[Json]:

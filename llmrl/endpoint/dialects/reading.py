@@ -18,6 +18,8 @@ _KINDS = {
 }  # fmt: skip
 _MAX_DEPTH = 64
 _ROLES = {"system", "user", "assistant", "tool"}
+OTHER_ROLES = {"developer": "system", "function": "tool"}
+"""Other names of roles in chat completions."""
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 """Types of parts that are text, in chat completions and in responses."""
 
@@ -50,7 +52,7 @@ def check_depth(value: Json, left: int = _MAX_DEPTH) -> None:
 
 
 def entry_of(body: Body, name: str, kind: type, *, where: str = "", default: Json = None) -> Json:
-    """Return an entry of the expected type; None counts as missing. Raises RefusedRequest for another type.
+    """Return an entry; None counts as missing. Raises RefusedRequest if it has another type than `kind`.
 
     Example:
         >>> entry_of({"n": 2}, "n", int), entry_of({}, "n", int, default=1)
@@ -59,16 +61,14 @@ def entry_of(body: Body, name: str, kind: type, *, where: str = "", default: Jso
     value = body.get(name)
     if value is None:
         return default
-    is_number = kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float and is_number:
-        return value
-    if not isinstance(value, kind) or (kind is int and not is_number):
+    kinds = (int, float) if kind is float else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):  # a bool is an int
         raise RefusedRequest(f"{where}{name} must be {_KINDS[kind]}, got {value!r:.80}.")
     return value
 
 
 def text_parts(content: Json, *, where: str, kinds: Sequence[str] = ("text",)) -> str:
-    """Return the text of a content: a string, or a list of text parts. Raises RefusedRequest for other parts."""
+    """Return the text of a string or a list of text parts. Raises RefusedRequest for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -94,7 +94,7 @@ def object_of(value: Json, *, where: str) -> Body:
 
 
 def arguments_of(text: Json, *, where: str) -> Json:
-    """Return a call's arguments from a JSON string. Raises RefusedRequest if they are not an object."""
+    """Return a call's arguments, given as JSON. Raises RefusedRequest if they are not an object."""
     try:
         arguments = json.loads(text or "{}") if isinstance(text, str) or text is None else text
     except (ValueError, RecursionError) as error:
@@ -128,7 +128,7 @@ def refuse_other_tools(body: Body, kind: str) -> None:
 
 
 def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
-    """Return a tool; `parameters` names the entry with its schema. Raises RefusedRequest if it has no name."""
+    """Return a tool; `parameters` names the entry of its schema. Raises RefusedRequest without a name."""
     name = entry_of(body, "name", str, where=where)
     if not name:
         raise RefusedRequest(f"{where}name is missing.")
@@ -139,8 +139,10 @@ def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
 
 
 def stops_of(value: Json, name: str) -> tuple[str, ...]:
-    """Return stop strings, given as one or as a list. Raises RefusedRequest if one is empty or not a string."""
-    stops = [value] if isinstance(value, str) else [] if value is None else value
+    """Return stop strings, given as one or a list. Raises RefusedRequest if one is empty or no string."""
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise RefusedRequest(f"{name} must be a string or a list of strings, none empty, got {value!r:.80}.")
     return tuple(stops)
@@ -154,7 +156,7 @@ def positive(value: int | None, name: str) -> int | None:
 
 
 def checked(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Return messages that can be rendered. Raises RefusedRequest if there are none, or one is invalid."""
+    """Return messages to render. Raises RefusedRequest if there are none, or one is invalid."""
     try:
         found = check_messages(list(messages))
     except (TypeError, ValueError) as error:
@@ -172,7 +174,7 @@ _SAMPLING = {
 
 
 def sampling_of(body: Body) -> dict[str, Json]:
-    """Return a request's fields of `SamplingConfig`. Raises RefusedRequest if one is not a number."""
+    """Return a request's fields of `SamplingConfig`. Raises RefusedRequest if one is no number."""
     asked = {name: entry_of(body, name, kind) for name, kind in _SAMPLING.items()}
     if asked["top_k"] is not None:
         asked["top_k"] = max(0, asked["top_k"])  # vLLM's -1 keeps all
@@ -188,7 +190,7 @@ _MAX_OVERRIDDEN = 32
 
 
 def overridden(body: Body, *known: str, tools: Iterable[Body] = ()) -> tuple[str, ...]:
-    """Return the names of the options that a request sets and that are ignored, because they are not in `known`.
+    """Return the names of the options of a request that are ignored, because they are not in `known`.
 
     `tools` are the request's functions; their option `strict` is ignored, too.
 
@@ -223,7 +225,7 @@ def _choice_of(choice: Json) -> tuple[Json, Json]:
 
 
 def form_of(body: Body, wanted: Body, option: str, tools: Sequence[ToolSchema]) -> AnswerForm | None:
-    """Return the form that a request demands, by its `tool_choice` or else by the format `wanted` in `option`.
+    """Return the form that a request demands, by its `tool_choice` or else by `wanted`, its `option`.
 
     Raises RefusedRequest for an unknown format, a missing schema, or a function that is not among the tools.
 

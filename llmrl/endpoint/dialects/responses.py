@@ -1,4 +1,4 @@
-"""The part of OpenAI's responses API that agents use (https://platform.openai.com/docs/api-reference/responses)."""
+"""OpenAI's responses API, as agents use it (https://platform.openai.com/docs/api-reference/responses)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read(body: Body) -> ModelRequest:
     """
     text = entry_of(body, "text", dict, default={})
     wanted = entry_of(text, "format", dict, default={})
-    # Clients send OpenAI's hosted tools with every request but do not depend on them, so these are ignored.
+    # Clients send OpenAI's hosted tools with every request but do not need them: they are ignored.
     described = tools_of(body, "function")
     tools = tuple(function_of(tool, "parameters", where="tools[].") for tool in described)
     if body.get("background") or body.get("conversation") is not None:
@@ -75,7 +75,7 @@ def read(body: Body) -> ModelRequest:
 
 
 def messages_of(items: Json) -> list[Message]:
-    """Return the messages of input and output items; the items of one answer (reasoning, text, calls) make one message.
+    """Return the messages of items; those of one answer (reasoning, text, calls) make one message.
 
     Raises RefusedRequest if an item is malformed or its type is not supported.
     """

@@ -17,7 +17,7 @@ _PARTS: tuple[Part, Part] = ("reasoning", "content")
 
 
 class ReplyStream(ABC):
-    """Events of a streamed reply: new text of its answers while they are sampled, then the remaining text and events.
+    """Events of a streamed reply: text of its answers while they are sampled, then what remains.
 
     Args:
         head: the reply without its answers.
