@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from llmrl._utils.arguments import check_least
@@ -19,23 +19,29 @@ LatePolicy = Literal["wait", "drop"]
 class Selection:
     """Groups that a gate selects for one batch."""
 
-    group_ids: list[str] = field(default_factory=list)
-    """Ids of the delivered groups in order of admission."""
-    staleness: dict[str, int] = field(default_factory=dict)
-    """Number of versions between each delivered group's start and now."""
+    staleness: dict[str, int]
+    """Number of versions between each group's start and now, by id, in order of admission."""
+
+    @property
+    def group_ids(self) -> list[str]:
+        """Ids of the groups in order of admission."""
+        return list(self.staleness)
 
 
 class Gate(Protocol):
     """Decides how many groups may be started, and which ready groups form the next batch."""
 
-    follows_versions: bool
+    follows_versions: bool = False
     """Whether a new policy version alone may change the answers."""
-    rest_reason: str | None
+    rest_reason: str | None = None
     """Drop reason of groups that are left when a batch is full; None if they wait for the next batch."""
+    _admitted: Mapping[str, object]
+    """Groups that are being played or ready, by id, in order of admission."""
 
     @property
     def live_ids(self) -> list[str]:
         """Ids of the groups that are being played or ready, in order of admission."""
+        return list(self._admitted)
 
     def request_batch(self) -> None:
         """Record that the consumer waits for its next batch."""
@@ -59,16 +65,17 @@ class Gate(Protocol):
         """Return a full batch, or None if too few groups are ready; with `is_last`, return what is ready."""
 
     def rollback(self) -> None:
-        """Undo the last selection: the batch was empty, and another takes its place."""
+        """Undo the last selection, if the gate counts batches: this one was empty, and another takes its place."""
 
     def carry(self, units: int) -> None:
-        """Count units that a saved state has left over from earlier batches."""
+        """Count units that a saved state has left over from earlier batches, unless batches are whole groups."""
 
     def overdue_ids(self, version: int) -> list[str]:
-        """Return the groups, ready or not, that are too old to be delivered."""
+        """Return the groups, ready or not, that are too old to be delivered; by default none."""
+        return []
 
 
-class DemandGate:
+class DemandGate(Gate):
     """Gate that admits only the groups that the requested batch still needs beyond those ready and being played.
 
     Sizes are counted in units: 1 per group, its turns, or its tokens. For each discarded group one more is admitted.
@@ -103,10 +110,10 @@ class DemandGate:
     ) -> None:
         check_least(1, units_per_batch=units_per_batch)
         self.units_per_batch = units_per_batch
-        self.follows_versions = False
-        self.rest_reason: str | None = None
-        if num_extra or reset_each_batch:
-            self.rest_reason = DropReason.OVERSAMPLED if num_extra else DropReason.RESET
+        if num_extra:
+            self.rest_reason = DropReason.OVERSAMPLED
+        elif reset_each_batch:
+            self.rest_reason = DropReason.RESET
         self._num_extra = num_extra
         self._num_ahead = num_ahead
         self._reset_each_batch = reset_each_batch
@@ -120,11 +127,6 @@ class DemandGate:
         self.credit = 0  # units of split groups that wait for the next batch
         self._num_seen = 0
         self._num_units_seen = 0
-
-    @property
-    def live_ids(self) -> list[str]:
-        """Ids of the groups that are being played or ready, in order of admission."""
-        return list(self._admitted)
 
     def request_batch(self) -> None:
         """Record that the consumer waits for its next batch."""
@@ -172,35 +174,29 @@ class DemandGate:
         have = self.credit + self.ready_units
         if have < self.units_per_batch and not (is_last and have):
             return None
-        selected = Selection()
+        staleness: dict[str, int] = {}
         units = self.credit
         for group_id in [group_id for group_id in self._admitted if group_id in self.ready]:
             size = self.ready[group_id]
             is_full = units >= self.units_per_batch
-            is_too_much = self._surplus == "refuse" and selected.group_ids and units + size > self.units_per_batch
-            if is_full or is_too_much:
+            exceeds = units + size > self.units_per_batch
+            if is_full or (exceeds and staleness and self._surplus == "refuse"):
                 break
             units += size
-            selected.group_ids.append(group_id)
-            selected.staleness[group_id] = version - self._admitted[group_id]
+            staleness[group_id] = version - self._admitted[group_id]
             self.discard(group_id)
-        self.credit = max(0, units - self.units_per_batch) if self._surplus == "carry" else 0
+        self.credit = 0
+        if self._surplus == "carry":
+            self.credit = max(0, units - self.units_per_batch)
         self._is_asked = False
-        return selected
-
-    def rollback(self) -> None:
-        """Do nothing: the next request admits the groups of another batch."""
+        return Selection(staleness=staleness)
 
     def carry(self, units: int) -> None:
         """Count units that a saved state has left over from earlier batches."""
         self.credit = units
 
-    def overdue_ids(self, version: int) -> list[str]:
-        """Return no groups: age is not bounded."""
-        return []
 
-
-class StalenessGate:
+class StalenessGate(Gate):
     """Gate that lets collection run at most `max_staleness` versions ahead of training; 0 is on-policy.
 
     Batch `b` (from 0) is trained on at version `b`, with one update per batch. A group that starts at version `v` has
@@ -228,6 +224,8 @@ class StalenessGate:
         (0, 2)
     """
 
+    follows_versions = True
+
     def __init__(self, groups_per_batch: int, *, max_staleness: int, late: LatePolicy = "wait") -> None:
         check_least(1, groups_per_batch=groups_per_batch)
         if max_staleness < 0:
@@ -237,29 +235,19 @@ class StalenessGate:
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self.late = late
-        self.follows_versions = True
-        self.rest_reason: str | None = None
         self._is_unasked = False
         self._num_batches = 0
         self._progress = 0  # index of the batch that the trainer needs next, as far as known
         self._version: int | None = None
         self._admitted: dict[str, tuple[int, int]] = {}  # id: (deadline, true version at admission), in order
-        self._order: dict[str, int] = {}
-        self._num_admitted = 0
         self._num_ready = 0
         self._ready_by_deadline: dict[int, dict[str, None]] = {}
         self._num_by_deadline: dict[int, int] = {}
 
-    @property
-    def live_ids(self) -> list[str]:
-        """Ids of the groups that are being played or ready, in order of admission."""
-        return list(self._admitted)
-
     def request_batch(self) -> None:
         """Record that the consumer waits for its next batch, and so has finished the previous ones."""
-        if self._is_unasked:
-            return
-        self._progress = max(self._progress, self._num_batches)
+        if not self._is_unasked:
+            self._progress = max(self._progress, self._num_batches)
 
     def run_unasked(self) -> None:
         """Measure progress by versions only: filling a buffer requests batches that are not trained on yet."""
@@ -285,8 +273,6 @@ class StalenessGate:
         self._observe(version)
         deadline = self._progress + self.max_staleness
         self._admitted[group_id] = (deadline, version)
-        self._order[group_id] = self._num_admitted
-        self._num_admitted += 1
         self._num_by_deadline[deadline] = self._num_by_deadline.get(deadline, 0) + 1
 
     def discard(self, group_id: str) -> None:
@@ -294,9 +280,9 @@ class StalenessGate:
         if group_id not in self._admitted:
             return
         deadline, _ = self._admitted.pop(group_id)
-        del self._order[group_id]
-        # A ready group has the value None; `self` stands for a group that is not ready.
-        if self._ready_by_deadline.get(deadline, {}).pop(group_id, self) is None:
+        ready = self._ready_by_deadline.get(deadline, {})
+        if group_id in ready:
+            del ready[group_id]
             self._num_ready -= 1
         self._num_by_deadline[deadline] -= 1
         if not self._num_by_deadline[deadline]:
@@ -322,26 +308,24 @@ class StalenessGate:
             num_wanted -= num_taken[deadline]
         if not is_last and self.late == "wait" and not self._is_feasible_without(num_taken):
             return None
-        chosen = [
+        chosen = {
             group_id
             for deadline, count in num_taken.items()
             for group_id in itertools.islice(self._ready_by_deadline[deadline], count)
-        ]
-        group_ids = sorted(chosen, key=self._order.__getitem__)
-        staleness = {group_id: version - self._admitted[group_id][1] for group_id in group_ids}
-        for group_id in group_ids:
+        }
+        staleness = {
+            group_id: version - started for group_id, (_, started) in self._admitted.items() if group_id in chosen
+        }
+        for group_id in staleness:
             self.discard(group_id)
         self._num_batches += 1
-        return Selection(group_ids=group_ids, staleness=staleness)
+        return Selection(staleness=staleness)
 
     def rollback(self) -> None:
         """Undo the last selection: the batch was empty, and another takes its place."""
         self._num_batches -= 1
         if not self._is_unasked:
             self._progress = min(self._progress, self._num_batches)
-
-    def carry(self, units: int) -> None:
-        """Do nothing: batches are whole groups and leave nothing over."""
 
     def _is_feasible_without(self, num_taken: Mapping[int, int]) -> bool:
         """Return whether *deadlines_stay_feasible* after `num_taken` groups of each deadline are taken."""
@@ -356,8 +340,9 @@ class StalenessGate:
     def overdue_ids(self, version: int) -> list[str]:
         """Return the groups, ready or not, that are too old to be delivered."""
         overdue = []
-        for group_id, (deadline, started) in self._admitted.items():  # in order of admission: the oldest first
-            if version - started <= self.max_staleness and (self.late == "wait" or deadline >= self._num_batches):
+        for group_id, (deadline, started) in self._admitted.items():  # the oldest first
+            is_late = self.late == "drop" and deadline < self._num_batches
+            if version - started <= self.max_staleness and not is_late:
                 break
             overdue.append(group_id)
         return overdue
