@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from llmrl._utils.arguments import check_least
-from llmrl.data import Rollout
+from llmrl.data import Rollout, RolloutStatus
 
 logger = logging.getLogger("llmrl")
 
@@ -73,15 +74,16 @@ class GroupRules:
         elif self.group_filter is not None and not self.group_filter(kept):
             whole = DropReason.CONSTANT_REWARDS if have_equal_rewards(kept) else DropReason.FILTERED_GROUP
         if whole:
-            return [], [(rollout, reason or whole) for rollout, reason in zip(rollouts, reasons, strict=True)]
-        return kept, [(rollout, reason) for rollout, reason in zip(rollouts, reasons, strict=True) if reason]
+            kept = []
+        pairs = zip(rollouts, reasons, strict=True)
+        return kept, [(rollout, reason or whole) for rollout, reason in pairs if reason or whole]
 
     def _reason(self, rollout: Rollout) -> str:
         if not rollout.is_scored:  # a successful rollout is dropped as unscored, even if it met a limit
             return (not rollout.status.is_success and rollout.reason) or DropReason.UNSCORED
         if not rollout.num_completion_tokens:
             return rollout.reason or DropReason.NOTHING_TRAINED
-        if self.drop_truncated and rollout.status.name == "TRUNCATED":
+        if self.drop_truncated and rollout.status is RolloutStatus.TRUNCATED:
             return DropReason.TRUNCATED
         if self.rollout_filter is not None and not self.rollout_filter(rollout):
             return DropReason.FILTERED
@@ -170,13 +172,13 @@ class StallDetector:
         self.error = error
         self._has_delivered = False
         self._num_in_row = 0
-        self._reasons: dict[str, int] = {}
+        self._reasons = Counter[str]()
         self._first_error = ""
 
     def delivered(self) -> None:
         """Reset the count, since a group was delivered."""
         self._num_in_row = 0
-        self._reasons = {}
+        self._reasons.clear()
         self._first_error = ""
         self._has_delivered = True
 
@@ -184,13 +186,16 @@ class StallDetector:
         """Count a group that was dropped as a whole."""
         self._num_in_row += 1
         for rollout, reason in dropped:
-            met = f" ({rollout.reason})" if rollout.reason not in ("", reason) else ""  # a limit that an agent met
-            self._reasons[f"{reason}{met}"] = self._reasons.get(f"{reason}{met}", 0) + 1
+            cause = str(reason)
+            if rollout.reason not in ("", reason):  # a limit that an agent met
+                cause += f" ({rollout.reason})"
+            self._reasons[cause] += 1
             self._first_error = self._first_error or rollout.error
         if self._num_in_row % self.patience:
             return
-        why = f"rollouts dropped by reason: {self._reasons}"
-        why += f"; the first error: {self._first_error}" if self._first_error else ""
+        why = f"rollouts dropped by reason: {dict(self._reasons)}"
+        if self._first_error:
+            why += f"; the first error: {self._first_error}"
         limit = _MAX_WARNINGS * self.patience
         if not self._has_delivered:
             limit = min(limit, max(self.patience, _LEAST_TO_JUDGE - 1))

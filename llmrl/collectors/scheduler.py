@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -124,6 +124,7 @@ class RolloutScheduler:
         self.is_open.set()
         self.num_running = 0
         """Number of rollouts in flight."""
+        self.patience = patience
         self._failure_detector = StallDetector(patience)
         self._signal_detector = StallDetector(max(patience, SIGNAL_PATIENCE), error=NoSignal)
         self._counter = GroupCounter()
@@ -184,26 +185,26 @@ class RolloutScheduler:
             is_last = self._is_end_of_data and all(group.kept is not None for group in self._groups.values())
             selected = self.gate.select(version, is_last=is_last)
             if selected is not None:
-                return self._deliver(selected.group_ids, list(selected.staleness.values()))
+                return self._deliver(selected.staleness)
             if is_last:
-                return self._deliver([], []) if self._dropped else None
+                return self._deliver({}) if self._dropped else None
             self._changed.clear()
             # An engine's version may change without a notification.
             poll = _VERSION_POLL_SECONDS if self.gate.follows_versions else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), poll)
 
-    def _deliver(self, group_ids: list[str], staleness: list[int]) -> ReadyBatch:
-        delivered = [self._groups.pop(group_id) for group_id in group_ids]
+    def _deliver(self, staleness: Mapping[str, int]) -> ReadyBatch:
+        delivered = [self._groups.pop(group_id) for group_id in staleness]
         if self.gate.rest_reason is not None:
             for group_id in self.gate.live_ids:
                 self._drop_group(group_id, self.gate.rest_reason)
-        dropped = self._dropped
+        dropped = self._dropped + [one for group in delivered for one in group.dropped]
         self._dropped = []
-        dropped += [one for group in delivered for one in group.dropped]
         self._undelivered = _positions(delivered) + self._unreported
         self._unreported = []
-        return ReadyBatch(groups=[group.kept or [] for group in delivered], staleness=staleness, dropped=dropped)
+        kept = [group.kept or [] for group in delivered]
+        return ReadyBatch(groups=kept, staleness=list(staleness.values()), dropped=dropped)
 
     def mark_delivered(self) -> None:
         """Record that the caller has the last delivery, so saved states no longer include it."""
@@ -255,7 +256,8 @@ class RolloutScheduler:
         """Cancel everything in flight and wait for it to end, for a limited time."""
         self._is_stopped = True
         tasks = [task for group in self._groups.values() for task in group.tasks]
-        tasks += [self._admitting] if self._admitting is not None else []
+        if self._admitting is not None:
+            tasks.append(self._admitting)
         for task in tasks:
             task.cancel()
         self._changed.set()  # wakes a caller that waits for a batch
@@ -367,7 +369,7 @@ class RolloutScheduler:
         # Rollouts without units, such as those that ended before a step, add nothing to a batch.
         empty = [rollout for rollout in kept if not self._units([rollout])]
         dropped = [*dropped, *((rollout, rollout.reason or DropReason.NOTHING_TRAINED) for rollout in empty)]
-        kept = [rollout for rollout in kept if all(rollout is not one for one in empty)]
+        kept = [rollout for rollout in kept if self._units([rollout])]
         if kept:
             self._groups[group_id].kept = kept
             self._groups[group_id].dropped = dropped
