@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -22,15 +22,13 @@ from llmrl._utils.other_libraries import missing_attribute
 from llmrl._utils.types import StateDict
 from llmrl.collectors.buffer import BufferFiller, QueueBuffer, TakesBatches
 from llmrl.collectors.groups import SIGNAL_PATIENCE, CollectionStalled, Dropped, NoSignal, StallDetector
-from llmrl.collectors.report import CollectionReport, CollectionTally, is_empty
+from llmrl.collectors.report import CollectionReport, CollectionTally
 from llmrl.collectors.rows import portable_turn
 from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
 from llmrl.collectors.shape import BatchShape, check_group_size
 from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
 from llmrl.data import Rollout
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
-
-Result = TypeVar("Result")
 
 
 class CollectorSource(RolloutSource, Protocol):
@@ -95,9 +93,7 @@ class BatchCollector:
         self._once_delivered: tuple[int, list[TensorDictBase]] = (0, [])
         self._groups: list[list[Rollout]] = []  # groups of the current batch
         self._collected = self._reported = CollectionTally(is_grouped=shape.is_grouped)
-        self._signal_detector = StallDetector(
-            max(SIGNAL_PATIENCE, shape.size if shape.kind == "groups" else 0), error=NoSignal
-        )
+        self._signal_detector = StallDetector(max(scheduler.patience, SIGNAL_PATIENCE), error=NoSignal)
         self._weight_senders = WeightSenders(weight_sync_schemes or {}, source)
         self.report: CollectionReport | None = None
         """Report on the collection of the last batch."""
@@ -218,9 +214,9 @@ class BatchCollector:
                     self._lose()
                     raise
             left_out = self._collected.leave_out(self._groups, batch)
-            if not is_empty(batch):
+            if batch is not None and batch.batch_size.numel():
                 self._report()
-                if self._post_collect_hook is not None and batch is not None:
+                if self._post_collect_hook is not None:
                     with self._lost_on_error():
                         self._post_collect_hook(batch)
                 return batch
@@ -330,7 +326,7 @@ class BatchCollector:
 
         Pauses may overlap; the end of the last one continues, unless the collector was shut down meanwhile.
         """
-        self._run(self._scheduler.pause())
+        self._background.run(self._scheduler.pause())
         try:
             with self._not_writing():
                 yield
@@ -402,7 +398,7 @@ class BatchCollector:
         before new ones are drawn. Left-over turns are saved without live objects (conversation, environment).
         """
         with self._not_writing():
-            return self._run(self._state_dict())
+            return self._background.run(self._state_dict())
 
     async def _state_dict(self) -> StateDict:
         async with self._scheduler.frozen() as unfinished:
@@ -430,16 +426,13 @@ class BatchCollector:
         if self._source.dataset_env is not None:
             self._source.dataset_env.load_state_dict(state["env"])
 
-    def _run(self, coroutine: Coroutine[None, None, Result]) -> Result:
-        return self._background.run(coroutine)
-
     def shutdown(self, timeout: float | None = 10.0) -> None:
         """Cancel all rollouts in flight and end the collector's threads or actors. May be called twice.
 
         The caller closes environments and engines. `timeout`: seconds to wait for a batch that is being written.
         """
         if not self._background.is_closed:
-            self._run(self._scheduler.stop())
+            self._background.run(self._scheduler.stop())
             if isinstance(self.replay_buffer, QueueBuffer):
                 self.replay_buffer.close()
             if self._filler is not None:

@@ -207,11 +207,12 @@ class LLMCollector(KnownArguments, BatchCollector):
         if not isinstance(env, RayActors):
             source = self._local_source(shape, limits, track_policy_version)
         per_batch = shape.size if shape.kind != "tokens" else 8
-        in_flight = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
-        if (num_given or in_flight) < source.num_players:
+        needed = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
+        in_flight = num_given or needed
+        if in_flight < source.num_players:
             raise ValueError(
                 f"max_concurrent_rollouts must be at least {source.num_players}, the players of a game, who wait for "
-                f"each other; got {num_given or in_flight}."
+                f"each other; got {in_flight}."
             )
         rules = group_rules or GroupRules()
         if rules.min_survivors > source.group_size:
@@ -239,13 +240,14 @@ class LLMCollector(KnownArguments, BatchCollector):
                     "number."
                 )
             limit = ConcurrencyLimit(FIRST_LIMIT, least=source.num_players, most=in_flight)
+            in_flight = limit.value
         scheduler = RolloutScheduler(
             source,
             gate,
             rules=rules,
-            max_concurrent_rollouts=limit.value if limit is not None else num_given or in_flight,
+            max_concurrent_rollouts=in_flight,
             units=shape.units,
-            patience=max(1, shape.size if shape.kind == "groups" else 8),
+            patience=shape.size if shape.kind == "groups" else 8,
             is_open=source.is_open,
         )
         super().__init__(
@@ -313,12 +315,10 @@ class LLMCollector(KnownArguments, BatchCollector):
             raise ValueError(f"num_rollouts must be a multiple of a game's {num_players} players, got {num_rollouts}.")
         started = time.perf_counter()
         self.num_played = 0
-        self.rollouts = self._run(self._play(num_rollouts))
+        self.rollouts = self._background.run(self._play(num_rollouts))
         self._frames += sum(rollout.num_turns for rollout in self.rollouts)
-        kept_or_dropped = GroupRules().judge(self.rollouts)
-        self.report = CollectionReport.of(
-            self.rollouts, seconds=time.perf_counter() - started, dropped=kept_or_dropped[1]
-        )
+        _, dropped = GroupRules().judge(self.rollouts)
+        self.report = CollectionReport.of(self.rollouts, seconds=time.perf_counter() - started, dropped=dropped)
         return self.rollouts
 
     async def _play(self, num_rollouts: int) -> list[Rollout]:

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from llmrl.collectors.groups import Dropped, DropReason, have_equal_rewards
 from llmrl.collectors.scheduler import ReadyBatch
-from llmrl.data import Rollout, RolloutStatus
+from llmrl.data import Rollout
 from llmrl.data.ragged import has_entry, value_column
 
 _ROLLOUT_ID = ("rollout", "rollout_id")
@@ -94,11 +94,11 @@ class CollectionReport:
             num_turns=sum(rollout.num_turns for rollout in rollouts),
             num_completion_tokens=num_completion_tokens,
             seconds=seconds,
-            mean_reward=sum(scored) / len(scored) if scored else float("nan"),
-            mean_completion_tokens=num_completion_tokens / len(rollouts) if rollouts else 0.0,
-            num_by_status=dict(Counter(RolloutStatus(rollout.status).name.lower() for rollout in rollouts)),
+            mean_reward=sum(scored) / len(scored) if scored else math.nan,
+            mean_completion_tokens=num_completion_tokens / max(1, len(rollouts)),
+            num_by_status=dict(Counter(rollout.status.name.lower() for rollout in rollouts)),
             num_dropped_by_reason=dict(Counter(str(reason) for _, reason in dropped)),
-            mean_staleness=sum(staleness) / len(staleness) if staleness else 0.0,
+            mean_staleness=sum(staleness) / max(1, len(staleness)),
             max_staleness=max(staleness, default=0),
             num_forks=sum(rollout.num_forks for rollout in rollouts),
             num_realigned_tokens=sum(rollout.num_realigned_tokens for rollout in rollouts),
@@ -124,15 +124,15 @@ class CollectionTally:
         self.staleness += delivery.staleness
         self.seconds += seconds
 
-    def leave_out(self, groups: Sequence[Sequence[Rollout]], batch: object) -> list[Dropped]:
+    def leave_out(self, groups: Sequence[Sequence[Rollout]], batch: TensorDictBase | None) -> list[Dropped]:
         """Count and return, with reasons, the rollouts of the delivered groups that are not in their batch.
 
         A rollout that was left out before, as by `postproc` before the buffer's transforms, is not counted again.
         A non-empty batch without rollout ids is ignored, since it does not say what it contains.
         """
         kept_ids = set()
-        if not is_empty(batch):
-            if not isinstance(batch, TensorDictBase) or not has_entry(batch, _ROLLOUT_ID):
+        if batch is not None and batch.batch_size.numel():
+            if not has_entry(batch, _ROLLOUT_ID):
                 return []
             kept_ids = set(value_column(batch, _ROLLOUT_ID))
         left_out: list[Dropped] = []
@@ -147,8 +147,3 @@ class CollectionTally:
     def report(self) -> CollectionReport:
         """Return the statistics."""
         return CollectionReport.of(self.rollouts, seconds=self.seconds, dropped=self.dropped, staleness=self.staleness)
-
-
-def is_empty(batch: object) -> bool:
-    """Return whether a batch is None or has no rows."""
-    return batch is None or (isinstance(batch, TensorDictBase) and not batch.batch_size.numel())

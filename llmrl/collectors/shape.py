@@ -9,7 +9,7 @@ from typing import Literal
 from tensordict import TensorDictBase, lazy_stack
 
 from llmrl._utils.arguments import check_least
-from llmrl.collectors.gates import DemandGate, LatePolicy, StalenessGate
+from llmrl.collectors.gates import DemandGate, LatePolicy, StalenessGate, Surplus
 from llmrl.collectors.rows import batch_rows, rollout_rows
 from llmrl.data import Rollout
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
@@ -82,7 +82,7 @@ class BatchShape:
         reset_each_batch: bool = False,
     ) -> DemandGate:
         """Return a gate that starts the groups that a requested batch needs."""
-        surplus: dict[Kind, Literal["carry", "keep", "refuse"]] = {
+        surplus: dict[Kind, Surplus] = {
             "turns": "keep" if reset_each_batch else "carry",
             "trajectories": "keep",
         }
@@ -125,9 +125,9 @@ class BatchShape:
         steps = [*left_over]
         for rollout in (rollout for group in groups for rollout in group):
             steps += rollout.steps[-1:] if self.kind == "last_steps" else rollout.steps
-        rest = steps[self.size :] if self.kind == "turns" else []
-        batch = steps[: self.size] if self.kind == "turns" else steps
-        return (lazy_stack(batch, 0) if batch else None), rest
+        end = self.size if self.kind == "turns" else len(steps)
+        batch = lazy_stack(steps[:end], 0) if steps else None
+        return batch, steps[end:]
 
 
 def check_group_size(transform: object, dataset_env: DatasetChatEnv | DataLoadingPrimer | MixedEnv | None) -> None:

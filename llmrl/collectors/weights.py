@@ -71,8 +71,8 @@ class WeightSenders:
             raise ValueError("an update of the weights needs an engine that this process can reach: pass engine=.")
         if isinstance(model, TensorDictModuleBase):
             model = model.model
-        is_another = model is not None and model is not self._model
-        model = model if is_another else self._model
+        model = self._model if model is None else model
+        is_another = model is not self._model
         for name, scheme in (self._schemes or {"policy": default_scheme(engine)}).items():
             if name not in self._senders:
                 if model is None:
