@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue as queues
 import threading
@@ -120,11 +121,9 @@ class QueueBuffer:
 
     def _put(self, item: TensorDictBase) -> None:
         while not self._is_closed:
-            try:
+            with contextlib.suppress(queues.Full):  # Ray's exception is a subclass
                 self._queue.put(item, timeout=_WAIT_SECONDS)
                 return
-            except queues.Full:  # Ray's exception is a subclass
-                continue
         raise CancelledError
 
     def close(self) -> None:

@@ -158,9 +158,8 @@ class LLMCollector(KnownArguments, BatchCollector):
         )
         if (policy is None) == (policy_factory is None):
             raise ValueError("exactly one of policy and policy_factory is needed.")
-        is_limit_found = max_concurrent_rollouts == "auto"
-        num_given = max_concurrent_rollouts if isinstance(max_concurrent_rollouts, int) else None
-        if not is_limit_found and max_concurrent_rollouts is not num_given:
+        num_given = None if max_concurrent_rollouts == "auto" else max_concurrent_rollouts
+        if not isinstance(num_given, int | None):
             raise TypeError(f"max_concurrent_rollouts is a number, 'auto' or None, got {max_concurrent_rollouts!r}.")
         check_least(1, max_concurrent_rollouts=num_given)
         check_least(0, num_extra_groups=num_extra_groups, max_staleness=max_staleness)
@@ -176,8 +175,10 @@ class LLMCollector(KnownArguments, BatchCollector):
             raise ValueError(
                 "reset_at_each_iter starts each batch anew, and max_staleness collects ahead: pass one of them."
             )
-        if queue is not None and replay_buffer is not None:
-            raise ValueError("batches go to either a replay_buffer or a queue: pass one of them.")
+        if queue is not None:
+            if replay_buffer is not None:
+                raise ValueError("batches go to either a replay_buffer or a queue: pass one of them.")
+            replay_buffer = QueueBuffer(queue)
         source: CollectorSource
         has_default_size = dialog_turns_per_batch is None and not shape.is_grouped
         limits = RolloutLimits() if limits is None else limits
@@ -203,7 +204,6 @@ class LLMCollector(KnownArguments, BatchCollector):
                 num_ahead=0 if shape.is_grouped or reset_at_each_iter else num_given or 0,
                 reset_each_batch=reset_at_each_iter,
             )
-        buffer = QueueBuffer(queue) if queue is not None else replay_buffer
         if not isinstance(env, RayActors):
             source = self._local_source(shape, limits, track_policy_version)
         per_batch = shape.size if shape.kind != "tokens" else 8
@@ -232,7 +232,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         self.flatten_data = True
         self._play_concurrency = num_given
         limit = None
-        if is_limit_found:
+        if max_concurrent_rollouts == "auto":
             if not isinstance(source, CountsTurns) or take_load(source.engine, READER) is None:
                 raise ValueError(
                     "max_concurrent_rollouts='auto' needs a collector in this process and an engine that reports "
@@ -256,7 +256,7 @@ class LLMCollector(KnownArguments, BatchCollector):
             shape,
             total_dialog_turns=total_dialog_turns,
             postproc=postproc,
-            replay_buffer=buffer,
+            replay_buffer=replay_buffer,
             reset_each_batch=reset_at_each_iter,
             weight_sync_schemes=weight_sync_schemes,
             verbose=verbose,
@@ -285,11 +285,10 @@ class LLMCollector(KnownArguments, BatchCollector):
         if not isinstance(limits, RolloutLimits):
             raise ValueError(f"limits by name are those of a MixedEnv: pass RolloutLimits, not {sorted(limits)}.")
         if track_policy_version:
-            follow = PolicyVersion(source=lambda: self.policy.engine.policy_version)
-            self.policy_version_tracker = (
-                track_policy_version if isinstance(track_policy_version, PolicyVersion) else follow
-            )
-            self.env = TransformedEnv(self.env, self.policy_version_tracker)
+            if not isinstance(track_policy_version, PolicyVersion):
+                track_policy_version = PolicyVersion(source=lambda: self.policy.engine.policy_version)
+            self.policy_version_tracker = track_policy_version
+            self.env = TransformedEnv(self.env, track_policy_version)
         return EnvSource(self.env, in_groups=shape.is_grouped, limits=limits)
 
     def increment_version(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from llmrl._utils.failure import describe
+from llmrl.collectors.scheduler import RolloutScheduler
 from llmrl.engines import Completion
 from llmrl.engines.load import EngineLoad, take_load
 
@@ -100,7 +101,8 @@ class ConcurrencyLimit:
         if self._is_draining:
             return self.value
         if version != self._version:
-            self._num_to_skip = 0 if self._version is None else num_running
+            if self._version is not None:
+                self._num_to_skip = num_running
             self._version = version
             self._forget()
         self._num_preemptions += load.num_preemptions
@@ -155,17 +157,7 @@ class CountsTurns(Protocol):
         """Return the counts since the last call."""
 
 
-class HoldsInFlight(Protocol):
-    """Scheduler that can change its number of rollouts in flight."""
-
-    num_running: int
-    max_concurrent_rollouts: int
-
-    def notify(self) -> None:
-        """Check again whether rollouts can start."""
-
-
-async def follow_load(source: CountsTurns, scheduler: HoldsInFlight, limit: ConcurrencyLimit) -> None:
+async def follow_load(source: CountsTurns, scheduler: RolloutScheduler, limit: ConcurrencyLimit) -> None:
     """Read the engine's load every second, and set the scheduler's limit; end with a warning if this fails."""
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
@@ -178,11 +170,9 @@ async def follow_load(source: CountsTurns, scheduler: HoldsInFlight, limit: Conc
             return
         if load is None:  # no engine is alive; its requests wait
             continue
-        counts = source.take_turn_counts()
         before = limit.value
-        version = source.policy_version
         scheduler.max_concurrent_rollouts = limit.observe(
-            load, counts, num_running=scheduler.num_running, version=version
+            load, source.take_turn_counts(), num_running=scheduler.num_running, version=source.policy_version
         )
         if limit.value > before:
             scheduler.notify()
