@@ -168,10 +168,10 @@ class AgentEndpoint:
         number, role = divmod(rollout.sample_index, len(self._env.roles))
         rollout.role = self._env.roles[role]
         place = (rollout.group_id, number)
-        play = self._plays.get(place)
-        is_first = play is None
-        if play is None:
-            play = self._plays[place] = AgentPlay({role: self._session(rollout, role) for role in self._env.roles})
+        is_first = place not in self._plays
+        if is_first:
+            self._plays[place] = AgentPlay({role: self._session(rollout, role) for role in self._env.roles})
+        play = self._plays[place]
         self._arrive(place)
         session = play.sessions[rollout.role]
         try:
@@ -195,8 +195,8 @@ class AgentEndpoint:
         untrained = (role for role in self._policies if role not in play.sessions)
         sessions = [*play.sessions.values(), *(self._session(rollout, role, is_recorded=False) for role in untrained)]
         first = MODEL_NAME if len(self._policies) > 1 else self._names[0]
-        names = dict.fromkeys((first, *self._names))
-        key = self._sessions.add(*([sessions[0]] * (len(names) - len(sessions))), *sessions, names=list(names))
+        by_name = {first: sessions[0], **dict(zip(self._names, sessions, strict=True))}
+        key = self._sessions.add(*by_name.values(), names=list(by_name))
         public_url = self._env.public_url
         url = self._server.url if public_url is None else public_url.replace("{port}", str(self._server.port))
 

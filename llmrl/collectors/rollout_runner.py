@@ -89,15 +89,15 @@ class RolloutRunner:
         self.stepper = stepper
         self.policy = policy
         self.limits = limits
-        self.completer = Completer(policy, num_retries=limits.num_engine_retries, is_open=is_open)
+        make_completer = partial(Completer, num_retries=limits.num_engine_retries, is_open=is_open)
+        self.completer = make_completer(policy)
         self.turn_counts = TurnCounts()
         """Counts of turns; a reader replaces this object to start new counts."""
         self.judge_loop = ReplaceableLoop("llmrl-judges")
         """Event loop of the judges."""
         self.rubric = rubric
-        self.max_prompt_tokens = min(
-            limits.max_prompt_tokens or policy.engine.max_model_len - 1, policy.engine.max_model_len - 1
-        )
+        longest = policy.engine.max_model_len - 1
+        self.max_prompt_tokens = min(limits.max_prompt_tokens or longest, longest)
         self._agent_env = next((part for part in environment_parts(stepper.env) if isinstance(part, AgentEnv)), None)
         if self._agent_env is not None:
             session_limits = SessionLimits(
@@ -105,10 +105,7 @@ class RolloutRunner:
                 max_turns=limits.max_turns,
                 max_completion_tokens=limits.max_completion_tokens,
             )
-            retries = limits.num_engine_retries
-            self._endpoint = AgentEndpoint(
-                policy, session_limits, self._agent_env, partial(Completer, num_retries=retries, is_open=is_open)
-            )
+            self._endpoint = AgentEndpoint(policy, session_limits, self._agent_env, make_completer)
 
     async def run(self, job: RolloutTask) -> Rollout:
         """Play one conversation to its end; errors of the conversation are recorded, not raised.
@@ -166,7 +163,7 @@ class RolloutRunner:
         if not is_open:
             return
         if self._agent_env is not None:
-            await self._play_agent(self._agent_env, held[0], rollout, held)
+            await self._play_agent(self._agent_env, rollout, held)
         else:
             await self._play(rollout, held)
 
@@ -197,10 +194,9 @@ class RolloutRunner:
             columns=dataset_columns(element),
         )
 
-    async def _play_agent(
-        self, agent_env: AgentEnv, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]
-    ) -> None:
+    async def _play_agent(self, agent_env: AgentEnv, rollout: Rollout, held: list[TensorDictBase]) -> None:
         """Run an agent, which leads the conversation, and end the conversation with one step with the agent's score."""
+        [element] = held
         row = copied({name: rollout.columns.get(name) for name in agent_env.columns})
         play, session = await self._endpoint.play(rollout, partial(agent_env.run_agent, row))
         if play.failure is not None:  # the agent's result may lack the answer that the engine did not give
@@ -236,9 +232,10 @@ class RolloutRunner:
     async def _play(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
         while not rollout.status.is_settled:
             with span("turn"):
-                await self._play_turn(held[0], rollout, held)  # a call, so its locals are freed after each turn
+                await self._play_turn(rollout, held)  # a call, so its locals are freed after each turn
 
-    async def _play_turn(self, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]) -> None:
+    async def _play_turn(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
+        [element] = held
         try:
             conversation = self.policy.prepare(element)
         except Exception as error:
