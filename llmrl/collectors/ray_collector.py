@@ -82,7 +82,7 @@ class RayLLMCollector(LLMCollector):
 
     def set_policy_version(self, version: int) -> None:
         """Record an update of the engines' weights that another component made."""
-        self.ray_source.version = version
+        self.ray_source.policy_version = version
         self._background.post(self._scheduler.notify)
 
     def increment_version(self) -> None:

@@ -18,7 +18,7 @@ from llmrl._utils.imports import require
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.rows import portable_turn, rollout_row_bytes
 from llmrl.collectors.scheduler import RolloutTask
-from llmrl.collectors.source import EnvSource, drawn_record
+from llmrl.collectors.source import EnvSource, drawn_record, roles_of
 from llmrl.data import Rollout
 from llmrl.engines.ray.cluster import connect
 from llmrl.envs.primer import dataset_env_of
@@ -134,8 +134,8 @@ class RaySource:
         """Number of turns or last steps per batch unless another is given."""
         self.is_open = asyncio.Event()
         self.engine = actors.engine
-        self._prompts = self.dataset_env.prompts
-        self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
+        self._prompts = dataset_env.prompts
+        self.num_players = len(roles_of(self.dataset_env))
         self._are_groups_whole = is_group_scored or self.num_players > 1
         self.group_size = self._prompts.num_samples if in_groups or self._are_groups_whole else 1
         self._arguments = (actors.make_env, make_policy, in_groups, track_version, limits)
@@ -144,8 +144,8 @@ class RaySource:
         self._slots: list[_ActorSlot] = []
         self.num_restarts = 0
         """Number of actors that died and were replaced."""
-        self.version = 0
-        """Last known version of the policy."""
+        self.policy_version = 0
+        """Version after the last update."""
         self._changed = asyncio.Event()
         self._starting: set[asyncio.Task[None]] = set()
 
@@ -167,11 +167,6 @@ class RaySource:
     def actors(self) -> list[Any]:
         """Handles of the actors in order; a dead actor is replaced."""
         return [slot.actor for slot in self._slots]
-
-    @property
-    def policy_version(self) -> int:
-        """Version after the last update."""
-        return self.version
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
         """Draw the next groups, each as one job for one call of an actor; fewer if the data ends."""

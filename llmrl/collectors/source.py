@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import unravel_key
@@ -55,14 +56,14 @@ class EnvSource:
         self.dataset_env = dataset_env_of(env)
         if in_groups and self.dataset_env is None:
             raise ValueError("groups need a DatasetChatEnv, since its repeats argument is the size of a group.")
-        self.is_open = asyncio.Event() if is_open is None else is_open
+        self.is_open = is_open or asyncio.Event()
         """Event that rollouts wait for between turns while it is cleared."""
         self.is_open.set()
         self._rubric = _checked_rubric(env)
         self.is_group_scored = self._rubric is not None and self._rubric.is_group_scored
         """Whether the rollouts of a group are scored together."""
         self.prompts = None if self.dataset_env is None else self.dataset_env.prompts
-        self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
+        self.num_players = len(roles_of(self.dataset_env))
         """Number of rollouts that wait for each other, consecutive in their group."""
         self.needs_whole_groups = self.is_group_scored or self.num_players > 1
         """Whether the rollouts of a group are played together, independent of the kind of batch."""
@@ -117,7 +118,7 @@ class EnvSource:
         """
         size = self.group_size
         jobs = await self.stepper.call(self._draw_from_a_group, num_groups * size)
-        groups = [jobs[start : start + size] for start in range(0, len(jobs) - len(jobs) % size, size)]
+        groups = [group for group in _in_groups(jobs, size) if len(group) == size]
         for group in groups:
             if size > 1 and len({job.records[0].group_id for job in group}) > 1:
                 raise RuntimeError(
@@ -252,9 +253,18 @@ def drawn_record(dataset_env: DatasetChatEnv | DataLoadingPrimer, drawn: Drawn) 
     )
 
 
+def roles_of(dataset_env: object) -> tuple[str, ...]:
+    """Return the roles of a game, which consecutive rollouts of a group play; one without a name if it is no game."""
+    return getattr(dataset_env, "roles", ("",))
+
+
 def _role_of(dataset_env: object, sample_index: int) -> str:
-    roles: tuple[str, ...] = getattr(dataset_env, "roles", ("",))
+    roles = roles_of(dataset_env)
     return roles[sample_index % len(roles)]
+
+
+Draw: TypeAlias = Callable[[EnvSource, int, int], Awaitable[list[list[RolloutTask]]]]
+"""Function that draws a number of groups of a size from a source."""
 
 
 class MixedSource:
@@ -276,19 +286,13 @@ class MixedSource:
         self._prompts = mixed.prompts
         self.is_open = asyncio.Event()
         """Event that rollouts wait for between turns while it is cleared."""
-        self.is_open.set()
-        names = [name for name, _ in mixed.items()]
-        by_name = dict.fromkeys(names, limits) if isinstance(limits, RolloutLimits) else limits
-        if unknown := sorted(set(by_name) - set(names)):
-            raise ValueError(f"limits names the unknown environments {unknown}; the environments are {names}.")
+        envs = dict(mixed.items())
+        by_name = dict.fromkeys(envs, limits) if isinstance(limits, RolloutLimits) else limits
+        if unknown := sorted(set(by_name) - set(envs)):
+            raise ValueError(f"limits names the unknown environments {unknown}; the environments are {list(envs)}.")
         self._sources = {
-            name: EnvSource(
-                env,
-                in_groups=in_groups,
-                limits=by_name.get(name),
-                is_open=self.is_open,
-            )
-            for name, env in mixed.items()
+            name: EnvSource(env, in_groups=in_groups, limits=by_name.get(name), is_open=self.is_open)
+            for name, env in envs.items()
         }
         if any(source.needs_whole_groups for source in self._sources.values()):
             for source in self._sources.values():  # a scheduler's groups all have the same size
@@ -321,29 +325,21 @@ class MixedSource:
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
         """Draw the next groups, fewer if all data ends; raise ValueError if a weight function is invalid."""
-        return await self._drawn(num_groups, self.group_size, lambda source, count: source.open(count))
+        return await self._drawn(num_groups, self.group_size, lambda source, count, size: source.open(count))
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
         """Draw `count` rollouts in groups, the last of which may be incomplete; fewer if all data ends."""
         size = self._prompts.num_samples
+        num_whole, num_left = divmod(count, size)
+        groups = await self._drawn(num_whole, size, _draw_in_groups)
+        groups += await self._drawn(int(num_left > 0), num_left, _draw_in_groups)
+        return list(itertools.chain(*groups))
 
-        async def draw(source: EnvSource, num_groups: int) -> list[list[RolloutTask]]:
-            return _in_groups(await source.open_rollouts(num_groups * size), size)
-
-        async def draw_rest(source: EnvSource, num_groups: int) -> list[list[RolloutTask]]:
-            return _in_groups(await source.open_rollouts(count % size), size)
-
-        groups = await self._drawn(count // size, size, draw)
-        groups += await self._drawn(int(count % size > 0), count % size, draw_rest)
-        return [job for group in groups for job in group]
-
-    async def _drawn(
-        self, num_groups: int, size: int, draw: Callable[[EnvSource, int], Awaitable[list[list[RolloutTask]]]]
-    ) -> list[list[RolloutTask]]:
+    async def _drawn(self, num_groups: int, size: int, draw: Draw) -> list[list[RolloutTask]]:
         """Draw groups in the order of the mixture, with one call to each environment's thread per round."""
         groups: list[list[RolloutTask]] = []
         while len(groups) < num_groups and (chosen := self._prompts.choose_many(num_groups - len(groups), size)):
-            drawn = {name: deque(await self._drawn_of(name, chosen, draw)) for name in dict(chosen)}
+            drawn = {name: deque(await self._drawn_of(name, chosen, size, draw)) for name in dict(chosen)}
             for name, _ in chosen:
                 if drawn[name]:
                     groups.append(self._named(name, drawn[name].popleft()))
@@ -352,10 +348,7 @@ class MixedSource:
         return groups
 
     async def _drawn_of(
-        self,
-        name: str,
-        chosen: Sequence[tuple[str, list[int]]],
-        draw: Callable[[EnvSource, int], Awaitable[list[list[RolloutTask]]]],
+        self, name: str, chosen: Sequence[tuple[str, list[int]]], size: int, draw: Draw
     ) -> list[list[RolloutTask]]:
         source = self._sources[name]
         groups = [positions for one, positions in chosen if one == name]
@@ -363,7 +356,7 @@ class MixedSource:
         jobs = iter(await source.open_at([place for positions in again for place in positions]) if again else ())
         drawn = [list(itertools.islice(jobs, len(positions))) for positions in again]
         num_new = len(groups) - len(again)
-        return drawn + (await draw(source, num_new) if num_new else [])
+        return drawn + (await draw(source, num_new, size) if num_new else [])
 
     def _named(self, name: str, jobs: list[RolloutTask]) -> list[RolloutTask]:
         for job in jobs:
@@ -388,6 +381,10 @@ class MixedSource:
         """End the environments' threads."""
         for source in self._sources.values():
             source.shutdown()
+
+
+async def _draw_in_groups(source: EnvSource, num_groups: int, size: int) -> list[list[RolloutTask]]:
+    return _in_groups(await source.open_rollouts(num_groups * size), size)
 
 
 def _in_groups(jobs: list[RolloutTask], size: int) -> list[list[RolloutTask]]:
