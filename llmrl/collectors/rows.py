@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -136,8 +137,8 @@ def portable_turn(step: TensorDictBase) -> TensorDictBase:
 def _live_keys(step: TensorDictBase, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     keys: list[tuple[str, ...]] = []
     for key, value in step.items():
-        if isinstance(value, NonTensorData):
-            keys += [] if _is_plain(value.data) else [(*prefix, key)]
+        if isinstance(value, NonTensorData) and not _is_plain(value.data):
+            keys.append((*prefix, key))
         elif isinstance(value, TensorDict):
             keys += _live_keys(value, (*prefix, key))
     return keys
@@ -147,7 +148,7 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+        return _is_plain([*value, *value.values()])
     return value is None or isinstance(value, (str, bytes, int, float))
 
 
@@ -161,7 +162,7 @@ def batch_rows(groups: Sequence[Sequence[Rollout]]) -> TensorDictBase | None:
     for group in groups:
         rows_by_rollout = [rollout.rows or rollout_rows(rollout) for rollout in group if rollout.is_scored]
         num_in_group = torch.tensor(sum(map(bool, rows_by_rollout)))
-        for row in (row for rows in rows_by_rollout for row in rows):
+        for row in itertools.chain(*rows_by_rollout):
             row.get("rollout").set("num_in_group", num_in_group)
             batch.append(row)
     return lazy_stack(batch, 0) if batch else None
