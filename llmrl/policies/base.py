@@ -123,7 +123,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             chat_template = self._template_of(tokenizer)
         self.generate = generate
         self.input_mode = input_mode
-        self.input_key = (input_mode, "prompt" if generate else "full") if input_key is None else input_key
+        self.input_key = input_key or (input_mode, "prompt" if generate else "full")
         self.attention_mask_key = attention_mask_key
         self.log_probs_key = log_probs_key
         self.return_log_probs = return_log_probs is not False
@@ -133,8 +133,9 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         self.prefer_tokens = prefer_tokens
         self.inplace = num_samples is None if inplace is None else inplace is True
         self.in_keys = [self.input_key]
-        names = ["text", "masks", "tokens", *([log_probs_key] if self.return_log_probs else [])]
-        self.out_keys = [*names, "history"] if self.return_history else names
+        written = dict.fromkeys(("text", "masks", "tokens"), True)
+        written |= {log_probs_key: self.return_log_probs, "history": self.return_history}
+        self.out_keys = [name for name, is_written in written.items() if is_written]
         self.sampling = sampling_from_kwargs(generate_kwargs)
         self.tokenizer: Tokenizer | None = getattr(renderer, "tokenizer", tokenizer)
         self.conversation_mode = conversation_mode

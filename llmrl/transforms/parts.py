@@ -44,12 +44,10 @@ def writes_reward(env: EnvBase) -> bool:
 
 def is_reward_written_before(part: Transform) -> bool:
     """Return whether a part before this one in its environment may write a reward; true outside an environment."""
-    env = environment_around(part)
-    earlier = [] if env is None else [*takewhile(lambda one: one is not part, environment_parts(env))]
-    return env is None or any(
+    earlier = _parts_before(part)
+    return earlier is None or any(
         getattr(one, "writes_reward", False) if is_ours(one) else not type(one).__module__.startswith("torchrl.")
         for one in earlier
-        if type(one) is not Compose
     )
 
 
@@ -58,16 +56,24 @@ def refuse_early_readers(writer: Transform) -> None:
 
     Before `writer`, the reward of each step is the environment's 0, which such a transform would scale, sum or clip.
     """
-    env = environment_around(writer)
-    if env is None or is_reward_written_before(writer):
+    earlier = _parts_before(writer)
+    if earlier is None or is_reward_written_before(writer):
         return
-    earlier = takewhile(lambda one: one is not writer, environment_parts(env))
-    early = [type(one).__name__ for one in earlier if type(one) is not Compose and _reads_reward(one)]
+    early = [type(one).__name__ for one in earlier if _reads_reward(one)]
     if early:
         raise ValueError(
             f"{', '.join(early)} reads the reward before {type(writer).__name__} writes it, so it would read 0: append "
             f"{type(writer).__name__} first."
         )
+
+
+def _parts_before(part: Transform) -> list[EnvBase | Transform] | None:
+    """Return the parts before one in its environment, except containers; None outside an environment."""
+    env = environment_around(part)
+    if env is None:
+        return None
+    earlier = takewhile(lambda one: one is not part, environment_parts(env))
+    return [one for one in earlier if type(one) is not Compose]
 
 
 def _reads_reward(part: EnvBase | Transform) -> bool:
