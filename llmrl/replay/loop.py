@@ -7,14 +7,14 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 
 from llmrl._utils.types import StateDict, Tokenizer
-from llmrl.config.ranks import join_ranks
+from llmrl.config.ranks import call_on_ranks, join_ranks
 from llmrl.config.sections import GRPOConfig
 from llmrl.engines import Engine
 from llmrl.envs import DatasetChatEnv
@@ -29,12 +29,20 @@ from llmrl.scripts.grpo import grpo
 from llmrl.trainer.trained_model import trained_model
 from llmrl.watch.step_metrics import Learned, log_probs_before, metrics_of
 
+Result = TypeVar("Result")
 OnStep = Callable[[int], object]
 """Callback that receives the number of a step before the step is computed."""
 
 
 def pass_over(*_: object) -> None:
     """Do nothing before or after a step."""
+
+
+def compute_on_ranks(num_ranks: int, function: Callable[..., Result], *arguments: object, on_step: OnStep) -> Result:
+    """Call a function with `on_step` as last argument in `num_ranks` processes, and return rank 0's result."""
+    if num_ranks > 1:
+        on_step = pass_over  # a callback does not work in other processes
+    return call_on_ranks(num_ranks, function, *arguments, on_step)
 
 
 @dataclass(slots=True)

@@ -14,11 +14,10 @@ import torch
 
 from llmrl._utils.numbers import is_same
 from llmrl._utils.types import StateDict, Tokenizer
-from llmrl.config.ranks import call_on_ranks
 from llmrl.data.message import prompt_of
 from llmrl.data.template_limit import written_in_time
 from llmrl.objectives.advantages.normalization import Normalization
-from llmrl.replay.loop import ComputedStep, OnStep, ReplayLoop, pass_over, whole
+from llmrl.replay.loop import ComputedStep, OnStep, ReplayLoop, compute_on_ranks, pass_over, whole
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import advantages_of, own_rubric, rubric_of, score_again
 from llmrl.rewards import Rubric
@@ -146,10 +145,9 @@ def replay_steps(
             one.compared.append(compared)
     of_model = [name for name in ("log_probs", "metrics", "weights") if name in quantities]
     if of_model:
+        arguments = (run.path, list(steps), of_model)
         num_ranks = run.config().train.num_ranks
-        on_step = on_step if num_ranks == 1 else pass_over  # a callback does not work in other processes
-        arguments = (run.path, list(steps), of_model, on_step)
-        for by_model in call_on_ranks(num_ranks, _compare_by_model, *arguments):
+        for by_model in compute_on_ranks(num_ranks, _compare_by_model, *arguments, on_step=on_step):
             replayed[by_model.step].compared += by_model.compared
             replayed[by_model.step].changed_here = by_model.changed_here
     return list(replayed.values())

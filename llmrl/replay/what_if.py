@@ -12,10 +12,9 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl._utils.types import StateDict
-from llmrl.config.ranks import call_on_ranks
 from llmrl.data.tensordicts import plain
 from llmrl.objectives.advantages.grouping import stack_rows
-from llmrl.replay.loop import Computed, OnStep, ReplayLoop, pass_over, whole
+from llmrl.replay.loop import Computed, OnStep, ReplayLoop, compute_on_ranks, pass_over, whole
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import advantages_of, own_rubric, score_again
 from llmrl.viewer.run_data import Record
@@ -120,9 +119,8 @@ def what_if(
         for one in steps:
             left = [record for record in run.records(one) if record["rollout_id"] not in drop_rollouts]
             advantages[one] = advantages_of(left, cfg.normalization, rewards.get(one))
-    num_ranks = cfg.train.num_ranks
-    on_step = on_step if num_ranks == 1 else pass_over  # a callback does not work in other processes
-    result = call_on_ranks(num_ranks, _compute, run.path, steps, list(changes), advantages, on_step)
+    arguments = (run.path, steps, list(changes), advantages)
+    result = compute_on_ranks(cfg.train.num_ranks, _compute, *arguments, on_step=on_step)
     for changed in result.steps:
         changed.rewards = rewards.get(changed.step, {})
         now = advantages.get(changed.step, {})
