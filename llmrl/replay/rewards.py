@@ -109,12 +109,14 @@ def advantages_of(
         >>> advantages_of(records, "mean"), advantages_of(records, "mean", {"a": 0.0, "b": 4.0})
         ({'a': 0.5, 'b': -0.5}, {'a': -2.0, 'b': 2.0})
     """
+    if rewards is None:
+        rewards = {record["rollout_id"]: record["reward"] for record in records if record.get("is_scored", True)}
     groups: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for record in records:
         group = group_of(record) if by_role else (record["group_id"], "")
         name = record["rollout_id"]
-        if record.get("is_scored", True) if rewards is None else name in rewards:
-            groups[group][name] = record["reward"] if rewards is None else rewards[name]
+        if name in rewards:
+            groups[group][name] = rewards[name]
     return {
         name: advantage
         for group in groups.values()

@@ -77,7 +77,8 @@ class Compared:
         if is_same(recorded, computed):
             return
         difference = abs(recorded - computed)
-        difference = math.inf if math.isnan(difference) else difference
+        if math.isnan(difference):
+            difference = math.inf
         self.max_difference = max(self.max_difference, difference)
         is_beyond = difference > ROUNDING * max(1.0, abs(recorded))
         if not self.where or (is_beyond and not self.is_beyond_rounding):
@@ -98,8 +99,8 @@ class ReplayedStep:
     @property
     def first_difference(self) -> Compared | None:
         """The first quantity that differs by more than rounding, else the first that is not bitwise equal."""
-        differing = [one for one in self.compared if not one.is_equal]
-        return next((one for one in differing if one.is_beyond_rounding), differing[0] if differing else None)
+        differing = (one for one in self.compared if not one.is_equal)
+        return max(differing, key=lambda one: one.is_beyond_rounding, default=None)  # of equal ones, the first
 
 
 def replay_steps(
@@ -180,7 +181,7 @@ def _compare_by_model(
 def _compare_prompts(run: RecordedRun, steps: Sequence[int]) -> Iterator[Compared]:
     recorded = recorded_tokenizer(run.folder)
     model = run.config().model
-    note = "the run saved no tokenizer" if recorded is None else ""
+    note = "the run saved no tokenizer"
     tokenizers = []
     if recorded is not None:
         try:
@@ -188,7 +189,7 @@ def _compare_prompts(run: RecordedRun, steps: Sequence[int]) -> Iterator[Compare
         except (OSError, ValueError) as error:
             note = f"the tokenizer of {model.path} cannot be loaded: {error}"
     for step in steps:
-        yield Compared("prompts", note=note) if note else _compare_prompts_of(run, step, tokenizers)
+        yield _compare_prompts_of(run, step, tokenizers) if tokenizers else Compared("prompts", note=note)
 
 
 def _compare_prompts_of(run: RecordedRun, step: int, tokenizers: Sequence[Tokenizer]) -> Compared:
@@ -214,14 +215,15 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: list[dict[str, object]]) -> list[i
 
 
 def _compare_rewards(run: RecordedRun, steps: Sequence[int], reward: str | None) -> Iterator[Compared]:
-    note = ""
-    rubric = None if reward is None else own_rubric(reward)
-    try:
-        rubric = rubric or rubric_of(run)
-    except (OSError, ImportError, ValueError) as error:  # its data or a package is not on this machine
-        note = f"the environment cannot be built here ({error}): name its reward with --reward FILE.py:FUNCTION"
-    if rubric is None and not note:
-        note = "the environment is not a task of llmrl: name its reward with --reward FILE.py:FUNCTION"
+    note = "the environment is not a task of llmrl: name its reward with --reward FILE.py:FUNCTION"
+    rubric: Rubric | None = None
+    if reward is not None:
+        rubric = own_rubric(reward)
+    else:
+        try:
+            rubric = rubric_of(run)
+        except (OSError, ImportError, ValueError) as error:  # its data or a package is not on this machine
+            note = f"the environment cannot be built here ({error}): name its reward with --reward FILE.py:FUNCTION"
     for step in steps:
         if rubric is None:
             yield Compared("rewards", note=note)
