@@ -1,4 +1,4 @@
-"""Agents of an `AgentEnv`: each agent leads a rollout and calls the policy at the collector's endpoint."""
+"""Agents of an `AgentEnv`, which lead rollouts and call the policy at an endpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from llmrl.rewards import Score
 
 
 class KeyedSessions:
-    """Open sessions, found by a secret key for each run of an agent, and then by the model name of a role."""
+    """Open sessions, found by the secret key of an agent's run and a role's model name."""
 
     def __init__(self) -> None:
         self._open: dict[str, dict[str, Session]] = {}
@@ -38,7 +38,7 @@ class KeyedSessions:
         return len(self._open)
 
     def add(self, *sessions: Session, names: Sequence[str] = ("policy",)) -> str:
-        """Add the sessions of an agent's roles under their model names, and return the new key for all of them."""
+        """Add the sessions of an agent's roles under their model names, and return their key."""
         key = f"llmrl-{secrets.token_urlsafe(24)}"
         self._open[key] = dict(zip(names, sessions, strict=True))
         return key
@@ -69,7 +69,7 @@ class KeyedSessions:
         return self.find(api_key, session_id, request)
 
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
-        """Return the session of a key that has the reply, or else the first one; None if the key is unknown."""
+        """Return the session of a key with the reply, or the first; None for an unknown key."""
         roles = self._open.get(session_id or "") or self._open.get(api_key or "") or {}
         answered = (session for session in roles.values() if reply_id in session.replies)
         return next(answered, next(iter(roles.values()), None))
@@ -85,7 +85,7 @@ class KeyedSessions:
 
 
 class AgentPlay:
-    """One run of an agent, shared by the rollouts of its roles: the first rollout runs it, the others wait for it.
+    """One run of an agent: the first rollout of its roles runs it, the others wait for it.
 
     Args:
         sessions: session of each trained role.
@@ -100,12 +100,12 @@ class AgentPlay:
 
     @property
     def failure(self) -> Exception | None:
-        """Engine failure of a role's last request, or None; after a failure, no role of the run is scored."""
+        """Engine failure of a role's last request, or None; after one, no role is scored."""
         return next((session.failure for session in self.sessions.values() if session.failure is not None), None)
 
     @property
     def refusal(self) -> str:
-        """Limit for which a request was refused, which may have made the agent fail; empty if there is none."""
+        """Limit for which a request was refused, so the agent may have failed; or empty."""
         reasons = (session.reason or session.last_refusal for session in self.sessions.values())
         return next(filter(None, reasons), "")
 
@@ -236,7 +236,7 @@ class AgentEndpoint:
         self._arrive((rollout.group_id, rollout.sample_index // len(self._env.roles)))
 
     def _arrive(self, place: tuple[str, int]) -> None:
-        """Count a role of a run that has joined or was skipped; after the last one, the run is not looked up again."""
+        """Count a role that has joined its run or was skipped; forget the run after the last."""
         self._num_arrived[place] += 1
         if self._num_arrived[place] == len(self._env.roles):
             del self._num_arrived[place]

@@ -1,4 +1,4 @@
-"""Common part of collectors: batches, a buffer filled in the background, pauses, weight updates and saved state."""
+"""Common part of collectors: batches, a buffer, pauses, weight updates and saved state."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class BatchCollector:
     """Base class of `LLMCollector`, which assembles batches from the scheduler's deliveries."""
 
     init_random_frames = 0
-    """Number of turns that TorchRL's trainers collect before training; 0, since a language model is pretrained."""
+    """Turns that TorchRL's trainers collect before training; none for a pretrained model."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class BatchCollector:
 
     @property
     def dialog_turns_per_batch(self) -> int | None:
-        """Number of turns, or of last turns, per batch; None if batches are counted in another unit."""
+        """Number of turns, or of last turns, per batch; None for batches of groups."""
         return self._shape.size if not self._shape.is_grouped else None
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
@@ -153,7 +153,7 @@ class BatchCollector:
         self.postproc = postproc
 
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
-        """Call a function with each batch from now on, after `postproc`; None calls nothing. Its result is ignored."""
+        """Call a function with each batch from now on, after `postproc`; None calls nothing."""
         self._post_collect_hook = hook
 
     @property
@@ -162,12 +162,12 @@ class BatchCollector:
         return self._post_collect_hook
 
     def getattr_rb(self, attr: str) -> object:
-        """Return an attribute of the replay buffer, such as `write_count`; AttributeError if there is no buffer."""
+        """Return an attribute of the replay buffer, such as `write_count`."""
         return getattr(self.replay_buffer, attr)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Raise RuntimeError if `start` reads batches, too, or if the collector is shut down meanwhile."""
+        """Raise RuntimeError if `start` reads batches, or if the collector is shut down."""
         if self.is_running():
             raise RuntimeError(
                 "the collector is filling its buffer since start(), and batches would have two readers: sample the "
@@ -179,7 +179,7 @@ class BatchCollector:
             raise RuntimeError("the collector was shut down while it collected this batch.") from error
 
     def _next(self) -> TensorDictBase | None:
-        """Return the next batch that has rows, or None; until its delivery, a saved state lists its groups as unplayed.
+        """Return the next batch with rows, or None; a saved state has its groups until delivery.
 
         If the rules and `postproc` leave no rows, another batch is collected, and its report
         includes what was dropped.
@@ -248,13 +248,13 @@ class BatchCollector:
         return False
 
     def _lose(self) -> None:
-        """Count the rollouts of a batch that is lost with the next batch; the caller gets the error that lost it."""
+        """Count the rollouts of a lost batch with those of the next one."""
         self._collected.leave_out(self._groups, None)
         self._mark_delivered()
 
     @contextlib.contextmanager
     def _lost_on_error(self) -> Iterator[None]:
-        """Lose the reported batch if an error is raised; after an interrupt, a saved state still has it."""
+        """Lose the reported batch after an error; after an interrupt, a saved state has it."""
         try:
             yield
         except Exception:
@@ -313,7 +313,7 @@ class BatchCollector:
         self._filler.start()
 
     def is_running(self) -> bool:
-        """Return whether the buffer is being filled; raise the error that ended the filling, once."""
+        """Return whether the buffer is being filled; raise the error that ended this, once."""
         return self._filler is not None and self._filler.is_running()
 
     def is_initialized(self) -> bool:
@@ -350,7 +350,7 @@ class BatchCollector:
         return version
 
     def start_update(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> Future[int]:
-        """Start to send the weights; training may continue when this method returns, while the engines load a copy.
+        """Start to send the weights; training may continue while the engines load a copy.
 
         No rollout starts until the engines have the weights; meanwhile `policy_version` is the new
         version. Weights that cannot be copied are sent before this method returns. The first call
@@ -427,7 +427,7 @@ class BatchCollector:
             self._source.dataset_env.load_state_dict(state["env"])
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Cancel all rollouts in flight and end the collector's threads or actors. May be called twice.
+        """Cancel all rollouts and end the collector's threads or actors. May be called twice.
 
         The caller closes environments and engines. `timeout`: seconds to wait for a batch that is being written.
         """

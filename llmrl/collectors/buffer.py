@@ -115,7 +115,7 @@ class QueueBuffer:
         self._is_closed = False
 
     def extend(self, batch: TensorDictBase) -> None:
-        """Put all elements of a batch into the queue; raise CancelledError if `close` is called while it is full."""
+        """Put all elements of a batch into the queue; raise CancelledError after `close`."""
         for item in batch.unbind(0):
             self._put(item)
 

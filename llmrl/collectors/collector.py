@@ -292,7 +292,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         return EnvSource(self.env, in_groups=shape.is_grouped, limits=limits)
 
     def increment_version(self) -> None:
-        """Count an update of the weights in your own `PolicyVersion`; RuntimeError if the engine counts them."""
+        """Count an update in your own `PolicyVersion`; RuntimeError if the engine counts them."""
         if self.policy_version_tracker is None:
             raise RuntimeError(
                 "the engine counts its versions, which update_policy_weights_ increments: do not "
@@ -301,7 +301,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         self.policy_version_tracker.increment_version()
 
     def play(self, num_rollouts: int) -> list[Rollout]:
-        """Play the next `num_rollouts` rollouts to their ends, for evaluation, and set `report` and `rollouts`.
+        """Play the next `num_rollouts` rollouts, for evaluation, and set `report` and `rollouts`.
 
         Nothing is filtered or replaced: failed rollouts are included.
 

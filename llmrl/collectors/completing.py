@@ -166,7 +166,7 @@ def _joined(parts: list[Completion]) -> Completion:
 
 
 def _joined_experts(parts: list[np.ndarray | None]) -> np.ndarray | None:
-    """Join the experts of parts, which all begin with the prompt; a token keeps those of its first computation."""
+    """Join the experts of parts, which begin with the prompt; a token keeps its first ones."""
     known: list[np.ndarray] = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None

@@ -158,7 +158,7 @@ class CountsTurns(Protocol):
 
 
 async def follow_load(source: CountsTurns, scheduler: RolloutScheduler, limit: ConcurrencyLimit) -> None:
-    """Read the engine's load every second, and set the scheduler's limit; end with a warning if this fails."""
+    """Adapt the limit to the engine's load every second; end with a warning if this fails."""
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
         try:

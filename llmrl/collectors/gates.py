@@ -1,4 +1,4 @@
-"""Gates, which decide how many groups a scheduler may start and which ready groups form the next batch."""
+"""Gates, which decide how many groups may start and which ready groups form the next batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Gate(Protocol):
     follows_versions: bool = False
     """Whether a new policy version alone may change the answers."""
     rest_reason: str | None = None
-    """Drop reason of groups that are left when a batch is full; None if they wait for the next batch."""
+    """Drop reason of the groups left by a full batch; None if they wait for the next batch."""
     _admitted: Mapping[str, object]
     """Groups that are being played or ready, by id, in order of admission."""
 
@@ -62,13 +62,13 @@ class Gate(Protocol):
         """Record that a group has settled with `units` units."""
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None if too few groups are ready; with `is_last`, return what is ready."""
+        """Return a full batch, or None if too little is ready; with `is_last`, what is ready."""
 
     def rollback(self) -> None:
-        """Undo the last selection, if the gate counts batches: this one was empty, and another takes its place."""
+        """Undo the last selection, if the gate counts batches: this one was empty."""
 
     def carry(self, units: int) -> None:
-        """Count units that a saved state has left over from earlier batches, unless batches are whole groups."""
+        """Count units left over from earlier batches, unless batches are whole groups."""
 
     def overdue_ids(self, version: int) -> list[str]:
         """Return the groups, ready or not, that are too old to be delivered; by default none."""
@@ -76,7 +76,7 @@ class Gate(Protocol):
 
 
 class DemandGate(Gate):
-    """Gate that admits only the groups that the requested batch still needs beyond those ready and being played.
+    """Gate that admits only the groups that the requested batch still needs.
 
     Sizes are counted in units: 1 per group, its turns, or its tokens. For each discarded group one more is admitted.
 
@@ -133,7 +133,7 @@ class DemandGate(Gate):
         self._is_asked = True
 
     def run_unasked(self) -> None:
-        """Admit groups without requests until a whole batch is ready; ignored with `reset_each_batch`."""
+        """Admit groups until a whole batch is ready; ignored with `reset_each_batch`."""
         self._is_free_running = not self._reset_each_batch
 
     def num_admissible(self, version: int) -> float:
@@ -170,7 +170,7 @@ class DemandGate(Gate):
         self._num_units_seen += units
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None if too few groups are ready; with `is_last`, return what is ready."""
+        """Return a full batch, or None if too little is ready; with `is_last`, what is ready."""
         have = self.credit + self.ready_units
         if have < self.units_per_batch and not (is_last and have):
             return None
@@ -192,7 +192,7 @@ class DemandGate(Gate):
         return Selection(staleness=staleness)
 
     def carry(self, units: int) -> None:
-        """Count units that a saved state has left over from earlier batches."""
+        """Count units left over from earlier batches."""
         self.credit = units
 
 
@@ -245,12 +245,12 @@ class StalenessGate(Gate):
         self._num_by_deadline: dict[int, int] = {}
 
     def request_batch(self) -> None:
-        """Record that the consumer waits for its next batch, and so has finished the previous ones."""
+        """Record that the consumer has finished the batches so far and waits for the next."""
         if not self._is_unasked:
             self._progress = max(self._progress, self._num_batches)
 
     def run_unasked(self) -> None:
-        """Measure progress by versions only: filling a buffer requests batches that are not trained on yet."""
+        """Measure progress by versions only: a buffer requests batches ahead of training."""
         self._is_unasked = True
 
     def _observe(self, version: int) -> None:
@@ -296,7 +296,7 @@ class StalenessGate(Gate):
         self._num_ready += 1
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None without one or with `overdue_ids`; with `is_last`, return what is ready."""
+        """Return a full batch unless groups are overdue; with `is_last`, what is ready; or None."""
         self._observe(version)
         is_full = self._num_ready >= self.groups_per_batch
         if not (is_full or (is_last and self._num_ready)) or self.overdue_ids(version):

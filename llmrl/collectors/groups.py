@@ -15,7 +15,7 @@ logger = logging.getLogger("llmrl")
 
 
 class DropReason(StrEnum):
-    """Reason why a settled rollout is not delivered; a failed rollout is dropped for its own `StopReason`."""
+    """Reason why a settled rollout is not delivered; a failed one has its `StopReason`."""
 
     UNSCORED = "unscored"
     NOTHING_TRAINED = "nothing_trained"
@@ -52,7 +52,7 @@ class GroupRules:
     drop_failed_groups: bool = False
     """Whether one failed rollout drops its whole group, as needed if groups are scored together."""
     drop_truncated: bool = False
-    """Whether to drop truncated rollouts from batch and baseline (overlong filtering, DAPO, section 3.4)."""
+    """Whether to drop truncated rollouts (overlong filtering, DAPO, section 3.4)."""
     rollout_filter: Callable[[Rollout], bool] | None = None
     """Predicate that says whether to keep a scored rollout."""
     group_filter: Callable[[Sequence[Rollout]], bool] | None = None
@@ -120,7 +120,7 @@ class GroupCounter:
         return len(self._open)
 
     def open(self, group_id: str, num_rollouts: int) -> None:
-        """Expect `num_rollouts` rollouts of a group; raise ValueError if it is open or the number is below 1."""
+        """Expect `num_rollouts` rollouts; raise ValueError below 1, or if the group is open."""
         if num_rollouts < 1:
             raise ValueError(f"num_rollouts of group {group_id!r} must be at least 1, got {num_rollouts}.")
         if group_id in self._open:
@@ -128,7 +128,7 @@ class GroupCounter:
         self._open[group_id] = (num_rollouts, [])
 
     def settle(self, group_id: str, rollout: Rollout) -> list[Rollout] | None:
-        """Count a rollout; once all have settled, return the group's rollouts in order of `sample_index`, else None."""
+        """Count a rollout; return all once they have settled, by `sample_index`, else None."""
         num_rollouts, settled = self._open[group_id]
         settled.append(rollout)
         if len(settled) < num_rollouts:
@@ -142,18 +142,18 @@ class GroupCounter:
 
 
 class CollectionStalled(RuntimeError):
-    """Raised if too many groups in a row have nothing to train on; the collector's `rollouts` has their rollouts."""
+    """Too many groups in a row have nothing to train on; see the collector's `rollouts`."""
 
     dropped: Sequence[Dropped] = ()
     """Rollouts dropped since the last delivery."""
 
 
 class NoSignal(CollectionStalled):
-    """Raised if no group failed, but too many in a row were filtered out or had equal rewards (too hard, or solved)."""
+    """No group failed, but too many in a row were filtered out or had equal rewards."""
 
 
 SIGNAL_PATIENCE = 64
-"""Number of groups in a row without signal before a warning; most groups of hard or solved tasks have no signal."""
+"""Groups in a row without signal before a warning; hard or solved tasks have many."""
 
 _MAX_WARNINGS = 7
 _LEAST_TO_JUDGE = 16

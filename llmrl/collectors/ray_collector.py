@@ -94,7 +94,7 @@ class RayLLMCollector(LLMCollector):
 
 
 def _ahead(arguments: CollectorOptions) -> CollectorOptions:
-    """Return the arguments of a collector that collects one batch ahead; raise ValueError if they contradict this."""
+    """Return arguments that collect one batch ahead; raise ValueError if those given forbid it."""
     max_staleness = arguments.get("max_staleness")
     if max_staleness is not None:
         if max_staleness < 1:

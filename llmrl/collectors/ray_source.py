@@ -1,4 +1,4 @@
-"""Rollouts played by collector actors on a Ray cluster; the trainer's process keeps track of the groups."""
+"""Rollouts played by actors on a Ray cluster; this process keeps track of the groups."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class RaySource:
         return [slot.actor for slot in self._slots]
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
-        """Draw the next groups, each as one job for one call of an actor; fewer if the data ends."""
+        """Draw the next groups, each as one job of an actor; fewer if the data ends."""
         if self.group_size > 1:
             self._prompts.skip_to_group()
         jobs = await self.open_rollouts(num_groups * self.group_size)
@@ -188,7 +188,7 @@ class RaySource:
         return jobs
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
-        """Play a group on the least loaded actor; raise `RayError` if actors die in four attempts."""
+        """Play a group on the least loaded actor; raise `RayError` if four attempts fail."""
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         for attempt in itertools.count():

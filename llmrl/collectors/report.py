@@ -41,9 +41,9 @@ class CollectionReport:
     """Mean number of versions between a group's start and its delivery."""
     max_staleness: int = 0
     num_forks: int = 0
-    """Number of rows that were started because a template or an environment rewrote history; no tokens are lost."""
+    """Number of rows started because history was rewritten; no tokens are lost."""
     num_realigned_tokens: int = 0
-    """Number of sampled tokens that are not trained on, because an environment edited the end of their answer."""
+    """Number of sampled tokens that are not trained on, because their answer's end was edited."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,7 +51,7 @@ class CollectionReport:
         return self.num_completion_tokens / self.seconds if self.seconds else 0.0
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the metrics to plot, by their names in the run folder; undefined values are left out."""
+        """Return the metrics by their names in the run folder; undefined values are left out."""
         num_dropped = sum(self.num_dropped_by_reason.values())
         return {
             **({} if math.isnan(self.mean_reward) else {"reward_mean": self.mean_reward}),
@@ -125,7 +125,7 @@ class CollectionTally:
         self.seconds += seconds
 
     def leave_out(self, groups: Sequence[Sequence[Rollout]], batch: TensorDictBase | None) -> list[Dropped]:
-        """Count and return, with reasons, the rollouts of the delivered groups that are not in their batch.
+        """Count and return the rollouts of the delivered groups that are not in their batch.
 
         A rollout that was left out before, as by `postproc` before the buffer's transforms, is not counted again.
         A non-empty batch without rollout ids is ignored, since it does not say what it contains.

@@ -1,4 +1,4 @@
-"""Loop that plays one rollout: generate and step until the rollout has settled. It enforces all limits."""
+"""Loop that plays one rollout: generate and step until it has settled, within all limits."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from llmrl.transforms import environment_parts, outcomes_of, states_of, write_sc
 
 _SOLO_IDS = itertools.count()
 _GRACE_SECONDS = 1.0
-"""Seconds after a rubric's own time limit, which reports the late function, until the rubric is cancelled."""
+"""Seconds from a rubric's own time limit, which names the late function, to its end."""
 # A rollout that was not opened has nothing to score: neither an answer nor the state of tools.
 _UNOPENED = "The time limit of the rollout expired while its environment opened it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLimits:
-    """Limits that may end a rollout before its environment does; ValueError if one is below its minimum."""
+    """Limits that may end a rollout; ValueError if one is below its minimum."""
 
     max_turns: int | None = None
     """Maximum number of completions."""
@@ -53,7 +53,7 @@ class RolloutLimits:
     max_prompt_tokens: int | None = None
     """Maximum prompt length; by default the engine's context length minus one token."""
     end_at_length: bool = True
-    """Whether an answer cut by its token budget ends the rollout as truncated. TorchRL continues after it."""
+    """Whether an answer cut by its token budget ends the rollout; TorchRL continues."""
     rollout_timeout_seconds: float | None = None
     """Maximum wall time of a rollout, including waiting."""
     step_timeout_seconds: float | None = None
@@ -195,7 +195,7 @@ class RolloutRunner:
         )
 
     async def _play_agent(self, agent_env: AgentEnv, rollout: Rollout, held: list[TensorDictBase]) -> None:
-        """Run an agent, which leads the conversation, and end the conversation with one step with the agent's score."""
+        """Run an agent, which leads the conversation, and end it with one step with its score."""
         [element] = held
         row = copied({name: rollout.columns.get(name) for name in agent_env.columns})
         play, session = await self._endpoint.play(rollout, partial(agent_env.run_agent, row))
@@ -328,7 +328,7 @@ class RolloutRunner:
             await self.score([rollout])
 
     async def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Score ended rollouts that no step has scored; group-scored rubrics need all rollouts of a group."""
+        """Score ended rollouts that no step has scored; group rubrics need a whole group."""
         assert self.rubric is not None
         limit = self.rubric.timeout_seconds
         try:

@@ -1,4 +1,4 @@
-"""Conversion of settled rollouts to training rows, and of turns to a form that can leave the process."""
+"""Conversion of rollouts to training rows, and of turns to a form that leaves the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmrl.data.tensordicts import container_of, non_tensor, tensordict_of
 
 
 class RowBytes(NamedTuple):
-    """A training row as bytes, for transfer between processes: bytes are pickled ten times faster than tensors."""
+    """A training row for another process: bytes are pickled ten times faster than tensors."""
 
     columns: list[bytes]
     """Columns in the order of `_DTYPES`."""
@@ -119,7 +119,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
 
 
 def _token_rewards(rollout: Rollout, starts: Mapping[int, int], num_tokens: int) -> torch.Tensor:
-    """Return the rewards of a row's tokens, `[num_tokens]`; rewards of an answer's edited end are left out."""
+    """Return the rewards of a row's tokens, `[num_tokens]`, without those of edited ends."""
     rewards = torch.zeros(num_tokens)
     order = sorted(starts.items(), key=lambda item: item[1])
     ends = [*(start for _, start in order[1:]), num_tokens]
@@ -130,7 +130,7 @@ def _token_rewards(rollout: Rollout, starts: Mapping[int, int], num_tokens: int)
 
 
 def portable_turn(step: TensorDictBase) -> TensorDictBase:
-    """Return a copy of a turn to save or send: of its own size, without live objects (token state, environment, …)."""
+    """Return a copy of a turn to save or send: of its own size, without live objects."""
     return step.exclude(*_live_keys(step)).clone()
 
 
@@ -153,7 +153,7 @@ def _is_plain(value: object) -> bool:
 
 
 def batch_rows(groups: Sequence[Sequence[Rollout]]) -> TensorDictBase | None:
-    """Return the trainable rows of these groups as one lazily stacked batch `[num_rows]`; None if there are none.
+    """Return the trainable rows of groups, lazily stacked, `[num_rows]`; None if there are none.
 
     Rollouts that were not scored or have no sampled tokens give no rows. In each row, `("rollout", "num_in_group")` is
     the number of rollouts of the group that have rows, which shows when a group is complete.

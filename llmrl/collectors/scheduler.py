@@ -120,7 +120,7 @@ class RolloutScheduler:
         self._units = units
         self.max_concurrent_rollouts = max_concurrent_rollouts
         self.is_open = is_open or asyncio.Event()
-        """Cleared by `pause`: nothing new is started, and a source that has this event also waits between turns."""
+        """Cleared by `pause`: nothing starts, and a source with this event waits between turns."""
         self.is_open.set()
         self.num_running = 0
         """Number of rollouts in flight."""
@@ -155,7 +155,7 @@ class RolloutScheduler:
     # The consumer's side
 
     async def next_batch(self) -> ReadyBatch | None:
-        """Return the next full batch; at the end of the data, return the remaining or dropped groups, then None.
+        """Return the next full batch; at the end of the data, what is left or dropped, then None.
 
         Raises:
             CollectionStalled: if too many groups in a row were dropped.
@@ -217,7 +217,7 @@ class RolloutScheduler:
 
     @contextlib.asynccontextmanager
     async def frozen(self) -> AsyncIterator[list[int]]:
-        """Yield the dataset positions of groups that were drawn and not delivered, and draw nothing meanwhile."""
+        """Yield the positions of drawn and undelivered groups; draw nothing meanwhile."""
         async with self._opening:
             yield self._undelivered + self._unreported + _positions(self._groups.values())
 
@@ -227,19 +227,19 @@ class RolloutScheduler:
         self._changed.set()
 
     def expect_version(self, version: int | None) -> None:
-        """Start nothing until `end_update`, while the engines load this version; None: no update is pending."""
+        """Start nothing until `end_update`, while engines load this version; None: no update."""
         self._update_error = None
         self._coming_version = version
 
     def end_update(self, version: int, error: Exception | None = None) -> None:
-        """Continue after the engines have loaded the weights; the next batch raises `error`, if any."""
+        """Continue after the engines' update; the next batch raises `error`, if any."""
         if version == self._coming_version:  # else another update has started
             self._update_error = error
             self._coming_version = None
         self.notify()
 
     async def pause(self) -> None:
-        """Start nothing new until each pause has its `resume`; requests in flight end, and their rollouts wait."""
+        """Start nothing until each pause has its `resume`; requests in flight end."""
         self._num_pauses += 1
         self.is_open.clear()
         await asyncio.sleep(0)  # let tasks that have passed the event start their requests
@@ -357,7 +357,7 @@ class RolloutScheduler:
                 self._drop_group(group_id, DropReason.FAILED_GROUP)
 
     def _is_given_up(self, group_id: str) -> bool:
-        """Return whether the scheduler cancelled the task, rather than the code that the task called."""
+        """Return whether the scheduler cancelled the task, and not the code that it called."""
         return self._is_stopped or group_id not in self._groups
 
     async def _settle_group(self, group_id: str, settled: list[Rollout]) -> None:

@@ -1,4 +1,4 @@
-"""Kinds of batches (groups, rows by token budget, turns, trajectories, last steps) and their assembly."""
+"""Kinds of batches (groups, tokens, turns, trajectories, last steps) and their assembly."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class BatchShape:
         )
 
     def staleness_gate(self, *, max_staleness: int, late: LatePolicy) -> StalenessGate:
-        """Return a gate that runs ahead of training; ValueError if a batch is not a fixed number of rollouts."""
+        """Return a gate that runs ahead of training; ValueError if batches vary in rollouts."""
         if self.kind not in ("groups", "last_steps"):
             raise ValueError(
                 "max_staleness needs batches of a known number of rollouts: groups_per_batch, or "
@@ -119,7 +119,7 @@ class BatchShape:
     def assemble(
         self, groups: Sequence[Sequence[Rollout]], left_over: Sequence[TensorDictBase] = ()
     ) -> tuple[TensorDictBase | None, list[TensorDictBase]]:
-        """Return the batch of `groups`, begun with `left_over` surplus turns, and the new surplus turns."""
+        """Return the batch of `left_over` turns and `groups`, and the new surplus turns."""
         if self.is_grouped:
             return batch_rows(groups), []
         steps = [*left_over]
@@ -131,7 +131,7 @@ class BatchShape:
 
 
 def check_group_size(transform: object, dataset_env: DatasetChatEnv | DataLoadingPrimer | MixedEnv | None) -> None:
-    """Raise ValueError if advantages (`MCAdvantage`) expect another group size than the environment's."""
+    """Raise ValueError if advantages expect another group size than the environment's."""
     for part in getattr(transform, "transforms", [transform]):
         size = getattr(part, "sampled_group_size", None)
         if size is not None and dataset_env is not None and size != dataset_env.prompts.num_samples:

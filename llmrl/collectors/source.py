@@ -32,7 +32,7 @@ logger = logging.getLogger("llmrl")
 
 
 class EnvSource:
-    """Source that opens rollouts by resetting an environment, and plays them with the policy of `use_policy`.
+    """Source that opens rollouts by resetting an environment; `use_policy` sets its policy.
 
     With `in_groups` it plays groups of one prompt each, which need a `DatasetChatEnv`. Rollouts
     wait between turns while `is_open` (by default a new event) is cleared.
@@ -129,7 +129,7 @@ class EnvSource:
         return groups
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw `count` rollouts, fewer if the data ends; reset the environment unless each is opened separately."""
+        """Draw and open `count` rollouts, fewer if the data ends; slow ones are opened later."""
         return await self.stepper.call(self._draw_from_a_group if self._are_groups_whole else self._draw, count)
 
     async def open_at(self, positions: Sequence[int]) -> list[RolloutTask]:
@@ -184,7 +184,7 @@ class EnvSource:
         return record
 
     def _drawn_one_by_one(self, count: int, positions: list[int], error: Exception) -> list[RolloutTask]:
-        """Return jobs for rollouts after their common reset failed with `error`, so that only the culprits fail."""
+        """Draw again after a common reset failed with `error`, so that only the culprits fail."""
         if self.prompts is not None and self.prompts.upcoming(count) != positions:  # the reset has drawn them
             self.prompts.load_state_dict(self.prompts.state_dict(unfinished=positions))
         if count > 1:
@@ -206,7 +206,7 @@ class EnvSource:
         return [await self.runner.run(job)]
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
-        """Score a group together if its rubric does so; if a rollout failed, the whole group stays unscored."""
+        """Score a group together if its rubric does so and no rollout of it failed."""
         if self.is_group_scored and all(rollout.status.is_success for rollout in rollouts):
             await self.runner.score(rollouts)
 
@@ -218,7 +218,7 @@ class EnvSource:
 
 
 def _checked_rubric(env: EnvBase) -> Rubric | None:
-    """Return the rubric of an environment, which has all its transforms now; raise the errors of `RubricReward`."""
+    """Return the rubric of a complete environment; raise the errors of `RubricReward`."""
     rewards = find_rubric_rewards(env)
     for reward in rewards:
         reward.check_order()
@@ -227,7 +227,7 @@ def _checked_rubric(env: EnvBase) -> Rubric | None:
 
 
 def _check_modes(env: EnvBase, policy: LLMWrapperBase) -> None:
-    """Raise ValueError if the policy cannot read the environment's prompts, or the environment the policy's answers."""
+    """Raise ValueError if policy and environment cannot read what the other writes."""
     chat_env = environment_parts(env)[0]
     if not isinstance(chat_env, ChatEnv) or chat_env.input_mode == policy.input_mode:
         return
@@ -254,7 +254,7 @@ def drawn_record(dataset_env: DatasetChatEnv | DataLoadingPrimer, drawn: Drawn) 
 
 
 def roles_of(dataset_env: object) -> tuple[str, ...]:
-    """Return the roles of a game, which consecutive rollouts of a group play; one without a name if it is no game."""
+    """Return the roles that a group's rollouts play in turn; one without a name if no game."""
     return getattr(dataset_env, "roles", ("",))
 
 
@@ -268,7 +268,7 @@ Draw: TypeAlias = Callable[[EnvSource, int, int], Awaitable[list[list[RolloutTas
 
 
 class MixedSource:
-    """Source that draws each group from the environment that `MixedEnv` chooses; play with `use_policy`.
+    """Source that draws each group from the environment that `MixedEnv` chooses.
 
     Limits may be given by environment name; environments without an entry have no limits.
 
@@ -302,7 +302,7 @@ class MixedSource:
         self.num_players = max(source.num_players for source in self._sources.values())
 
     def use_policy(self, policy: LLMWrapperBase) -> None:
-        """Play the rollouts of all environments with this policy; raises the errors of `EnvSource.use_policy`."""
+        """Play all rollouts with this policy; raise the errors of `EnvSource.use_policy`."""
         for source in self._sources.values():
             source.use_policy(policy)
 
@@ -324,11 +324,11 @@ class MixedSource:
         return counts
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
-        """Draw the next groups, fewer if all data ends; raise ValueError if a weight function is invalid."""
+        """Draw groups, fewer if all data ends; raise ValueError if a weight function is invalid."""
         return await self._drawn(num_groups, self.group_size, lambda source, count, size: source.open(count))
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw `count` rollouts in groups, the last of which may be incomplete; fewer if all data ends."""
+        """Draw `count` rollouts, fewer if all data ends; the last group may be incomplete."""
         size = self._prompts.num_samples
         num_whole, num_left = divmod(count, size)
         groups = await self._drawn(num_whole, size, _draw_in_groups)
@@ -336,7 +336,7 @@ class MixedSource:
         return list(itertools.chain(*groups))
 
     async def _drawn(self, num_groups: int, size: int, draw: Draw) -> list[list[RolloutTask]]:
-        """Draw groups in the order of the mixture, with one call to each environment's thread per round."""
+        """Draw groups in the mixture's order, with one call per environment and round."""
         groups: list[list[RolloutTask]] = []
         while len(groups) < num_groups and (chosen := self._prompts.choose_many(num_groups - len(groups), size)):
             drawn = {name: deque(await self._drawn_of(name, chosen, size, draw)) for name in dict(chosen)}

@@ -48,7 +48,7 @@ class HasEngine(Protocol):
 
 
 class WeightSenders:
-    """Weight senders, one per scheme (by policy name); without schemes, one of the engine's default scheme."""
+    """Senders of schemes by policy name; without schemes, one of the engine's default scheme."""
 
     def __init__(self, schemes: Mapping[str, WeightScheme], source: HasEngine) -> None:
         self._schemes = dict(schemes)
@@ -93,7 +93,7 @@ class WeightSenders:
         return list(self._senders.values())
 
     def __getitem__(self, name: str) -> WeightSender:
-        """Return the sender of a scheme (KeyError if unknown); before the first update, the caller must connect it."""
+        """Return the sender of a scheme (KeyError if unknown), which may not be connected yet."""
         if name not in self._senders:
             self._senders[name] = self._schemes[name].create_sender()
         return self._senders[name]

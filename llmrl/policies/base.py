@@ -176,7 +176,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
         **_: object,
     ) -> None:
-        """Raise the errors of arguments that need no engine; a subclass can call this before it starts one."""
+        """Raise the errors of arguments that need no engine, which may not be started yet."""
         if input_mode not in ("history", "text", "tokens"):
             raise ValueError(f"input_mode must be one of 'history', 'text' or 'tokens', got {input_mode!r}.")
         check_choice(("auto", "token", "message"), conversation_mode=conversation_mode)
@@ -201,7 +201,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         sampling_from_kwargs(generate_kwargs)
 
     def _template_of(self, tokenizer: Tokenizer) -> str | None:
-        """Return a template that replaces the tokenizer's, or None; a subclass may choose one by the model's name."""
+        """Return a template that replaces the tokenizer's, or None; a subclass may choose one."""
         return None
 
     @property
@@ -255,7 +255,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return self._returned(tensordict, restacked(elements, shape), _BESIDE)
 
     def _returned(self, tensordict: TensorDictBase, result: TensorDictBase, beside: Sequence[str]) -> TensorDictBase:
-        """Return `out_keys` and the entries `beside` them, in the input tensordict or in a new one."""
+        """Return `out_keys` and the entries `beside` them, in the input or in a new tensordict."""
         if not self.inplace:
             return result.select(*self.out_keys, *beside, strict=False)
         if result is not tensordict:
@@ -359,7 +359,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return element
 
     def write_text(self, element: TensorDictBase) -> None:
-        """Write the text of a turn in history mode, decoded from its tokens, as TorchRL's wrappers do."""
+        """Write the text of a turn in history mode, decoded from its tokens, as TorchRL does."""
         if self.renderer is not None and self.input_mode == "history":
             prompt, response = (self.renderer.decode(element["tokens", key].tolist()) for key in _PARTS)
             element.set("text", Text(prompt=prompt, response=response, full=prompt + response))
@@ -383,7 +383,7 @@ _TEMPLATES = ("renderer", "chat_template", "chat_template_name")
 
 
 def _write_tensors(element: TensorDictBase, conversation: Conversation, log_probs_key: str | None) -> None:
-    """Write the last turn's tokens, log-probs, masks and versions, as views of the conversation's tensors."""
+    """Write the last turn's tensors as views of the conversation's."""
     assert conversation.node is not None
     split = conversation.num_tokens - conversation.node.num_completion_tokens
     token_ids = conversation.tensor_view("token_ids")
@@ -403,7 +403,7 @@ def _write_tensors(element: TensorDictBase, conversation: Conversation, log_prob
 
 
 def _pad_turns(elements: Sequence[TensorDictBase], log_probs_key: str, token_id: int) -> None:
-    """Pad the tensors of several turns to one length, prompts on the left and responses on the right."""
+    """Pad the tensors of turns to one length, prompts on the left, responses on the right."""
     lengths = [[len(element["tokens", part]) for part in _PARTS] for element in elements]
     left, right = (max(column) for column in zip(*lengths, strict=True))
     fill = {"tokens": token_id, "policy_versions": CONTEXT_VERSION, "masks": 0, log_probs_key: 0}
@@ -417,7 +417,7 @@ def _pad_turns(elements: Sequence[TensorDictBase], log_probs_key: str, token_id:
 
 
 def _num_ids_of(tokenizer: Tokenizer) -> int:
-    """Return the number of a tokenizer's ids, which exceeds the number of its tokens if some ids are unused."""
+    """Return the number of a tokenizer's ids, of which some may be unused."""
     num_tokens = len(tokenizer)
     if _num_ids.get(tokenizer, (0, 0))[0] != num_tokens:  # reading the vocabulary takes tens of milliseconds
         _num_ids[tokenizer] = num_tokens, 1 + max(tokenizer.get_vocab().values())

@@ -101,7 +101,7 @@ def _better(group: Sequence[Record]) -> Iterator[list[Message]]:
 
 
 def _pair(group: Sequence[Record]) -> dict[str, object] | None:
-    """Return the best and the worst conversation of a group after their common prompt; None without a pair."""
+    """Return the best and the worst answer after a common prompt; None without a pair."""
     whole = [record for record in group if not record.get("turns")]  # a rollout with branches has no single answer
     if not whole:
         return None

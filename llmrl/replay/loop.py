@@ -39,7 +39,7 @@ def pass_over(*_: object) -> None:
 
 
 def compute_on_ranks(num_ranks: int, function: Callable[..., Result], *arguments: object, on_step: OnStep) -> Result:
-    """Call a function with `on_step` as last argument in `num_ranks` processes, and return rank 0's result."""
+    """Call `function(*arguments, on_step)` on ranks, and return rank 0's result."""
     if num_ranks > 1:
         on_step = pass_over  # a callback does not work in other processes
     return call_on_ranks(num_ranks, function, *arguments, on_step)
@@ -53,11 +53,11 @@ class ComputedStep:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the updates."""
     log_probs: list[torch.Tensor] | None = None
-    """Log-probs of the trainer before the step, `[num_tokens]` per row; None after several updates."""
+    """Trainer's log-probs before the step, `[num_tokens]` per row; None after several updates."""
 
 
 AfterStep = Callable[[ComputedStep, Mapping[str, Stateful]], None]
-"""Callback that receives the results of a step, and the loop's `model`, `optimizer` and `schedule` after the step."""
+"""Callback with the results of a step and the loop's `model`, `optimizer`, `schedule`."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Pages of the viewer: a what-if beside the recorded steps, other rewards, and the same step of two runs."""
+"""Pages of the viewer: changed steps, other rewards, and the same step of two runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_what_if(run: RecordedRun, changed: WhatIf, path: str | Path) -> Path:
 
 
 def write_step(runs: Sequence[RecordedRun], parting: Parting, path: str | Path) -> Path:
-    """Write a page with the first step that differs between runs; the rollout with the difference comes first."""
+    """Write a page with the first step that differs between runs, that rollout first."""
     sides = [_at_steps(read_run(run.path), [parting.step]) for run in runs]
     difference = f"{parting.quantity}, {parting.where}: {parting.first!s:.200} and {parting.second!s:.200}"
     sides[0] = replace(sides[0], summary={"first difference": difference})
@@ -64,7 +64,7 @@ def write_step(runs: Sequence[RecordedRun], parting: Parting, path: str | Path) 
 
 
 def write_rescored(run: RecordedRun, result: Rescored, path: str | Path) -> Path:
-    """Write a page with the rollouts under the recorded and the new rewards as two runs; large changes come first."""
+    """Write a page with recorded and new rewards as two runs; large changes come first."""
     real = _at_steps(read_run(run.path), run.steps)
     facts: dict[str, JSON] = {
         "rank correlation": result.correlation,

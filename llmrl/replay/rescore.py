@@ -39,7 +39,7 @@ class Rescored:
     correlation: float | None
     """Spearman's rank correlation of the rewards; None if either is constant."""
     swapped_share: float
-    """Share of the pairs within groups that the two rewards order differently, without pairs of equal rewards."""
+    """Share of the pairs within groups, of unequal rewards, that change their order."""
     signal_share: tuple[float, float]
     """Share of the groups with differing rewards, before and after."""
     rewards: dict[str, float] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def _signal(groups: Iterable[list[tuple[float, float]]], side: int) -> float:
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return Spearman's rank correlation; ties get their mean rank. None if one of the sequences is constant.
+    """Return Spearman's rank correlation; ties get their mean rank. None if one is constant.
 
     Example:
         >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0])

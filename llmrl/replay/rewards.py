@@ -60,7 +60,7 @@ def score_again(rubric: Rubric, records: Sequence[Record]) -> list[Score]:
 
 
 def reward_input(record: Record) -> RewardInput:
-    """Return the input of a reward function from a record. Raises ValueError if the status is unknown.
+    """Return a reward function's input from a record. Raises ValueError for an unknown status.
 
     Example:
         >>> record = {"messages": [{"role": "assistant", "content": "4"}], "columns": {"answer": "4"}, "num_turns": 1,
@@ -81,7 +81,7 @@ def reward_input(record: Record) -> RewardInput:
 
 
 def group_of(record: Record) -> tuple[str, str]:
-    """Return the key of the rollouts that a rollout is compared with: its group and its role in a game.
+    """Return what the rollouts compared with one share: its group and its role in a game.
 
     Example:
         >>> group_of({"group_id": "g", "role": "first"}), group_of({"group_id": "g"})

@@ -27,9 +27,9 @@ from llmrl.viewer.run_data import Record, recorded_tokenizer
 from llmrl.watch.tracking import as_recorded, is_performance
 
 Quantity = Literal["prompts", "rewards", "advantages", "log_probs", "metrics", "weights"]
-"""Compared quantity, in the order of computation. Prompts need the model's tokenizer, the last three the model."""
+"""Compared quantities in order of computation; the last three need the model."""
 ROUNDING = 1e-3
-"""Largest relative difference that other kernels, threads or machines explain; below 1, the difference is absolute."""
+"""Largest difference, relative above 1, that kernels, threads or machines explain."""
 _MEANINGS: dict[Quantity, str] = {
     "prompts": "the model's chat template or tokenizer has another version than in the run",
     "rewards": "the reward function, its data or a library has changed, or the function is random or has state",
@@ -53,7 +53,7 @@ class Compared:
     """Largest absolute difference; infinite if a number exists on one side only."""
     is_beyond_rounding: bool = False
     where: str = ""
-    """Place of the first difference beyond rounding, else of the first one: rollout, row and token, or name."""
+    """Place of the first difference beyond rounding, else of the first difference."""
     recorded: float = math.nan
     """Recorded number at `where`."""
     computed: float = math.nan
@@ -98,7 +98,7 @@ class ReplayedStep:
 
     @property
     def first_difference(self) -> Compared | None:
-        """The first quantity that differs by more than rounding, else the first that is not bitwise equal."""
+        """The first quantity that differs beyond rounding, else the first that is not equal."""
         differing = (one for one in self.compared if not one.is_equal)
         return max(differing, key=lambda one: one.is_beyond_rounding, default=None)  # of equal ones, the first
 

@@ -1,4 +1,4 @@
-"""Log-probabilities under another model and the KL divergence from it, in environments and over batches."""
+"""Log-probs under another model and the KL from it, in environments and over batches."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class KLComputation(KnownArguments, Transform):
 
 
 class RetrieveKL(KnownArguments, Compose):
-    """Composes a `RetrieveLogProb` for the reference, optionally one for the policy, and a `KLComputation`.
+    """Composes `RetrieveLogProb` for the reference, optionally the policy, and `KLComputation`.
 
     Args:
         gen_model, gen_model_factory: model of the policy, or a function that builds it; with

@@ -9,7 +9,7 @@ from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
 
 def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
-    """Return the inner environment, then its transforms, innermost first; a `Compose` follows its own transforms.
+    """Return the inner environment and its transforms, innermost first; a `Compose` after its own.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -24,7 +24,7 @@ def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
 
 
 def reads_turns(env: EnvBase) -> bool:
-    """Return whether a part of an environment may read a turn's tensors: tokens, log-probs, masks, policy versions.
+    """Return whether a part may read a turn's tensors: tokens, log-probs, masks, versions.
 
     Parts of llmrl declare this in an attribute `reads_turns`; other parts are assumed to read them.
 
@@ -38,12 +38,12 @@ def reads_turns(env: EnvBase) -> bool:
 
 
 def writes_reward(env: EnvBase) -> bool:
-    """Return whether a part of an environment may write a reward; parts of other projects are assumed to."""
+    """Return whether a part may write a reward; parts of other projects are assumed to."""
     return _declares(env, "writes_reward")
 
 
 def is_reward_written_before(part: Transform) -> bool:
-    """Return whether a part before this one in its environment may write a reward; true outside an environment."""
+    """Return whether a part before this one may write a reward; true outside an environment."""
     earlier = _parts_before(part)
     return earlier is None or any(
         getattr(one, "writes_reward", False) if is_ours(one) else not type(one).__module__.startswith("torchrl.")
@@ -52,7 +52,7 @@ def is_reward_written_before(part: Transform) -> bool:
 
 
 def refuse_early_readers(writer: Transform) -> None:
-    """Raise ValueError if a transform of TorchRL reads the reward before `writer`, the first transform that writes it.
+    """Raise ValueError if TorchRL's transforms read the reward before `writer`, its first writer.
 
     Before `writer`, the reward of each step is the environment's 0, which such a transform would scale, sum or clip.
     """
@@ -68,7 +68,7 @@ def refuse_early_readers(writer: Transform) -> None:
 
 
 def _parts_before(part: Transform) -> list[EnvBase | Transform] | None:
-    """Return the parts before one in its environment, except containers; None outside an environment."""
+    """Return the parts before one, without containers; None outside an environment."""
     env = environment_around(part)
     if env is None:
         return None
@@ -89,7 +89,7 @@ def _declares(env: EnvBase, attribute: str) -> bool:
 
 
 def is_ours(part: EnvBase | Transform) -> bool:
-    """Return whether the class of a part is defined in this library; false for users' subclasses."""
+    """Return whether the class of a part is llmrl's own; false for users' subclasses."""
     return type(part).__module__.startswith("llmrl.")
 
 

@@ -92,7 +92,7 @@ class RubricReward(KnownArguments, Transform):
         joint_rubric([*(other for other in self._rewards() if other.rubric is not self.rubric), self])
 
     def check_inputs(self) -> None:
-        """Raise UnknownRewardInput if a reward function has inputs that are known to be missing before a reset."""
+        """Raise UnknownRewardInput if a reward function has inputs that are known to be missing."""
         parts = self._environment_parts()
         columns = [part.columns for part in parts if hasattr(part, "columns")]
         if not columns:  # columns are known only at reset
@@ -109,7 +109,7 @@ class RubricReward(KnownArguments, Transform):
             self.rubric.check_inputs(available)
 
     def check_order(self) -> None:
-        """Raise ValueError if a tool comes after this transform, which ends the conversation before the tool runs."""
+        """Raise ValueError if a tool comes after this transform, which ends the conversation."""
         later = itertools.dropwhile(lambda part: part is not self, self._environment_parts())
         late = [name for part in later if isinstance(part, ToolTransform) for name in part.tools]
         if late and self.terminate_when_answered:
@@ -134,7 +134,7 @@ class RubricReward(KnownArguments, Transform):
         return restacked(next_elements, next_tensordict.batch_size)
 
     def _pending_rubric(self, next_element: TensorDictBase) -> Rubric:
-        """Return the rubric for a conversation that ends here, joined with earlier ones if these have not scored it."""
+        """Return the rubric of an ended conversation, with earlier ones that have not scored it."""
         is_scored = next_element.get("is_scored", None)
         if is_scored is None or is_scored.any() or plain(next_element.get("score_error")):
             return self.rubric
@@ -189,7 +189,7 @@ def _gathered(scoring: Sequence[Coroutine[None, None, list[Score]]]) -> list[lis
 
 
 def write_score(next_element: TensorDictBase, score: Score | None, names: Sequence[str]) -> None:
-    """Write a score (None: not scored yet) to the `next` entries of one conversation, combined with earlier scores."""
+    """Add a score (None: not scored yet) to those in the `next` entries of a conversation."""
     error = plain(next_element.get("score_error", ""))
     is_failed = bool(error) and not next_element.get("is_scored").any()  # an earlier score failed
     is_scored = False
@@ -210,7 +210,7 @@ def write_score(next_element: TensorDictBase, score: Score | None, names: Sequen
 
 
 def joint_rubric(rewards: Sequence[RubricReward]) -> Rubric | None:
-    """Return one rubric for all rewards, or None if there are none; raise ValueError for duplicate function names."""
+    """Return one rubric for all rewards, or None; raise ValueError for duplicate names."""
     rubrics = [reward.rubric for reward in rewards]
     return JointRubric(rubrics) if len(rubrics) > 1 else next(iter(rubrics), None)
 
