@@ -123,7 +123,7 @@ class RaySource:
             raise ValueError("limits by name are those of a MixedEnv, which actors do not play: pass RolloutLimits.")
         if isinstance(track_version, PolicyVersion):
             raise ValueError("your own PolicyVersion is not sent to the actors: pass track_policy_version=True.")
-        require("ray", extra="ray")
+        self._ray = require("ray", extra="ray")
         own_env = actors.make_env()
         dataset_env = dataset_env_of(own_env)
         if dataset_env is None:
@@ -153,10 +153,9 @@ class RaySource:
         """Start the actors; raise RayActorError if one cannot be built."""
         self._search_as_before = search_rarely(self)
         connect(self._actors.ray_init_config)
-        ray = require("ray", extra="ray")
-        self._class = ray.remote(CollectorActor)
+        self._class = self._ray.remote(CollectorActor)
         self._slots = [_ActorSlot(self._new_actor()) for _ in range(self._actors.number)]
-        ray.get([slot.actor.process_id.remote() for slot in self._slots])  # raises errors of the user's functions
+        self._ray.get([slot.actor.process_id.remote() for slot in self._slots])  # raises errors of the user's functions
         for slot in self._slots:
             slot.is_ready = True
 
@@ -200,7 +199,7 @@ class RaySource:
                 try:
                     rollouts: list[Rollout] = await answer
                 except asyncio.CancelledError:  # Ray does not tell the actor, which would play to the end
-                    require("ray", extra="ray").cancel(answer)
+                    self._ray.cancel(answer)
                     raise
                 columns = {record.rollout_id: record.columns for record in job.records}
                 for rollout in rollouts:
@@ -230,7 +229,7 @@ class RaySource:
     def _replace(self, slot: _ActorSlot, error: Exception) -> None:
         logger.warning("a collector actor died (%s) and is replaced", error)
         with contextlib.suppress(Exception):  # if the actor is only unreachable, it must not continue
-            require("ray", extra="ray").kill(slot.actor)
+            self._ray.kill(slot.actor)
         slot.actor = self._new_actor()
         slot.is_ready = False
         self.num_restarts += 1
@@ -258,6 +257,5 @@ class RaySource:
     def shutdown(self) -> None:
         """Kill the actors; Ray keeps running."""
         self._search_as_before()
-        ray = require("ray", extra="ray")
         for slot in self._slots:
-            ray.kill(slot.actor)
+            self._ray.kill(slot.actor)

@@ -72,7 +72,6 @@ def _write(path: Path, step: int, cfg: GRPOConfig, on_step: OnStep) -> None:
 
 
 def _copy(run: RecordedRun, folder: RunFolder, step: int) -> None:
-    """Copy the records of the old run up to a step."""
     for logged in range(step + 1):
         if metrics := run.metrics(logged):
             folder.log_metrics(logged, {name: value for name, value in metrics.items() if name != "step"})

@@ -196,7 +196,7 @@ def _update(computed: Computed, before: StateDict | None) -> list[torch.Tensor]:
 
 
 def _compared(ours: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
-    """Return the cosine of two vectors, given in parts, and the ratio of their lengths."""
+    """Return the cosine of two vectors, given in parts, and the ratio of lengths, or None."""
     if [one.shape for one in ours] != [one.shape for one in others]:
         return None, None
     dot = _sum((a.double() * b.double()).sum() for a, b in zip(ours, others, strict=True))

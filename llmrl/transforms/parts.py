@@ -9,7 +9,7 @@ from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
 
 def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
-    """Return the inner environment and its transforms, innermost first; a `Compose` after its own.
+    """Return the inner environment and its transforms, innermost first; a `Compose` follows its own.
 
     Example:
         >>> from llmrl.envs import ChatEnv
