@@ -197,8 +197,9 @@ class AgentEndpoint:
         first = MODEL_NAME if len(self._policies) > 1 else self._names[0]
         by_name = {first: sessions[0], **dict(zip(self._names, sessions, strict=True))}
         key = self._sessions.add(*by_name.values(), names=list(by_name))
-        public_url = self._env.public_url
-        url = self._server.url if public_url is None else public_url.replace("{port}", str(self._server.port))
+        url = self._server.url
+        if self._env.public_url is not None:
+            url = self._env.public_url.replace("{port}", str(self._server.port))
 
         def reward(reply_id: str, value: float, answer: int) -> None:
             session = self._sessions.named(key, None, reply_id)

@@ -199,7 +199,9 @@ class BatchCollector:
                 break
             self._groups = [] if delivery is None else delivery.groups
             batch, rest = self._shape.assemble(self._groups, self._left_over)
-            self._once_delivered = (self._count_turns(batch, delivery), [] if self._reset_each_batch else rest)
+            if self._reset_each_batch:
+                rest = []
+            self._once_delivered = (self._count_turns(batch, delivery), rest)
             if delivery is not None:
                 self._collected.add(delivery, seconds=time.perf_counter() - started)
             if batch is not None and self.postproc is not None:

@@ -333,7 +333,7 @@ class LLMCollector(KnownArguments, BatchCollector):
             self.num_played += len(played)
             return played
 
-        rollouts = [rollout for played in await asyncio.gather(*map(play, jobs)) for rollout in played]
+        rollouts = list(itertools.chain(*await asyncio.gather(*map(play, jobs))))
         for _, group in itertools.groupby(rollouts, lambda rollout: rollout.group_id):
             await source.score_group(list(group))
         return rollouts

@@ -83,7 +83,7 @@ class ConcurrencyLimit:
         self.least = least
         self.most = most
         self._limit = float(min(max(first, least), most))
-        self._is_searching = True
+        self._growth = 1.0  # for each rollout that begins
         self._is_draining = False
         self._version: int | None = None
         self._num_to_skip = 0
@@ -114,13 +114,13 @@ class ConcurrencyLimit:
             self._counts.add(counts)
             if self._is_wasteful(num_running):
                 self._limit = max(self.least, min(self._limit, num_running) * _SHRINK)
-                self._is_searching = False
+                self._growth = _GROW
                 self._is_draining = num_running > self.value
                 self._forget()
                 return self.value
         is_full = load.num_waiting_max > 0 or load.kv_use_max >= _FULL
         if num_running >= self.value and not is_full:
-            self._limit = min(self.most, self._limit + counts.num_rollouts * (1.0 if self._is_searching else _GROW))
+            self._limit = min(self.most, self._limit + counts.num_rollouts * self._growth)
         return self.value
 
     def _is_wasteful(self, num_running: int) -> bool:

@@ -57,11 +57,12 @@ class RayLLMCollector(LLMCollector):
         if isinstance(env, EnvBase):
             raise ValueError("env must be a function that builds the environment: each actor has its own.")
         check_least(1, num_collectors=num_collectors)
-        shares = {name: share for name, share in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if share is not None}
+        shares = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        given = {name: share for name, share in shares.items() if share is not None}
         actors = RayActors(
             make_env=env,
             number=num_collectors,
-            options={**shares, **(remote_config or {})},
+            options={**given, **(remote_config or {})},
             engine=engine,
             ray_init_config=ray_init_config,
         )

@@ -60,8 +60,7 @@ class CollectorActor:
     async def play(self, positions: list[int]) -> list[Rollout]:
         """Play the rollouts of a group at these positions of the dataset to their ends."""
         jobs = await self._source.open_at(positions)
-        played = await asyncio.gather(*map(self._source.play, jobs))
-        rollouts = [rollout for rollouts in played for rollout in rollouts]
+        rollouts = list(itertools.chain(*await asyncio.gather(*map(self._source.play, jobs))))
         await self._source.score_group(rollouts)
         for rollout in rollouts:
             if self._in_groups:

@@ -130,16 +130,20 @@ class CollectionTally:
         A rollout that was left out before, as by `postproc` before the buffer's transforms, is not counted again.
         A non-empty batch without rollout ids is ignored, since it does not say what it contains.
         """
+        if not self.is_grouped:
+            return []
         kept_ids = set()
         if batch is not None and batch.batch_size.numel():
             if not has_entry(batch, _ROLLOUT_ID):
                 return []
             kept_ids = set(value_column(batch, _ROLLOUT_ID))
         left_out: list[Dropped] = []
-        for group in groups if self.is_grouped else ():
+        for group in groups:
             missing = [rollout for rollout in group if rollout.rollout_id not in kept_ids]
-            is_constant = len(missing) == len(group) and have_equal_rewards(group)
-            left_out += [(one, DropReason.CONSTANT_REWARDS if is_constant else DropReason.POSTPROC) for one in missing]
+            reason = DropReason.POSTPROC
+            if len(missing) == len(group) and have_equal_rewards(group):
+                reason = DropReason.CONSTANT_REWARDS
+            left_out += [(rollout, reason) for rollout in missing]
         counted_ids = {rollout.rollout_id for rollout, _ in self.dropped}
         self.dropped += [one for one in left_out if one[0].rollout_id not in counted_ids]
         return left_out

@@ -328,8 +328,9 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         if self.input_mode == "text":
             assert self.renderer is not None
             return conversation.with_prompt_ids(self.renderer.encode(plain(prompt)))
-        is_real = element.get(self.attention_mask_key, None)
-        return conversation.with_prompt_ids((prompt if is_real is None else prompt[is_real.bool()]).tolist())
+        if (is_real := element.get(self.attention_mask_key, None)) is not None:
+            prompt = prompt[is_real.bool()]
+        return conversation.with_prompt_ids(prompt.tolist())
 
     def write_turn(
         self, element: TensorDictBase, conversation: Conversation, completion: Completion, *, is_read: bool = True

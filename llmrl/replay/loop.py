@@ -134,7 +134,7 @@ class ReplayLoop:
         join_ranks(cfg)
         self._run.check_batches(self._first, self._steps[-1])  # fail before the model is loaded
         seed_all(cfg.seed)
-        env = DatasetChatEnv([""], repeats=cfg.collect.group_size)  # not played; the loop only needs an environment
+        env = DatasetChatEnv([""], repeats=cfg.collect.group_size)  # not played; the loop needs one
         with self._exit:
             grpo(cfg, cast(Run, self), TrainerDevice(cfg), _Sink(cfg.model.folder), env, {})
         self._result.after = self._tracked

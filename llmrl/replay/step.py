@@ -258,7 +258,7 @@ def _compare_rewards_of(records: Sequence[Record], rubric: Rubric, *, is_own: bo
 
 def _compare_advantages(run: RecordedRun, step: int) -> Compared:
     compared = Compared("advantages")
-    by_role = run.entries.get("algorithm") == "grpo"  # the distillation script compares a group's roles together
+    by_role = run.entries.get("algorithm") == "grpo"  # distillation compares a group's roles together
     computed = advantages_of(run.records(step), normalization_of(run), by_role=by_role)
     rows = [row for row in run.rows(step) if not math.isnan(row.advantage)]
     if not rows:
