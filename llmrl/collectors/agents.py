@@ -7,7 +7,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tensordict import TensorDictBase
@@ -84,19 +84,16 @@ class KeyedSessions:
         return roles
 
 
+@dataclass(eq=False)
 class AgentPlay:
-    """One run of an agent: the first rollout of its roles runs it, the others wait for it.
+    """One run of an agent: the first rollout of its roles runs it, the others wait for it."""
 
-    Args:
-        sessions: session of each trained role.
-    """
-
-    def __init__(self, sessions: Mapping[str, Session]) -> None:
-        self.sessions = sessions
-        self.scores: Mapping[str, Score] | None = None
-        self.error: BaseException | None = None
-        """Exception that ended the agent, or None."""
-        self.is_over = asyncio.Event()
+    sessions: Mapping[str, Session]
+    """Session of each trained role."""
+    scores: Mapping[str, Score] | None = None
+    error: BaseException | None = None
+    """Exception that ended the agent, or None."""
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def failure(self) -> Exception | None:

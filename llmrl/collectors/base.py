@@ -83,7 +83,8 @@ class BatchCollector:
         self._background = BackgroundLoop("llmrl-collector")
         # Without `shutdown`, rollouts end with the collector or with the program.
         weakref.finalize(self, BackgroundLoop.abandon, self._background)
-        self._post_collect_hook: Callable[[TensorDictBase], object] | None = None
+        self.post_collect_hook: Callable[[TensorDictBase], object] | None = None
+        """Function that is called with each batch (`set_post_collect_hook`), or None."""
         self._filler = None if replay_buffer is None else BufferFiller(self._next, self._write)
         self._pending_batch: Future[ReadyBatch | None] | None = None
         self._batch_lock = threading.Lock()  # held by a caller of `next` until it has its batch
@@ -154,12 +155,7 @@ class BatchCollector:
 
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
         """Call a function with each batch from now on, after `postproc`; None calls nothing."""
-        self._post_collect_hook = hook
-
-    @property
-    def post_collect_hook(self) -> Callable[[TensorDictBase], object] | None:
-        """Function that is called with each batch (`set_post_collect_hook`), or None."""
-        return self._post_collect_hook
+        self.post_collect_hook = hook
 
     def getattr_rb(self, attr: str) -> object:
         """Return an attribute of the replay buffer, such as `write_count`."""
@@ -218,9 +214,9 @@ class BatchCollector:
             left_out = self._collected.leave_out(self._groups, batch)
             if batch is not None and batch.batch_size.numel():
                 self._report()
-                if self._post_collect_hook is not None:
+                if self.post_collect_hook is not None:
                     with self._lost_on_error():
-                        self._post_collect_hook(batch)
+                        self.post_collect_hook(batch)
                 return batch
             self._nothing_trained(left_out)
         if self._collected.rollouts:

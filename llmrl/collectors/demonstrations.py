@@ -15,7 +15,6 @@ from llmrl.collectors.rows import rollout_rows
 from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.endpoint.chat_logs import read_chat_log
-from llmrl.envs import EndOfData
 from llmrl.envs.sampler import Drawn, PromptSampler
 from llmrl.envs.sources import Source, load_rows
 from llmrl.rendering import Renderer, demonstrate
@@ -78,13 +77,10 @@ class Demonstrations:
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
             started = time.perf_counter()
-            try:
-                drawn = self.prompts.draw_many(self._size)
-            except EndOfData as end:
-                if not end.num_left:
-                    return
-                drawn = self.prompts.draw_many(end.num_left)
-            shown = [_rollout(one, self._renderer) for one in drawn]
+            count = len(self.prompts.upcoming(self._size))
+            if not count:
+                return
+            shown = [_rollout(drawn, self._renderer) for drawn in self.prompts.draw_many(count)]
             batch = lazy_stack([row for rollout in shown for row in rollout_rows(rollout)])
             self.report = CollectionReport.of(shown, seconds=time.perf_counter() - started)
             yield batch

@@ -77,14 +77,12 @@ class IncrementalTokenizer(KnownArguments, Transform):
             if messages:  # a history drawn from the spec is empty
                 conversation = conversation.with_prompt(messages, tools=plain(root.get("tools", None)))
             element.set("conversation", NonTensorData(conversation))
-            self._write(element, conversation.tensor_view("token_ids"))
+            token_ids = conversation.tensor_view("token_ids")
+            if self._is_turn:
+                element.set(self.tokens_key[0], Tokens(prompt=token_ids))
+            else:
+                element.set(self.tokens_key, token_ids)
         return restacked(elements, next_tensordict.batch_size)
-
-    def _write(self, element: TensorDictBase, token_ids: torch.Tensor) -> None:
-        if self._is_turn:
-            element.set(self.tokens_key[0], Tokens(prompt=token_ids))
-        else:
-            element.set(self.tokens_key, token_ids)
 
     @property
     def _is_turn(self) -> bool:
