@@ -120,9 +120,11 @@ class BatchCollector:
                     return
                 if self.replay_buffer is None:
                     self._delivered()
-                elif not self._write(batch):
+                elif self._write(batch):
+                    batch = None  # as in TorchRL: it is in the buffer
+                else:
                     continue
-            yield batch if self.replay_buffer is None else None  # as in TorchRL: the batch is in the buffer
+            yield batch
 
     def next(self) -> TensorDictBase:
         """Return the next batch. Threads that call this at the same time get different batches.

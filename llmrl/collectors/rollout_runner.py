@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +34,6 @@ from llmrl.rewards import RewardInput, Rubric
 from llmrl.rewards.rubric import scores_of
 from llmrl.transforms import environment_parts, outcomes_of, states_of, write_score
 
-_SOLO_IDS = itertools.count()
 _GRACE_SECONDS = 1.0
 """Seconds from a rubric's own time limit, which names the late function, to its end."""
 # A rollout that was not opened has nothing to score: neither an answer nor the state of tools.
@@ -180,19 +178,6 @@ class RolloutRunner:
         if _is_any(element.get("done")):  # the game ended before this player's turn
             rollout.status = decide_status(is_terminated=True)
             rollout.add_reward(float(element.get("reward", torch.zeros(1)).sum()))
-
-    @staticmethod
-    def open(element: TensorDictBase) -> Rollout:
-        """Return a new record for a conversation, given its reset environment state."""
-        group_id = plain(element.get(("rollout", "group_id"), None)) or f"solo/{next(_SOLO_IDS)}"
-        sample_index = int(element.get(("rollout", "sample_index"), 0))
-        return Rollout(
-            rollout_id=f"{group_id}/{sample_index}",
-            group_id=group_id,
-            sample_index=sample_index,
-            group_size=int(element.get(("rollout", "group_size"), 1)),
-            columns=dataset_columns(element),
-        )
 
     async def _play_agent(self, agent_env: AgentEnv, rollout: Rollout, held: list[TensorDictBase]) -> None:
         """Run an agent, which leads the conversation, and end it with one step with its score."""

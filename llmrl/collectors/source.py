@@ -19,6 +19,7 @@ from llmrl.collectors.concurrency import TurnCounts
 from llmrl.collectors.rollout_runner import RolloutLimits, RolloutRunner
 from llmrl.collectors.scheduler import RolloutTask
 from llmrl.data import Rollout
+from llmrl.data.tensordicts import dataset_columns, plain
 from llmrl.engines import Engine
 from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv, EndOfData, MixedEnv
 from llmrl.envs.primer import dataset_env_of
@@ -29,6 +30,8 @@ from llmrl.rewards import Rubric
 from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubric
 
 logger = logging.getLogger("llmrl")
+
+_SOLO_IDS = itertools.count()
 
 
 class EnvSource:
@@ -155,8 +158,9 @@ class EnvSource:
         ]
 
     def _draw(self, count: int) -> list[RolloutTask]:
-        positions = [] if self.prompts is None else self.prompts.upcoming(count)
+        positions: list[int] = []
         if self.prompts is not None:
+            positions = self.prompts.upcoming(count)
             count = len(positions)
         if not count:
             return []
@@ -173,15 +177,22 @@ class EnvSource:
             RolloutTask(
                 records=[self._opened_record(element)],
                 payload=element,
-                positions=(positions[index],) if positions else (),
+                positions=tuple(positions[index : index + 1]),  # without a dataset there are none
             )
             for index, element in enumerate(elements)
         ]
 
     def _opened_record(self, element: TensorDictBase) -> Rollout:
-        record = self.runner.open(element)
-        record.role = _role_of(self.dataset_env, record.sample_index)
-        return record
+        group_id = plain(element.get(("rollout", "group_id"), None)) or f"solo/{next(_SOLO_IDS)}"
+        sample_index = int(element.get(("rollout", "sample_index"), 0))
+        return Rollout(
+            rollout_id=f"{group_id}/{sample_index}",
+            group_id=group_id,
+            sample_index=sample_index,
+            role=_role_of(self.dataset_env, sample_index),
+            group_size=int(element.get(("rollout", "group_size"), 1)),
+            columns=dataset_columns(element),
+        )
 
     def _drawn_one_by_one(self, count: int, positions: list[int], error: Exception) -> list[RolloutTask]:
         """Draw again after a common reset failed with `error`, so that only the culprits fail."""
@@ -196,7 +207,7 @@ class EnvSource:
                 exc_info=error,
             )
         if self.dataset_env is None:
-            record = self.runner.open(TensorDict(batch_size=[]))
+            record = self._opened_record(TensorDict(batch_size=[]))
         else:
             record = drawn_record(self.dataset_env, self.dataset_env.prompts.draw())
         return [RolloutTask(records=[record], payload=error, positions=tuple(positions))]
