@@ -200,7 +200,7 @@ class LLMCollector(KnownArguments, BatchCollector):
             gate = shape.staleness_gate(max_staleness=max_staleness, late=late_groups)
         else:
             gate = shape.demand_gate(
-                num_extra_groups=num_extra_groups,
+                num_extra=num_extra_groups,
                 num_ahead=0 if shape.is_grouped or reset_at_each_iter else num_given or 0,
                 reset_each_batch=reset_at_each_iter,
             )

@@ -74,23 +74,16 @@ class BatchShape:
         """Whether groups are collected, and a batch contains training rows."""
         return self.kind in ("groups", "tokens")
 
-    def demand_gate(
-        self,
-        *,
-        num_extra_groups: int = 0,
-        num_ahead: int = 0,
-        reset_each_batch: bool = False,
-    ) -> DemandGate:
+    def demand_gate(self, *, num_extra: int, num_ahead: int, reset_each_batch: bool) -> DemandGate:
         """Return a gate that starts the groups that a requested batch needs."""
-        surplus: dict[Kind, Surplus] = {
-            "turns": "keep" if reset_each_batch else "carry",
-            "trajectories": "keep",
-        }
+        surplus: dict[Kind, Surplus] = {"turns": "carry", "trajectories": "keep"}
+        if reset_each_batch:
+            surplus["turns"] = "keep"
         return DemandGate(
             self.size,
             surplus=surplus.get(self.kind, "refuse"),
             estimate_units=self.kind == "tokens",
-            num_extra=num_extra_groups,
+            num_extra=num_extra,
             num_ahead=num_ahead,
             reset_each_batch=reset_each_batch,
         )
