@@ -83,11 +83,10 @@ def rescore(source: RecordedRun | str | Path, reward: str) -> Rescored:
         groups[record["step"], *group_of(record)].append((record["reward"], after))
     pairs = [(a, b) for group in groups.values() for a, b in combinations(group, 2)]
     ordered = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in pairs if a[0] != b[0] and a[1] != b[1]]
-    sides = list(zip(*(pair for group in groups.values() for pair in group), strict=True))
     return Rescored(
         num_rollouts=len(both),
         num_unscored=len(records) - len(both),
-        correlation=rank_correlation(*sides) if sides else None,
+        correlation=rank_correlation([record["reward"] for record, _ in both], [after for _, after in both]),
         swapped_share=sum(product < 0 for product in ordered) / max(1, len(ordered)),
         rewards=rewards,
         signal_share=(_signal(groups.values(), 0), _signal(groups.values(), 1)),
