@@ -65,10 +65,10 @@ class Gate(Protocol):
         """Return a full batch, or None if too little is ready; with `is_last`, what is ready."""
 
     def rollback(self) -> None:
-        """Undo the last selection, if the gate counts batches: this one was empty."""
+        """Undo the last selection: the batch was empty, and another takes its place."""
 
     def carry(self, units: int) -> None:
-        """Count units left over from earlier batches, unless batches are whole groups."""
+        """Count units left over from earlier batches."""
 
     def overdue_ids(self, version: int) -> list[str]:
         """Return the groups, ready or not, that are too old to be delivered; by default none."""
@@ -190,6 +190,9 @@ class DemandGate(Gate):
             self.credit = max(0, units - self.units_per_batch)
         self._is_asked = False
         return Selection(staleness=staleness)
+
+    def rollback(self) -> None:
+        """Do nothing: the next request admits the groups of another batch."""
 
     def carry(self, units: int) -> None:
         """Count units left over from earlier batches."""
@@ -326,6 +329,9 @@ class StalenessGate(Gate):
         self._num_batches -= 1
         if not self._is_unasked:
             self._progress = min(self._progress, self._num_batches)
+
+    def carry(self, units: int) -> None:
+        """Do nothing: batches are whole groups and leave nothing over."""
 
     def _is_feasible_without(self, num_taken: Mapping[int, int]) -> bool:
         """Return whether *deadlines_stay_feasible* after `num_taken` groups of each deadline are taken."""
