@@ -1,4 +1,4 @@
-"""Agents of an `AgentEnv`: each agent leads a rollout and calls the policy at the collector's endpoint."""
+"""Agents of an `AgentEnv`, which lead rollouts and call the policy at an endpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tensordict import TensorDictBase
@@ -29,7 +29,7 @@ from llmrl.rewards import Score
 
 
 class KeyedSessions:
-    """Open sessions, found by a secret key for each run of an agent, and then by the model name of a role."""
+    """Open sessions, found by the secret key of an agent's run and a role's model name."""
 
     def __init__(self) -> None:
         self._open: dict[str, dict[str, Session]] = {}
@@ -38,7 +38,7 @@ class KeyedSessions:
         return len(self._open)
 
     def add(self, *sessions: Session, names: Sequence[str] = ("policy",)) -> str:
-        """Add the sessions of an agent's roles under their model names, and return the new key for all of them."""
+        """Add the sessions of an agent's roles under their model names, and return their key."""
         key = f"llmrl-{secrets.token_urlsafe(24)}"
         self._open[key] = dict(zip(names, sessions, strict=True))
         return key
@@ -69,7 +69,7 @@ class KeyedSessions:
         return self.find(api_key, session_id, request)
 
     def named(self, api_key: str | None, session_id: str | None, reply_id: str = "") -> Session | None:
-        """Return the session of a key that has the reply, or else the first one; None if the key is unknown."""
+        """Return the session of a key with the reply, or the first; None for an unknown key."""
         roles = self._open.get(session_id or "") or self._open.get(api_key or "") or {}
         answered = (session for session in roles.values() if reply_id in session.replies)
         return next(answered, next(iter(roles.values()), None))
@@ -84,28 +84,25 @@ class KeyedSessions:
         return roles
 
 
+@dataclass(eq=False)
 class AgentPlay:
-    """One run of an agent, shared by the rollouts of its roles: the first rollout runs it, the others wait for it.
+    """One run of an agent: the first rollout of its roles runs it, the others wait for it."""
 
-    Args:
-        sessions: session of each trained role.
-    """
-
-    def __init__(self, sessions: Mapping[str, Session]) -> None:
-        self.sessions = sessions
-        self.scores: Mapping[str, Score] | None = None
-        self.error: BaseException | None = None
-        """Exception that ended the agent, or None."""
-        self.is_over = asyncio.Event()
+    sessions: Mapping[str, Session]
+    """Session of each trained role."""
+    scores: Mapping[str, Score] | None = None
+    error: BaseException | None = None
+    """Exception that ended the agent, or None."""
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def failure(self) -> Exception | None:
-        """Engine failure of a role's last request, or None; after a failure, no role of the run is scored."""
+        """Engine failure of a role's last request, or None; after one, no role is scored."""
         return next((session.failure for session in self.sessions.values() if session.failure is not None), None)
 
     @property
     def refusal(self) -> str:
-        """Limit for which a request was refused, which may have made the agent fail; empty if there is none."""
+        """Limit for which a request was refused, so the agent may have failed; or empty."""
         reasons = (session.reason or session.last_refusal for session in self.sessions.values())
         return next(filter(None, reasons), "")
 
@@ -168,10 +165,10 @@ class AgentEndpoint:
         number, role = divmod(rollout.sample_index, len(self._env.roles))
         rollout.role = self._env.roles[role]
         place = (rollout.group_id, number)
-        play = self._plays.get(place)
-        is_first = play is None
-        if play is None:
-            play = self._plays[place] = AgentPlay({role: self._session(rollout, role) for role in self._env.roles})
+        is_first = place not in self._plays
+        if is_first:
+            self._plays[place] = AgentPlay({role: self._session(rollout, role) for role in self._env.roles})
+        play = self._plays[place]
         self._arrive(place)
         session = play.sessions[rollout.role]
         try:
@@ -195,10 +192,11 @@ class AgentEndpoint:
         untrained = (role for role in self._policies if role not in play.sessions)
         sessions = [*play.sessions.values(), *(self._session(rollout, role, is_recorded=False) for role in untrained)]
         first = MODEL_NAME if len(self._policies) > 1 else self._names[0]
-        names = dict.fromkeys((first, *self._names))
-        key = self._sessions.add(*([sessions[0]] * (len(names) - len(sessions))), *sessions, names=list(names))
-        public_url = self._env.public_url
-        url = self._server.url if public_url is None else public_url.replace("{port}", str(self._server.port))
+        by_name = {first: sessions[0], **dict(zip(self._names, sessions, strict=True))}
+        key = self._sessions.add(*by_name.values(), names=list(by_name))
+        url = self._server.url
+        if self._env.public_url is not None:
+            url = self._env.public_url.replace("{port}", str(self._server.port))
 
         def reward(reply_id: str, value: float, answer: int) -> None:
             session = self._sessions.named(key, None, reply_id)
@@ -236,7 +234,7 @@ class AgentEndpoint:
         self._arrive((rollout.group_id, rollout.sample_index // len(self._env.roles)))
 
     def _arrive(self, place: tuple[str, int]) -> None:
-        """Count a role of a run that has joined or was skipped; after the last one, the run is not looked up again."""
+        """Count a role that has joined its run or was skipped; forget the run after the last."""
         self._num_arrived[place] += 1
         if self._num_arrived[place] == len(self._env.roles):
             del self._num_arrived[place]

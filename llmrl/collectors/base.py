@@ -1,4 +1,4 @@
-"""Common part of collectors: batches, a buffer filled in the background, pauses, weight updates and saved state."""
+"""Common part of collectors: batches, a buffer, pauses, weight updates and saved state."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -22,15 +22,13 @@ from llmrl._utils.other_libraries import missing_attribute
 from llmrl._utils.types import StateDict
 from llmrl.collectors.buffer import BufferFiller, QueueBuffer, TakesBatches
 from llmrl.collectors.groups import SIGNAL_PATIENCE, CollectionStalled, Dropped, NoSignal, StallDetector
-from llmrl.collectors.report import CollectionReport, CollectionTally, is_empty
+from llmrl.collectors.report import CollectionReport, CollectionTally
 from llmrl.collectors.rows import portable_turn
 from llmrl.collectors.scheduler import ReadyBatch, RolloutScheduler, RolloutSource, RolloutTask
 from llmrl.collectors.shape import BatchShape, check_group_size
 from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
 from llmrl.data import Rollout
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
-
-Result = TypeVar("Result")
 
 
 class CollectorSource(RolloutSource, Protocol):
@@ -59,7 +57,7 @@ class BatchCollector:
     """Base class of `LLMCollector`, which assembles batches from the scheduler's deliveries."""
 
     init_random_frames = 0
-    """Number of turns that TorchRL's trainers collect before training; 0, since a language model is pretrained."""
+    """Turns that TorchRL's trainers collect before training; none for a pretrained model."""
 
     def __init__(
         self,
@@ -85,7 +83,8 @@ class BatchCollector:
         self._background = BackgroundLoop("llmrl-collector")
         # Without `shutdown`, rollouts end with the collector or with the program.
         weakref.finalize(self, BackgroundLoop.abandon, self._background)
-        self._post_collect_hook: Callable[[TensorDictBase], object] | None = None
+        self.post_collect_hook: Callable[[TensorDictBase], object] | None = None
+        """Function that is called with each batch (`set_post_collect_hook`), or None."""
         self._filler = None if replay_buffer is None else BufferFiller(self._next, self._write)
         self._pending_batch: Future[ReadyBatch | None] | None = None
         self._batch_lock = threading.Lock()  # held by a caller of `next` until it has its batch
@@ -95,9 +94,7 @@ class BatchCollector:
         self._once_delivered: tuple[int, list[TensorDictBase]] = (0, [])
         self._groups: list[list[Rollout]] = []  # groups of the current batch
         self._collected = self._reported = CollectionTally(is_grouped=shape.is_grouped)
-        self._signal_detector = StallDetector(
-            max(SIGNAL_PATIENCE, shape.size if shape.kind == "groups" else 0), error=NoSignal
-        )
+        self._signal_detector = StallDetector(max(scheduler.patience, SIGNAL_PATIENCE), error=NoSignal)
         self._weight_senders = WeightSenders(weight_sync_schemes or {}, source)
         self.report: CollectionReport | None = None
         """Report on the collection of the last batch."""
@@ -123,9 +120,11 @@ class BatchCollector:
                     return
                 if self.replay_buffer is None:
                     self._delivered()
-                elif not self._write(batch):
+                elif self._write(batch):
+                    batch = None  # as in TorchRL: it is in the buffer
+                else:
                     continue
-            yield batch if self.replay_buffer is None else None  # as in TorchRL: the batch is in the buffer
+            yield batch
 
     def next(self) -> TensorDictBase:
         """Return the next batch. Threads that call this at the same time get different batches.
@@ -143,7 +142,7 @@ class BatchCollector:
 
     @property
     def dialog_turns_per_batch(self) -> int | None:
-        """Number of turns, or of last turns, per batch; None if batches are counted in another unit."""
+        """Number of turns, or of last turns, per batch; None for batches of groups."""
         return self._shape.size if not self._shape.is_grouped else None
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
@@ -157,21 +156,16 @@ class BatchCollector:
         self.postproc = postproc
 
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
-        """Call a function with each batch from now on, after `postproc`; None calls nothing. Its result is ignored."""
-        self._post_collect_hook = hook
-
-    @property
-    def post_collect_hook(self) -> Callable[[TensorDictBase], object] | None:
-        """Function that is called with each batch (`set_post_collect_hook`), or None."""
-        return self._post_collect_hook
+        """Call a function with each batch from now on, after `postproc`; None calls nothing."""
+        self.post_collect_hook = hook
 
     def getattr_rb(self, attr: str) -> object:
-        """Return an attribute of the replay buffer, such as `write_count`; AttributeError if there is no buffer."""
+        """Return an attribute of the replay buffer, such as `write_count`."""
         return getattr(self.replay_buffer, attr)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Raise RuntimeError if `start` reads batches, too, or if the collector is shut down meanwhile."""
+        """Raise RuntimeError if `start` reads batches, or if the collector is shut down."""
         if self.is_running():
             raise RuntimeError(
                 "the collector is filling its buffer since start(), and batches would have two readers: sample the "
@@ -183,7 +177,7 @@ class BatchCollector:
             raise RuntimeError("the collector was shut down while it collected this batch.") from error
 
     def _next(self) -> TensorDictBase | None:
-        """Return the next batch that has rows, or None; until its delivery, a saved state lists its groups as unplayed.
+        """Return the next batch with rows, or None; a saved state has its groups until delivery.
 
         If the rules and `postproc` leave no rows, another batch is collected, and its report
         includes what was dropped.
@@ -203,7 +197,9 @@ class BatchCollector:
                 break
             self._groups = [] if delivery is None else delivery.groups
             batch, rest = self._shape.assemble(self._groups, self._left_over)
-            self._once_delivered = (self._count_turns(batch, delivery), [] if self._reset_each_batch else rest)
+            if self._reset_each_batch:
+                rest = []
+            self._once_delivered = (self._count_turns(batch, delivery), rest)
             if delivery is not None:
                 self._collected.add(delivery, seconds=time.perf_counter() - started)
             if batch is not None and self.postproc is not None:
@@ -218,11 +214,11 @@ class BatchCollector:
                     self._lose()
                     raise
             left_out = self._collected.leave_out(self._groups, batch)
-            if not is_empty(batch):
+            if batch is not None and batch.batch_size.numel():
                 self._report()
-                if self._post_collect_hook is not None and batch is not None:
+                if self.post_collect_hook is not None:
                     with self._lost_on_error():
-                        self._post_collect_hook(batch)
+                        self.post_collect_hook(batch)
                 return batch
             self._nothing_trained(left_out)
         if self._collected.rollouts:
@@ -252,13 +248,13 @@ class BatchCollector:
         return False
 
     def _lose(self) -> None:
-        """Count the rollouts of a batch that is lost with the next batch; the caller gets the error that lost it."""
+        """Count the rollouts of a lost batch with those of the next one."""
         self._collected.leave_out(self._groups, None)
         self._mark_delivered()
 
     @contextlib.contextmanager
     def _lost_on_error(self) -> Iterator[None]:
-        """Lose the reported batch if an error is raised; after an interrupt, a saved state still has it."""
+        """Lose the reported batch after an error; after an interrupt, a saved state has it."""
         try:
             yield
         except Exception:
@@ -317,7 +313,7 @@ class BatchCollector:
         self._filler.start()
 
     def is_running(self) -> bool:
-        """Return whether the buffer is being filled; raise the error that ended the filling, once."""
+        """Return whether the buffer is being filled; raise the error that ended this, once."""
         return self._filler is not None and self._filler.is_running()
 
     def is_initialized(self) -> bool:
@@ -330,7 +326,7 @@ class BatchCollector:
 
         Pauses may overlap; the end of the last one continues, unless the collector was shut down meanwhile.
         """
-        self._run(self._scheduler.pause())
+        self._background.run(self._scheduler.pause())
         try:
             with self._not_writing():
                 yield
@@ -354,7 +350,7 @@ class BatchCollector:
         return version
 
     def start_update(self, policy_or_weights: Weights | TensorDictModuleBase | None = None) -> Future[int]:
-        """Start to send the weights; training may continue when this method returns, while the engines load a copy.
+        """Start to send the weights; training may continue while the engines load a copy.
 
         No rollout starts until the engines have the weights; meanwhile `policy_version` is the new
         version. Weights that cannot be copied are sent before this method returns. The first call
@@ -402,7 +398,7 @@ class BatchCollector:
         before new ones are drawn. Left-over turns are saved without live objects (conversation, environment).
         """
         with self._not_writing():
-            return self._run(self._state_dict())
+            return self._background.run(self._state_dict())
 
     async def _state_dict(self) -> StateDict:
         async with self._scheduler.frozen() as unfinished:
@@ -430,16 +426,13 @@ class BatchCollector:
         if self._source.dataset_env is not None:
             self._source.dataset_env.load_state_dict(state["env"])
 
-    def _run(self, coroutine: Coroutine[None, None, Result]) -> Result:
-        return self._background.run(coroutine)
-
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Cancel all rollouts in flight and end the collector's threads or actors. May be called twice.
+        """Cancel all rollouts and end the collector's threads or actors. May be called twice.
 
         The caller closes environments and engines. `timeout`: seconds to wait for a batch that is being written.
         """
         if not self._background.is_closed:
-            self._run(self._scheduler.stop())
+            self._background.run(self._scheduler.stop())
             if isinstance(self.replay_buffer, QueueBuffer):
                 self.replay_buffer.close()
             if self._filler is not None:

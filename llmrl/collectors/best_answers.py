@@ -9,7 +9,7 @@ from tensordict import TensorDictBase, lazy_stack
 
 
 class BestAnswers:
-    """Buffer of the most recent good rows, each learned several times, since few answers are right at first.
+    """Buffer of recent good rows, each learned several times, since few are right at first.
 
     Args:
         size: maximum number of rows.
@@ -35,7 +35,7 @@ class BestAnswers:
 
     @property
     def is_learned(self) -> bool:
-        """Whether rows were sampled `max_reuse` times on average; true until the first row is added."""
+        """Whether rows were sampled `max_reuse` times on average; true without any row."""
         return self.num_learned >= self.max_reuse * self.num_kept
 
     def extend(self, batch: TensorDictBase) -> None:

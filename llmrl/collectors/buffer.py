@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue as queues
 import threading
@@ -114,17 +115,15 @@ class QueueBuffer:
         self._is_closed = False
 
     def extend(self, batch: TensorDictBase) -> None:
-        """Put all elements of a batch into the queue; raise CancelledError if `close` is called while it is full."""
+        """Put all elements of a batch into the queue; raise CancelledError after `close`."""
         for item in batch.unbind(0):
             self._put(item)
 
     def _put(self, item: TensorDictBase) -> None:
         while not self._is_closed:
-            try:
+            with contextlib.suppress(queues.Full):  # Ray's exception is a subclass
                 self._queue.put(item, timeout=_WAIT_SECONDS)
                 return
-            except queues.Full:  # Ray's exception is a subclass
-                continue
         raise CancelledError
 
     def close(self) -> None:

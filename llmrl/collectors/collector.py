@@ -158,9 +158,8 @@ class LLMCollector(KnownArguments, BatchCollector):
         )
         if (policy is None) == (policy_factory is None):
             raise ValueError("exactly one of policy and policy_factory is needed.")
-        is_limit_found = max_concurrent_rollouts == "auto"
-        num_given = max_concurrent_rollouts if isinstance(max_concurrent_rollouts, int) else None
-        if not is_limit_found and max_concurrent_rollouts is not num_given:
+        num_given = None if max_concurrent_rollouts == "auto" else max_concurrent_rollouts
+        if not isinstance(num_given, int | None):
             raise TypeError(f"max_concurrent_rollouts is a number, 'auto' or None, got {max_concurrent_rollouts!r}.")
         check_least(1, max_concurrent_rollouts=num_given)
         check_least(0, num_extra_groups=num_extra_groups, max_staleness=max_staleness)
@@ -176,8 +175,10 @@ class LLMCollector(KnownArguments, BatchCollector):
             raise ValueError(
                 "reset_at_each_iter starts each batch anew, and max_staleness collects ahead: pass one of them."
             )
-        if queue is not None and replay_buffer is not None:
-            raise ValueError("batches go to either a replay_buffer or a queue: pass one of them.")
+        if queue is not None:
+            if replay_buffer is not None:
+                raise ValueError("batches go to either a replay_buffer or a queue: pass one of them.")
+            replay_buffer = QueueBuffer(queue)
         source: CollectorSource
         has_default_size = dialog_turns_per_batch is None and not shape.is_grouped
         limits = RolloutLimits() if limits is None else limits
@@ -199,19 +200,19 @@ class LLMCollector(KnownArguments, BatchCollector):
             gate = shape.staleness_gate(max_staleness=max_staleness, late=late_groups)
         else:
             gate = shape.demand_gate(
-                num_extra_groups=num_extra_groups,
+                num_extra=num_extra_groups,
                 num_ahead=0 if shape.is_grouped or reset_at_each_iter else num_given or 0,
                 reset_each_batch=reset_at_each_iter,
             )
-        buffer = QueueBuffer(queue) if queue is not None else replay_buffer
         if not isinstance(env, RayActors):
             source = self._local_source(shape, limits, track_policy_version)
         per_batch = shape.size if shape.kind != "tokens" else 8
-        in_flight = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
-        if (num_given or in_flight) < source.num_players:
+        needed = (per_batch * (1 + (max_staleness or 0)) + num_extra_groups) * source.group_size
+        in_flight = num_given or needed
+        if in_flight < source.num_players:
             raise ValueError(
                 f"max_concurrent_rollouts must be at least {source.num_players}, the players of a game, who wait for "
-                f"each other; got {num_given or in_flight}."
+                f"each other; got {in_flight}."
             )
         rules = group_rules or GroupRules()
         if rules.min_survivors > source.group_size:
@@ -231,7 +232,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         self.flatten_data = True
         self._play_concurrency = num_given
         limit = None
-        if is_limit_found:
+        if max_concurrent_rollouts == "auto":
             if not isinstance(source, CountsTurns) or take_load(source.engine, READER) is None:
                 raise ValueError(
                     "max_concurrent_rollouts='auto' needs a collector in this process and an engine that reports "
@@ -239,13 +240,14 @@ class LLMCollector(KnownArguments, BatchCollector):
                     "number."
                 )
             limit = ConcurrencyLimit(FIRST_LIMIT, least=source.num_players, most=in_flight)
+            in_flight = limit.value
         scheduler = RolloutScheduler(
             source,
             gate,
             rules=rules,
-            max_concurrent_rollouts=limit.value if limit is not None else num_given or in_flight,
+            max_concurrent_rollouts=in_flight,
             units=shape.units,
-            patience=max(1, shape.size if shape.kind == "groups" else 8),
+            patience=shape.size if shape.kind == "groups" else 8,
             is_open=source.is_open,
         )
         super().__init__(
@@ -254,7 +256,7 @@ class LLMCollector(KnownArguments, BatchCollector):
             shape,
             total_dialog_turns=total_dialog_turns,
             postproc=postproc,
-            replay_buffer=buffer,
+            replay_buffer=replay_buffer,
             reset_each_batch=reset_at_each_iter,
             weight_sync_schemes=weight_sync_schemes,
             verbose=verbose,
@@ -283,15 +285,14 @@ class LLMCollector(KnownArguments, BatchCollector):
         if not isinstance(limits, RolloutLimits):
             raise ValueError(f"limits by name are those of a MixedEnv: pass RolloutLimits, not {sorted(limits)}.")
         if track_policy_version:
-            follow = PolicyVersion(source=lambda: self.policy.engine.policy_version)
-            self.policy_version_tracker = (
-                track_policy_version if isinstance(track_policy_version, PolicyVersion) else follow
-            )
-            self.env = TransformedEnv(self.env, self.policy_version_tracker)
+            if not isinstance(track_policy_version, PolicyVersion):
+                track_policy_version = PolicyVersion(source=lambda: self.policy.engine.policy_version)
+            self.policy_version_tracker = track_policy_version
+            self.env = TransformedEnv(self.env, track_policy_version)
         return EnvSource(self.env, in_groups=shape.is_grouped, limits=limits)
 
     def increment_version(self) -> None:
-        """Count an update of the weights in your own `PolicyVersion`; RuntimeError if the engine counts them."""
+        """Count an update in your own `PolicyVersion`; RuntimeError if the engine counts them."""
         if self.policy_version_tracker is None:
             raise RuntimeError(
                 "the engine counts its versions, which update_policy_weights_ increments: do not "
@@ -300,7 +301,7 @@ class LLMCollector(KnownArguments, BatchCollector):
         self.policy_version_tracker.increment_version()
 
     def play(self, num_rollouts: int) -> list[Rollout]:
-        """Play the next `num_rollouts` rollouts to their ends, for evaluation, and set `report` and `rollouts`.
+        """Play the next `num_rollouts` rollouts, for evaluation, and set `report` and `rollouts`.
 
         Nothing is filtered or replaced: failed rollouts are included.
 
@@ -313,12 +314,10 @@ class LLMCollector(KnownArguments, BatchCollector):
             raise ValueError(f"num_rollouts must be a multiple of a game's {num_players} players, got {num_rollouts}.")
         started = time.perf_counter()
         self.num_played = 0
-        self.rollouts = self._run(self._play(num_rollouts))
+        self.rollouts = self._background.run(self._play(num_rollouts))
         self._frames += sum(rollout.num_turns for rollout in self.rollouts)
-        kept_or_dropped = GroupRules().judge(self.rollouts)
-        self.report = CollectionReport.of(
-            self.rollouts, seconds=time.perf_counter() - started, dropped=kept_or_dropped[1]
-        )
+        _, dropped = GroupRules().judge(self.rollouts)
+        self.report = CollectionReport.of(self.rollouts, seconds=time.perf_counter() - started, dropped=dropped)
         return self.rollouts
 
     async def _play(self, num_rollouts: int) -> list[Rollout]:
@@ -334,7 +333,7 @@ class LLMCollector(KnownArguments, BatchCollector):
             self.num_played += len(played)
             return played
 
-        rollouts = [rollout for played in await asyncio.gather(*map(play, jobs)) for rollout in played]
+        rollouts = list(itertools.chain(*await asyncio.gather(*map(play, jobs))))
         for _, group in itertools.groupby(rollouts, lambda rollout: rollout.group_id):
             await source.score_group(list(group))
         return rollouts

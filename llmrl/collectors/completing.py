@@ -94,28 +94,26 @@ class Completer:
         stop_strings = StopStringWatch(sampling.stop, None if renderer is None else renderer.decode)
         budget = completion_budget(len(prompt_ids), sampling, engine.max_model_len)
         parts: list[Completion] = []
-        num_sampled = 0
+        sampled: list[int] = []
         num_fruitless = 0
         version = engine.policy_version
         seed = sampling.seed
         for attempt in itertools.count():
             if self._is_open is not None:
                 await self._is_open.wait()
-            sampled = [token for part in parts for token in part.token_ids]
             if sampled and sampling.grammar is not None:  # a grammar begins at an answer's first token
-                sampled.clear()
+                sampled = []
                 parts.clear()
-                num_sampled = 0
                 sampling = sampling.with_changes(max_new_tokens=budget, seed=_derived_seed(seed, attempt))
             if stream is not None:
                 stream.before = sampled
             try:
                 if sampled:
-                    num_wanted = stop_strings.num_wanted(budget - num_sampled)
-                    sampling = sampling.with_changes(max_new_tokens=num_wanted, seed=_derived_seed(seed, num_sampled))
+                    num_wanted = stop_strings.num_wanted(budget - len(sampled))
+                    sampling = sampling.with_changes(max_new_tokens=num_wanted, seed=_derived_seed(seed, len(sampled)))
                 part = await contained(
                     self.policy.complete(
-                        prompt_ids + sampled if sampled else prompt_ids,
+                        [*prompt_ids, *sampled],
                         sampling,
                         request_id=f"{self._request_prefix}/{name}/{attempt}",
                         routing_key=routing_key,
@@ -129,20 +127,19 @@ class Completer:
                 continue
             part = stop_strings.judge(part, sampled)
             parts.append(part)
-            num_sampled += len(part.token_ids)
-            is_updated = engine.policy_version != version
-            version = engine.policy_version
+            sampled = [*sampled, *part.token_ids]  # a new list, since a stream has the old one
             if part.token_ids:
                 num_fruitless = 0
-            elif is_updated:
+            elif engine.policy_version != version:
                 num_fruitless = 1
             else:
                 num_fruitless += 1
+            version = engine.policy_version
             if part.finish_reason != "abort" or num_fruitless > self._num_retries:
                 break
             if stream is not None and stream.is_stopped:
                 break
-            if num_sampled >= budget:
+            if len(sampled) >= budget:
                 parts[-1] = replace(part, finish_reason="length")
                 break
         return parts[0] if len(parts) == 1 else _joined(parts)
@@ -169,7 +166,7 @@ def _joined(parts: list[Completion]) -> Completion:
 
 
 def _joined_experts(parts: list[np.ndarray | None]) -> np.ndarray | None:
-    """Join the experts of parts, which all begin with the prompt; a token keeps those of its first computation."""
+    """Join the experts of parts, which begin with the prompt; a token keeps its first ones."""
     known: list[np.ndarray] = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from llmrl._utils.failure import describe
+from llmrl.collectors.scheduler import RolloutScheduler
 from llmrl.engines import Completion
 from llmrl.engines.load import EngineLoad, take_load
 
@@ -82,7 +83,7 @@ class ConcurrencyLimit:
         self.least = least
         self.most = most
         self._limit = float(min(max(first, least), most))
-        self._is_searching = True
+        self._growth = 1.0  # for each rollout that begins
         self._is_draining = False
         self._version: int | None = None
         self._num_to_skip = 0
@@ -100,7 +101,8 @@ class ConcurrencyLimit:
         if self._is_draining:
             return self.value
         if version != self._version:
-            self._num_to_skip = 0 if self._version is None else num_running
+            if self._version is not None:
+                self._num_to_skip = num_running
             self._version = version
             self._forget()
         self._num_preemptions += load.num_preemptions
@@ -112,13 +114,13 @@ class ConcurrencyLimit:
             self._counts.add(counts)
             if self._is_wasteful(num_running):
                 self._limit = max(self.least, min(self._limit, num_running) * _SHRINK)
-                self._is_searching = False
+                self._growth = _GROW
                 self._is_draining = num_running > self.value
                 self._forget()
                 return self.value
         is_full = load.num_waiting_max > 0 or load.kv_use_max >= _FULL
         if num_running >= self.value and not is_full:
-            self._limit = min(self.most, self._limit + counts.num_rollouts * (1.0 if self._is_searching else _GROW))
+            self._limit = min(self.most, self._limit + counts.num_rollouts * self._growth)
         return self.value
 
     def _is_wasteful(self, num_running: int) -> bool:
@@ -155,18 +157,8 @@ class CountsTurns(Protocol):
         """Return the counts since the last call."""
 
 
-class HoldsInFlight(Protocol):
-    """Scheduler that can change its number of rollouts in flight."""
-
-    num_running: int
-    max_concurrent_rollouts: int
-
-    def notify(self) -> None:
-        """Check again whether rollouts can start."""
-
-
-async def follow_load(source: CountsTurns, scheduler: HoldsInFlight, limit: ConcurrencyLimit) -> None:
-    """Read the engine's load every second, and set the scheduler's limit; end with a warning if this fails."""
+async def follow_load(source: CountsTurns, scheduler: RolloutScheduler, limit: ConcurrencyLimit) -> None:
+    """Adapt the limit to the engine's load every second; end with a warning if this fails."""
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
         try:
@@ -178,11 +170,9 @@ async def follow_load(source: CountsTurns, scheduler: HoldsInFlight, limit: Conc
             return
         if load is None:  # no engine is alive; its requests wait
             continue
-        counts = source.take_turn_counts()
         before = limit.value
-        version = source.policy_version
         scheduler.max_concurrent_rollouts = limit.observe(
-            load, counts, num_running=scheduler.num_running, version=version
+            load, source.take_turn_counts(), num_running=scheduler.num_running, version=source.policy_version
         )
         if limit.value > before:
             scheduler.notify()

@@ -15,7 +15,6 @@ from llmrl.collectors.rows import rollout_rows
 from llmrl.collectors.weights import Weights, WeightScheme, WeightSenders
 from llmrl.data import Rollout, RolloutStatus
 from llmrl.endpoint.chat_logs import read_chat_log
-from llmrl.envs import EndOfData
 from llmrl.envs.sampler import Drawn, PromptSampler
 from llmrl.envs.sources import Source, load_rows
 from llmrl.rendering import Renderer, demonstrate
@@ -78,19 +77,16 @@ class Demonstrations:
     def __iter__(self) -> Iterator[TensorDictBase]:
         while True:
             started = time.perf_counter()
-            try:
-                drawn = self.prompts.draw_many(self._size)
-            except EndOfData as end:
-                if not end.num_left:
-                    return
-                drawn = self.prompts.draw_many(end.num_left)
-            shown = [_rollout(one, self._renderer) for one in drawn]
+            count = len(self.prompts.upcoming(self._size))
+            if not count:
+                return
+            shown = [_rollout(drawn, self._renderer) for drawn in self.prompts.draw_many(count)]
             batch = lazy_stack([row for rollout in shown for row in rollout_rows(rollout)])
             self.report = CollectionReport.of(shown, seconds=time.perf_counter() - started)
             yield batch
 
     def all_rows(self) -> TensorDictBase:
-        """Return the training rows of all conversations in the order of the dataset, without drawing any."""
+        """Return the rows of all conversations in the dataset's order, without drawing any."""
         items = self.prompts.items
         rollouts = [_rollout((items[place], f"held-out/{place}", 0), self._renderer) for place in range(len(items))]
         return lazy_stack([row for rollout in rollouts for row in rollout_rows(rollout)])
@@ -101,7 +97,7 @@ class Demonstrations:
         self._weight_senders = WeightSenders(weight_sync_schemes or {}, self)
 
     def update_policy_weights_(self, model: Weights | None = None) -> int:
-        """Send the trainer's weights to the engine, if there is one, and return the policy version."""
+        """Send the weights to the engine, if there is one, and return the policy version."""
         if self._weight_senders is None:
             return 0
         return max(sender.update_weights() for sender in self._weight_senders.connected(model))
@@ -116,7 +112,7 @@ class Demonstrations:
         return {"prompts": self.prompts.state_dict()}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Continue from a saved position; raise ValueError if it belongs to other data or to another order."""
+        """Continue from a saved position; raise ValueError if it is of other data or order."""
         self.prompts.load_state_dict(state["prompts"])
 
     def shutdown(self) -> None:

@@ -1,11 +1,11 @@
-"""Gates, which decide how many groups a scheduler may start and which ready groups form the next batch."""
+"""Gates, which decide how many groups may start and which ready groups form the next batch."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from llmrl._utils.arguments import check_least
@@ -19,23 +19,29 @@ LatePolicy = Literal["wait", "drop"]
 class Selection:
     """Groups that a gate selects for one batch."""
 
-    group_ids: list[str] = field(default_factory=list)
-    """Ids of the delivered groups in order of admission."""
-    staleness: dict[str, int] = field(default_factory=dict)
-    """Number of versions between each delivered group's start and now."""
+    staleness: dict[str, int]
+    """Number of versions between each group's start and now, by id, in order of admission."""
+
+    @property
+    def group_ids(self) -> list[str]:
+        """Ids of the groups in order of admission."""
+        return list(self.staleness)
 
 
 class Gate(Protocol):
     """Decides how many groups may be started, and which ready groups form the next batch."""
 
-    follows_versions: bool
+    follows_versions: bool = False
     """Whether a new policy version alone may change the answers."""
-    rest_reason: str | None
-    """Drop reason of groups that are left when a batch is full; None if they wait for the next batch."""
+    rest_reason: str | None = None
+    """Drop reason of the groups left by a full batch; None if they wait for the next batch."""
+    _admitted: Mapping[str, object]
+    """Groups that are being played or ready, by id, in order of admission."""
 
     @property
     def live_ids(self) -> list[str]:
         """Ids of the groups that are being played or ready, in order of admission."""
+        return list(self._admitted)
 
     def request_batch(self) -> None:
         """Record that the consumer waits for its next batch."""
@@ -56,20 +62,21 @@ class Gate(Protocol):
         """Record that a group has settled with `units` units."""
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None if too few groups are ready; with `is_last`, return what is ready."""
+        """Return a full batch, or None if too little is ready; with `is_last`, what is ready."""
 
     def rollback(self) -> None:
         """Undo the last selection: the batch was empty, and another takes its place."""
 
     def carry(self, units: int) -> None:
-        """Count units that a saved state has left over from earlier batches."""
+        """Count units left over from earlier batches."""
 
     def overdue_ids(self, version: int) -> list[str]:
-        """Return the groups, ready or not, that are too old to be delivered."""
+        """Return the groups, ready or not, that are too old to be delivered; by default none."""
+        return []
 
 
-class DemandGate:
-    """Gate that admits only the groups that the requested batch still needs beyond those ready and being played.
+class DemandGate(Gate):
+    """Gate that admits only the groups that the requested batch still needs.
 
     Sizes are counted in units: 1 per group, its turns, or its tokens. For each discarded group one more is admitted.
 
@@ -103,10 +110,10 @@ class DemandGate:
     ) -> None:
         check_least(1, units_per_batch=units_per_batch)
         self.units_per_batch = units_per_batch
-        self.follows_versions = False
-        self.rest_reason: str | None = None
-        if num_extra or reset_each_batch:
-            self.rest_reason = DropReason.OVERSAMPLED if num_extra else DropReason.RESET
+        if num_extra:
+            self.rest_reason = DropReason.OVERSAMPLED
+        elif reset_each_batch:
+            self.rest_reason = DropReason.RESET
         self._num_extra = num_extra
         self._num_ahead = num_ahead
         self._reset_each_batch = reset_each_batch
@@ -121,17 +128,12 @@ class DemandGate:
         self._num_seen = 0
         self._num_units_seen = 0
 
-    @property
-    def live_ids(self) -> list[str]:
-        """Ids of the groups that are being played or ready, in order of admission."""
-        return list(self._admitted)
-
     def request_batch(self) -> None:
         """Record that the consumer waits for its next batch."""
         self._is_asked = True
 
     def run_unasked(self) -> None:
-        """Admit groups without requests until a whole batch is ready; ignored with `reset_each_batch`."""
+        """Admit groups until a whole batch is ready; ignored with `reset_each_batch`."""
         self._is_free_running = not self._reset_each_batch
 
     def num_admissible(self, version: int) -> float:
@@ -168,39 +170,36 @@ class DemandGate:
         self._num_units_seen += units
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None if too few groups are ready; with `is_last`, return what is ready."""
+        """Return a full batch, or None if too little is ready; with `is_last`, what is ready."""
         have = self.credit + self.ready_units
         if have < self.units_per_batch and not (is_last and have):
             return None
-        selected = Selection()
+        staleness: dict[str, int] = {}
         units = self.credit
         for group_id in [group_id for group_id in self._admitted if group_id in self.ready]:
             size = self.ready[group_id]
             is_full = units >= self.units_per_batch
-            is_too_much = self._surplus == "refuse" and selected.group_ids and units + size > self.units_per_batch
-            if is_full or is_too_much:
+            exceeds = units + size > self.units_per_batch
+            if is_full or (exceeds and staleness and self._surplus == "refuse"):
                 break
             units += size
-            selected.group_ids.append(group_id)
-            selected.staleness[group_id] = version - self._admitted[group_id]
+            staleness[group_id] = version - self._admitted[group_id]
             self.discard(group_id)
-        self.credit = max(0, units - self.units_per_batch) if self._surplus == "carry" else 0
+        self.credit = 0
+        if self._surplus == "carry":
+            self.credit = max(0, units - self.units_per_batch)
         self._is_asked = False
-        return selected
+        return Selection(staleness=staleness)
 
     def rollback(self) -> None:
         """Do nothing: the next request admits the groups of another batch."""
 
     def carry(self, units: int) -> None:
-        """Count units that a saved state has left over from earlier batches."""
+        """Count units left over from earlier batches."""
         self.credit = units
 
-    def overdue_ids(self, version: int) -> list[str]:
-        """Return no groups: age is not bounded."""
-        return []
 
-
-class StalenessGate:
+class StalenessGate(Gate):
     """Gate that lets collection run at most `max_staleness` versions ahead of training; 0 is on-policy.
 
     Batch `b` (from 0) is trained on at version `b`, with one update per batch. A group that starts at version `v` has
@@ -228,6 +227,8 @@ class StalenessGate:
         (0, 2)
     """
 
+    follows_versions = True
+
     def __init__(self, groups_per_batch: int, *, max_staleness: int, late: LatePolicy = "wait") -> None:
         check_least(1, groups_per_batch=groups_per_batch)
         if max_staleness < 0:
@@ -237,32 +238,22 @@ class StalenessGate:
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self.late = late
-        self.follows_versions = True
-        self.rest_reason: str | None = None
         self._is_unasked = False
         self._num_batches = 0
         self._progress = 0  # index of the batch that the trainer needs next, as far as known
         self._version: int | None = None
         self._admitted: dict[str, tuple[int, int]] = {}  # id: (deadline, true version at admission), in order
-        self._order: dict[str, int] = {}
-        self._num_admitted = 0
         self._num_ready = 0
         self._ready_by_deadline: dict[int, dict[str, None]] = {}
         self._num_by_deadline: dict[int, int] = {}
 
-    @property
-    def live_ids(self) -> list[str]:
-        """Ids of the groups that are being played or ready, in order of admission."""
-        return list(self._admitted)
-
     def request_batch(self) -> None:
-        """Record that the consumer waits for its next batch, and so has finished the previous ones."""
-        if self._is_unasked:
-            return
-        self._progress = max(self._progress, self._num_batches)
+        """Record that the consumer has finished the batches so far and waits for the next."""
+        if not self._is_unasked:
+            self._progress = max(self._progress, self._num_batches)
 
     def run_unasked(self) -> None:
-        """Measure progress by versions only: filling a buffer requests batches that are not trained on yet."""
+        """Measure progress by versions only: a buffer requests batches ahead of training."""
         self._is_unasked = True
 
     def _observe(self, version: int) -> None:
@@ -285,8 +276,6 @@ class StalenessGate:
         self._observe(version)
         deadline = self._progress + self.max_staleness
         self._admitted[group_id] = (deadline, version)
-        self._order[group_id] = self._num_admitted
-        self._num_admitted += 1
         self._num_by_deadline[deadline] = self._num_by_deadline.get(deadline, 0) + 1
 
     def discard(self, group_id: str) -> None:
@@ -294,9 +283,9 @@ class StalenessGate:
         if group_id not in self._admitted:
             return
         deadline, _ = self._admitted.pop(group_id)
-        del self._order[group_id]
-        # A ready group has the value None; `self` stands for a group that is not ready.
-        if self._ready_by_deadline.get(deadline, {}).pop(group_id, self) is None:
+        ready = self._ready_by_deadline.get(deadline, {})
+        if group_id in ready:
+            del ready[group_id]
             self._num_ready -= 1
         self._num_by_deadline[deadline] -= 1
         if not self._num_by_deadline[deadline]:
@@ -310,7 +299,7 @@ class StalenessGate:
         self._num_ready += 1
 
     def select(self, version: int, *, is_last: bool = False) -> Selection | None:
-        """Return a full batch, or None without one or with `overdue_ids`; with `is_last`, return what is ready."""
+        """Return a full batch unless groups are overdue; with `is_last`, what is ready; or None."""
         self._observe(version)
         is_full = self._num_ready >= self.groups_per_batch
         if not (is_full or (is_last and self._num_ready)) or self.overdue_ids(version):
@@ -322,17 +311,18 @@ class StalenessGate:
             num_wanted -= num_taken[deadline]
         if not is_last and self.late == "wait" and not self._is_feasible_without(num_taken):
             return None
-        chosen = [
+        chosen = {
             group_id
             for deadline, count in num_taken.items()
             for group_id in itertools.islice(self._ready_by_deadline[deadline], count)
-        ]
-        group_ids = sorted(chosen, key=self._order.__getitem__)
-        staleness = {group_id: version - self._admitted[group_id][1] for group_id in group_ids}
-        for group_id in group_ids:
+        }
+        staleness = {
+            group_id: version - started for group_id, (_, started) in self._admitted.items() if group_id in chosen
+        }
+        for group_id in staleness:
             self.discard(group_id)
         self._num_batches += 1
-        return Selection(group_ids=group_ids, staleness=staleness)
+        return Selection(staleness=staleness)
 
     def rollback(self) -> None:
         """Undo the last selection: the batch was empty, and another takes its place."""
@@ -356,8 +346,9 @@ class StalenessGate:
     def overdue_ids(self, version: int) -> list[str]:
         """Return the groups, ready or not, that are too old to be delivered."""
         overdue = []
-        for group_id, (deadline, started) in self._admitted.items():  # in order of admission: the oldest first
-            if version - started <= self.max_staleness and (self.late == "wait" or deadline >= self._num_batches):
+        for group_id, (deadline, started) in self._admitted.items():  # the oldest first
+            is_late = self.late == "drop" and deadline < self._num_batches
+            if version - started <= self.max_staleness and not is_late:
                 break
             overdue.append(group_id)
         return overdue

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from llmrl._utils.arguments import check_least
-from llmrl.data import Rollout
+from llmrl.data import Rollout, RolloutStatus
 
 logger = logging.getLogger(__name__)
 
 
 class DropReason(StrEnum):
-    """Reason why a settled rollout is not delivered; a failed rollout is dropped for its own `StopReason`."""
+    """Reason why a settled rollout is not delivered; a failed one has its `StopReason`."""
 
     UNSCORED = "unscored"
     NOTHING_TRAINED = "nothing_trained"
@@ -51,7 +52,7 @@ class GroupRules:
     drop_failed_groups: bool = False
     """Whether one failed rollout drops its whole group, as needed if groups are scored together."""
     drop_truncated: bool = False
-    """Whether to drop truncated rollouts from batch and baseline (overlong filtering, DAPO, section 3.4)."""
+    """Whether to drop truncated rollouts (overlong filtering, DAPO, section 3.4)."""
     rollout_filter: Callable[[Rollout], bool] | None = None
     """Predicate that says whether to keep a scored rollout."""
     group_filter: Callable[[Sequence[Rollout]], bool] | None = None
@@ -73,15 +74,16 @@ class GroupRules:
         elif self.group_filter is not None and not self.group_filter(kept):
             whole = DropReason.CONSTANT_REWARDS if have_equal_rewards(kept) else DropReason.FILTERED_GROUP
         if whole:
-            return [], [(rollout, reason or whole) for rollout, reason in zip(rollouts, reasons, strict=True)]
-        return kept, [(rollout, reason) for rollout, reason in zip(rollouts, reasons, strict=True) if reason]
+            kept = []
+        pairs = zip(rollouts, reasons, strict=True)
+        return kept, [(rollout, reason or whole) for rollout, reason in pairs if reason or whole]
 
     def _reason(self, rollout: Rollout) -> str:
         if not rollout.is_scored:  # a successful rollout is dropped as unscored, even if it met a limit
             return (not rollout.status.is_success and rollout.reason) or DropReason.UNSCORED
         if not rollout.num_completion_tokens:
             return rollout.reason or DropReason.NOTHING_TRAINED
-        if self.drop_truncated and rollout.status.name == "TRUNCATED":
+        if self.drop_truncated and rollout.status is RolloutStatus.TRUNCATED:
             return DropReason.TRUNCATED
         if self.rollout_filter is not None and not self.rollout_filter(rollout):
             return DropReason.FILTERED
@@ -118,7 +120,7 @@ class GroupCounter:
         return len(self._open)
 
     def open(self, group_id: str, num_rollouts: int) -> None:
-        """Expect `num_rollouts` rollouts of a group; raise ValueError if it is open or the number is below 1."""
+        """Expect `num_rollouts` rollouts; raise ValueError below 1, or if the group is open."""
         if num_rollouts < 1:
             raise ValueError(f"num_rollouts of group {group_id!r} must be at least 1, got {num_rollouts}.")
         if group_id in self._open:
@@ -126,7 +128,7 @@ class GroupCounter:
         self._open[group_id] = (num_rollouts, [])
 
     def settle(self, group_id: str, rollout: Rollout) -> list[Rollout] | None:
-        """Count a rollout; once all have settled, return the group's rollouts in order of `sample_index`, else None."""
+        """Count a rollout; return all once they have settled, by `sample_index`, else None."""
         num_rollouts, settled = self._open[group_id]
         settled.append(rollout)
         if len(settled) < num_rollouts:
@@ -140,18 +142,18 @@ class GroupCounter:
 
 
 class CollectionStalled(RuntimeError):
-    """Raised if too many groups in a row have nothing to train on; the collector's `rollouts` has their rollouts."""
+    """Too many groups in a row have nothing to train on; see the collector's `rollouts`."""
 
     dropped: Sequence[Dropped] = ()
     """Rollouts dropped since the last delivery."""
 
 
 class NoSignal(CollectionStalled):
-    """Raised if no group failed, but too many in a row were filtered out or had equal rewards (too hard, or solved)."""
+    """No group failed, but too many in a row were filtered out or had equal rewards."""
 
 
 SIGNAL_PATIENCE = 64
-"""Number of groups in a row without signal before a warning; most groups of hard or solved tasks have no signal."""
+"""Groups in a row without signal before a warning; hard or solved tasks have many."""
 
 _MAX_WARNINGS = 7
 _LEAST_TO_JUDGE = 16
@@ -170,13 +172,13 @@ class StallDetector:
         self.error = error
         self._has_delivered = False
         self._num_in_row = 0
-        self._reasons: dict[str, int] = {}
+        self._reasons = Counter[str]()
         self._first_error = ""
 
     def delivered(self) -> None:
         """Reset the count, since a group was delivered."""
         self._num_in_row = 0
-        self._reasons = {}
+        self._reasons.clear()
         self._first_error = ""
         self._has_delivered = True
 
@@ -184,13 +186,16 @@ class StallDetector:
         """Count a group that was dropped as a whole."""
         self._num_in_row += 1
         for rollout, reason in dropped:
-            met = f" ({rollout.reason})" if rollout.reason not in ("", reason) else ""  # a limit that an agent met
-            self._reasons[f"{reason}{met}"] = self._reasons.get(f"{reason}{met}", 0) + 1
+            cause = str(reason)
+            if rollout.reason not in ("", reason):  # a limit that an agent met
+                cause += f" ({rollout.reason})"
+            self._reasons[cause] += 1
             self._first_error = self._first_error or rollout.error
         if self._num_in_row % self.patience:
             return
-        why = f"rollouts dropped by reason: {self._reasons}"
-        why += f"; the first error: {self._first_error}" if self._first_error else ""
+        why = f"rollouts dropped by reason: {dict(self._reasons)}"
+        if self._first_error:
+            why += f"; the first error: {self._first_error}"
         limit = _MAX_WARNINGS * self.patience
         if not self._has_delivered:
             limit = min(limit, max(self.patience, _LEAST_TO_JUDGE - 1))

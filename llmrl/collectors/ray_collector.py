@@ -57,11 +57,12 @@ class RayLLMCollector(LLMCollector):
         if isinstance(env, EnvBase):
             raise ValueError("env must be a function that builds the environment: each actor has its own.")
         check_least(1, num_collectors=num_collectors)
-        shares = {name: share for name, share in (("num_cpus", num_cpus), ("num_gpus", num_gpus)) if share is not None}
+        shares = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        given = {name: share for name, share in shares.items() if share is not None}
         actors = RayActors(
             make_env=env,
             number=num_collectors,
-            options={**shares, **(remote_config or {})},
+            options={**given, **(remote_config or {})},
             engine=engine,
             ray_init_config=ray_init_config,
         )
@@ -82,7 +83,7 @@ class RayLLMCollector(LLMCollector):
 
     def set_policy_version(self, version: int) -> None:
         """Record an update of the engines' weights that another component made."""
-        self.ray_source.version = version
+        self.ray_source.policy_version = version
         self._background.post(self._scheduler.notify)
 
     def increment_version(self) -> None:
@@ -94,7 +95,7 @@ class RayLLMCollector(LLMCollector):
 
 
 def _ahead(arguments: CollectorOptions) -> CollectorOptions:
-    """Return the arguments of a collector that collects one batch ahead; raise ValueError if they contradict this."""
+    """Return arguments that collect one batch ahead; raise ValueError if those given forbid it."""
     max_staleness = arguments.get("max_staleness")
     if max_staleness is not None:
         if max_staleness < 1:

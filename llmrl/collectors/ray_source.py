@@ -1,4 +1,4 @@
-"""Rollouts played by collector actors on a Ray cluster; the trainer's process keeps track of the groups."""
+"""Rollouts played by actors on a Ray cluster; this process keeps track of the groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmrl._utils.imports import require
 from llmrl.collectors.rollout_runner import RolloutLimits
 from llmrl.collectors.rows import portable_turn, rollout_row_bytes
 from llmrl.collectors.scheduler import RolloutTask
-from llmrl.collectors.source import EnvSource, drawn_record
+from llmrl.collectors.source import EnvSource, drawn_record, roles_of
 from llmrl.data import Rollout
 from llmrl.engines.ray.cluster import connect
 from llmrl.envs.primer import dataset_env_of
@@ -60,8 +60,7 @@ class CollectorActor:
     async def play(self, positions: list[int]) -> list[Rollout]:
         """Play the rollouts of a group at these positions of the dataset to their ends."""
         jobs = await self._source.open_at(positions)
-        played = await asyncio.gather(*map(self._source.play, jobs))
-        rollouts = [rollout for rollouts in played for rollout in rollouts]
+        rollouts = list(itertools.chain(*await asyncio.gather(*map(self._source.play, jobs))))
         await self._source.score_group(rollouts)
         for rollout in rollouts:
             if self._in_groups:
@@ -123,7 +122,7 @@ class RaySource:
             raise ValueError("limits by name are those of a MixedEnv, which actors do not play: pass RolloutLimits.")
         if isinstance(track_version, PolicyVersion):
             raise ValueError("your own PolicyVersion is not sent to the actors: pass track_policy_version=True.")
-        require("ray", extra="ray")
+        self._ray = require("ray", extra="ray")
         own_env = actors.make_env()
         dataset_env = dataset_env_of(own_env)
         if dataset_env is None:
@@ -134,8 +133,8 @@ class RaySource:
         """Number of turns or last steps per batch unless another is given."""
         self.is_open = asyncio.Event()
         self.engine = actors.engine
-        self._prompts = self.dataset_env.prompts
-        self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
+        self._prompts = dataset_env.prompts
+        self.num_players = len(roles_of(self.dataset_env))
         self._are_groups_whole = is_group_scored or self.num_players > 1
         self.group_size = self._prompts.num_samples if in_groups or self._are_groups_whole else 1
         self._arguments = (actors.make_env, make_policy, in_groups, track_version, limits)
@@ -144,8 +143,8 @@ class RaySource:
         self._slots: list[_ActorSlot] = []
         self.num_restarts = 0
         """Number of actors that died and were replaced."""
-        self.version = 0
-        """Last known version of the policy."""
+        self.policy_version = 0
+        """Version after the last update."""
         self._changed = asyncio.Event()
         self._starting: set[asyncio.Task[None]] = set()
 
@@ -153,10 +152,9 @@ class RaySource:
         """Start the actors; raise RayActorError if one cannot be built."""
         self._search_as_before = search_rarely(self)
         connect(self._actors.ray_init_config)
-        ray = require("ray", extra="ray")
-        self._class = ray.remote(CollectorActor)
+        self._class = self._ray.remote(CollectorActor)
         self._slots = [_ActorSlot(self._new_actor()) for _ in range(self._actors.number)]
-        ray.get([slot.actor.process_id.remote() for slot in self._slots])  # raises errors of the user's functions
+        self._ray.get([slot.actor.process_id.remote() for slot in self._slots])  # raises errors of the user's functions
         for slot in self._slots:
             slot.is_ready = True
 
@@ -168,13 +166,8 @@ class RaySource:
         """Handles of the actors in order; a dead actor is replaced."""
         return [slot.actor for slot in self._slots]
 
-    @property
-    def policy_version(self) -> int:
-        """Version after the last update."""
-        return self.version
-
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
-        """Draw the next groups, each as one job for one call of an actor; fewer if the data ends."""
+        """Draw the next groups, each as one job of an actor; fewer if the data ends."""
         if self.group_size > 1:
             self._prompts.skip_to_group()
         jobs = await self.open_rollouts(num_groups * self.group_size)
@@ -193,7 +186,7 @@ class RaySource:
         return jobs
 
     async def play(self, job: RolloutTask) -> list[Rollout]:
-        """Play a group on the least loaded actor; raise `RayError` if actors die in four attempts."""
+        """Play a group on the least loaded actor; raise `RayError` if four attempts fail."""
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         for attempt in itertools.count():
@@ -205,7 +198,7 @@ class RaySource:
                 try:
                     rollouts: list[Rollout] = await answer
                 except asyncio.CancelledError:  # Ray does not tell the actor, which would play to the end
-                    require("ray", extra="ray").cancel(answer)
+                    self._ray.cancel(answer)
                     raise
                 columns = {record.rollout_id: record.columns for record in job.records}
                 for rollout in rollouts:
@@ -235,7 +228,7 @@ class RaySource:
     def _replace(self, slot: _ActorSlot, error: Exception) -> None:
         logger.warning("a collector actor died (%s) and is replaced", error)
         with contextlib.suppress(Exception):  # if the actor is only unreachable, it must not continue
-            require("ray", extra="ray").kill(slot.actor)
+            self._ray.kill(slot.actor)
         slot.actor = self._new_actor()
         slot.is_ready = False
         self.num_restarts += 1
@@ -263,6 +256,5 @@ class RaySource:
     def shutdown(self) -> None:
         """Kill the actors; Ray keeps running."""
         self._search_as_before()
-        ray = require("ray", extra="ray")
         for slot in self._slots:
-            ray.kill(slot.actor)
+            self._ray.kill(slot.actor)

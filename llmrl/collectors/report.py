@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from llmrl.collectors.groups import Dropped, DropReason, have_equal_rewards
 from llmrl.collectors.scheduler import ReadyBatch
-from llmrl.data import Rollout, RolloutStatus
+from llmrl.data import Rollout
 from llmrl.data.ragged import has_entry, value_column
 
 _ROLLOUT_ID = ("rollout", "rollout_id")
@@ -41,9 +41,9 @@ class CollectionReport:
     """Mean number of versions between a group's start and its delivery."""
     max_staleness: int = 0
     num_forks: int = 0
-    """Number of rows that were started because a template or an environment rewrote history; no tokens are lost."""
+    """Number of rows started because history was rewritten; no tokens are lost."""
     num_realigned_tokens: int = 0
-    """Number of sampled tokens that are not trained on, because an environment edited the end of their answer."""
+    """Number of sampled tokens that are not trained on, because their answer's end was edited."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,7 +51,7 @@ class CollectionReport:
         return self.num_completion_tokens / self.seconds if self.seconds else 0.0
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the metrics to plot, by their names in the run folder; undefined values are left out."""
+        """Return the metrics by their names in the run folder; undefined values are left out."""
         num_dropped = sum(self.num_dropped_by_reason.values())
         return {
             **({} if math.isnan(self.mean_reward) else {"reward_mean": self.mean_reward}),
@@ -94,11 +94,11 @@ class CollectionReport:
             num_turns=sum(rollout.num_turns for rollout in rollouts),
             num_completion_tokens=num_completion_tokens,
             seconds=seconds,
-            mean_reward=sum(scored) / len(scored) if scored else float("nan"),
-            mean_completion_tokens=num_completion_tokens / len(rollouts) if rollouts else 0.0,
-            num_by_status=dict(Counter(RolloutStatus(rollout.status).name.lower() for rollout in rollouts)),
+            mean_reward=sum(scored) / len(scored) if scored else math.nan,
+            mean_completion_tokens=num_completion_tokens / max(1, len(rollouts)),
+            num_by_status=dict(Counter(rollout.status.name.lower() for rollout in rollouts)),
             num_dropped_by_reason=dict(Counter(str(reason) for _, reason in dropped)),
-            mean_staleness=sum(staleness) / len(staleness) if staleness else 0.0,
+            mean_staleness=sum(staleness) / max(1, len(staleness)),
             max_staleness=max(staleness, default=0),
             num_forks=sum(rollout.num_forks for rollout in rollouts),
             num_realigned_tokens=sum(rollout.num_realigned_tokens for rollout in rollouts),
@@ -124,22 +124,26 @@ class CollectionTally:
         self.staleness += delivery.staleness
         self.seconds += seconds
 
-    def leave_out(self, groups: Sequence[Sequence[Rollout]], batch: object) -> list[Dropped]:
-        """Count and return, with reasons, the rollouts of the delivered groups that are not in their batch.
+    def leave_out(self, groups: Sequence[Sequence[Rollout]], batch: TensorDictBase | None) -> list[Dropped]:
+        """Count and return the rollouts of the delivered groups that are not in their batch.
 
         A rollout that was left out before, as by `postproc` before the buffer's transforms, is not counted again.
         A non-empty batch without rollout ids is ignored, since it does not say what it contains.
         """
+        if not self.is_grouped:
+            return []
         kept_ids = set()
-        if not is_empty(batch):
-            if not isinstance(batch, TensorDictBase) or not has_entry(batch, _ROLLOUT_ID):
+        if batch is not None and batch.batch_size.numel():
+            if not has_entry(batch, _ROLLOUT_ID):
                 return []
             kept_ids = set(value_column(batch, _ROLLOUT_ID))
         left_out: list[Dropped] = []
-        for group in groups if self.is_grouped else ():
+        for group in groups:
             missing = [rollout for rollout in group if rollout.rollout_id not in kept_ids]
-            is_constant = len(missing) == len(group) and have_equal_rewards(group)
-            left_out += [(one, DropReason.CONSTANT_REWARDS if is_constant else DropReason.POSTPROC) for one in missing]
+            reason = DropReason.POSTPROC
+            if len(missing) == len(group) and have_equal_rewards(group):
+                reason = DropReason.CONSTANT_REWARDS
+            left_out += [(rollout, reason) for rollout in missing]
         counted_ids = {rollout.rollout_id for rollout, _ in self.dropped}
         self.dropped += [one for one in left_out if one[0].rollout_id not in counted_ids]
         return left_out
@@ -147,8 +151,3 @@ class CollectionTally:
     def report(self) -> CollectionReport:
         """Return the statistics."""
         return CollectionReport.of(self.rollouts, seconds=self.seconds, dropped=self.dropped, staleness=self.staleness)
-
-
-def is_empty(batch: object) -> bool:
-    """Return whether a batch is None or has no rows."""
-    return batch is None or (isinstance(batch, TensorDictBase) and not batch.batch_size.numel())

@@ -1,9 +1,8 @@
-"""Loop that plays one rollout: generate and step until the rollout has settled. It enforces all limits."""
+"""Loop that plays one rollout: generate and step until it has settled, within all limits."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,16 +34,15 @@ from llmrl.rewards import RewardInput, Rubric
 from llmrl.rewards.rubric import scores_of
 from llmrl.transforms import environment_parts, outcomes_of, states_of, write_score
 
-_SOLO_IDS = itertools.count()
 _GRACE_SECONDS = 1.0
-"""Seconds after a rubric's own time limit, which reports the late function, until the rubric is cancelled."""
+"""Seconds from a rubric's own time limit, which names the late function, to its end."""
 # A rollout that was not opened has nothing to score: neither an answer nor the state of tools.
 _UNOPENED = "The time limit of the rollout expired while its environment opened it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLimits:
-    """Limits that may end a rollout before its environment does; ValueError if one is below its minimum."""
+    """Limits that may end a rollout; ValueError if one is below its minimum."""
 
     max_turns: int | None = None
     """Maximum number of completions."""
@@ -53,7 +51,7 @@ class RolloutLimits:
     max_prompt_tokens: int | None = None
     """Maximum prompt length; by default the engine's context length minus one token."""
     end_at_length: bool = True
-    """Whether an answer cut by its token budget ends the rollout as truncated. TorchRL continues after it."""
+    """Whether an answer cut by its token budget ends the rollout; TorchRL continues."""
     rollout_timeout_seconds: float | None = None
     """Maximum wall time of a rollout, including waiting."""
     step_timeout_seconds: float | None = None
@@ -89,15 +87,15 @@ class RolloutRunner:
         self.stepper = stepper
         self.policy = policy
         self.limits = limits
-        self.completer = Completer(policy, num_retries=limits.num_engine_retries, is_open=is_open)
+        make_completer = partial(Completer, num_retries=limits.num_engine_retries, is_open=is_open)
+        self.completer = make_completer(policy)
         self.turn_counts = TurnCounts()
         """Counts of turns; a reader replaces this object to start new counts."""
         self.judge_loop = ReplaceableLoop("llmrl-judges")
         """Event loop of the judges."""
         self.rubric = rubric
-        self.max_prompt_tokens = min(
-            limits.max_prompt_tokens or policy.engine.max_model_len - 1, policy.engine.max_model_len - 1
-        )
+        longest = policy.engine.max_model_len - 1
+        self.max_prompt_tokens = min(limits.max_prompt_tokens or longest, longest)
         self._agent_env = next((part for part in environment_parts(stepper.env) if isinstance(part, AgentEnv)), None)
         if self._agent_env is not None:
             session_limits = SessionLimits(
@@ -105,10 +103,7 @@ class RolloutRunner:
                 max_turns=limits.max_turns,
                 max_completion_tokens=limits.max_completion_tokens,
             )
-            retries = limits.num_engine_retries
-            self._endpoint = AgentEndpoint(
-                policy, session_limits, self._agent_env, partial(Completer, num_retries=retries, is_open=is_open)
-            )
+            self._endpoint = AgentEndpoint(policy, session_limits, self._agent_env, make_completer)
 
     async def run(self, job: RolloutTask) -> Rollout:
         """Play one conversation to its end; errors of the conversation are recorded, not raised.
@@ -166,7 +161,7 @@ class RolloutRunner:
         if not is_open:
             return
         if self._agent_env is not None:
-            await self._play_agent(self._agent_env, held[0], rollout, held)
+            await self._play_agent(self._agent_env, rollout, held)
         else:
             await self._play(rollout, held)
 
@@ -184,23 +179,9 @@ class RolloutRunner:
             rollout.status = decide_status(is_terminated=True)
             rollout.add_reward(float(element.get("reward", torch.zeros(1)).sum()))
 
-    @staticmethod
-    def open(element: TensorDictBase) -> Rollout:
-        """Return a new record for a conversation, given its reset environment state."""
-        group_id = plain(element.get(("rollout", "group_id"), None)) or f"solo/{next(_SOLO_IDS)}"
-        sample_index = int(element.get(("rollout", "sample_index"), 0))
-        return Rollout(
-            rollout_id=f"{group_id}/{sample_index}",
-            group_id=group_id,
-            sample_index=sample_index,
-            group_size=int(element.get(("rollout", "group_size"), 1)),
-            columns=dataset_columns(element),
-        )
-
-    async def _play_agent(
-        self, agent_env: AgentEnv, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]
-    ) -> None:
-        """Run an agent, which leads the conversation, and end the conversation with one step with the agent's score."""
+    async def _play_agent(self, agent_env: AgentEnv, rollout: Rollout, held: list[TensorDictBase]) -> None:
+        """Run an agent, which leads the conversation, and end it with one step with its score."""
+        [element] = held
         row = copied({name: rollout.columns.get(name) for name in agent_env.columns})
         play, session = await self._endpoint.play(rollout, partial(agent_env.run_agent, row))
         if play.failure is not None:  # the agent's result may lack the answer that the engine did not give
@@ -236,9 +217,10 @@ class RolloutRunner:
     async def _play(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
         while not rollout.status.is_settled:
             with span("turn"):
-                await self._play_turn(held[0], rollout, held)  # a call, so its locals are freed after each turn
+                await self._play_turn(rollout, held)  # a call, so its locals are freed after each turn
 
-    async def _play_turn(self, element: TensorDictBase, rollout: Rollout, held: list[TensorDictBase]) -> None:
+    async def _play_turn(self, rollout: Rollout, held: list[TensorDictBase]) -> None:
+        [element] = held
         try:
             conversation = self.policy.prepare(element)
         except Exception as error:
@@ -331,7 +313,7 @@ class RolloutRunner:
             await self.score([rollout])
 
     async def score(self, rollouts: Sequence[Rollout]) -> None:
-        """Score ended rollouts that no step has scored; group-scored rubrics need all rollouts of a group."""
+        """Score ended rollouts that no step has scored; group rubrics need a whole group."""
         assert self.rubric is not None
         limit = self.rubric.timeout_seconds
         try:

@@ -1,7 +1,8 @@
-"""Conversion of settled rollouts to training rows, and of turns to a form that can leave the process."""
+"""Conversion of rollouts to training rows, and of turns to a form that leaves the process."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from llmrl.data.tensordicts import container_of, non_tensor, tensordict_of
 
 
 class RowBytes(NamedTuple):
-    """A training row as bytes, for transfer between processes: bytes are pickled ten times faster than tensors."""
+    """A training row for another process: bytes are pickled ten times faster than tensors."""
 
     columns: list[bytes]
     """Columns in the order of `_DTYPES`."""
@@ -118,7 +119,7 @@ def rollout_rows(rollout: Rollout) -> list[TensorDictBase]:
 
 
 def _token_rewards(rollout: Rollout, starts: Mapping[int, int], num_tokens: int) -> torch.Tensor:
-    """Return the rewards of a row's tokens, `[num_tokens]`; rewards of an answer's edited end are left out."""
+    """Return the rewards of a row's tokens, `[num_tokens]`, without those of edited ends."""
     rewards = torch.zeros(num_tokens)
     order = sorted(starts.items(), key=lambda item: item[1])
     ends = [*(start for _, start in order[1:]), num_tokens]
@@ -129,15 +130,15 @@ def _token_rewards(rollout: Rollout, starts: Mapping[int, int], num_tokens: int)
 
 
 def portable_turn(step: TensorDictBase) -> TensorDictBase:
-    """Return a copy of a turn to save or send: of its own size, without live objects (token state, environment, …)."""
+    """Return a copy of a turn to save or send: of its own size, without live objects."""
     return step.exclude(*_live_keys(step)).clone()
 
 
 def _live_keys(step: TensorDictBase, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     keys: list[tuple[str, ...]] = []
     for key, value in step.items():
-        if isinstance(value, NonTensorData):
-            keys += [] if _is_plain(value.data) else [(*prefix, key)]
+        if isinstance(value, NonTensorData) and not _is_plain(value.data):
+            keys.append((*prefix, key))
         elif isinstance(value, TensorDict):
             keys += _live_keys(value, (*prefix, key))
     return keys
@@ -147,12 +148,12 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+        return _is_plain([*value, *value.values()])
     return value is None or isinstance(value, (str, bytes, int, float))
 
 
 def batch_rows(groups: Sequence[Sequence[Rollout]]) -> TensorDictBase | None:
-    """Return the trainable rows of these groups as one lazily stacked batch `[num_rows]`; None if there are none.
+    """Return the trainable rows of groups, lazily stacked, `[num_rows]`; None if there are none.
 
     Rollouts that were not scored or have no sampled tokens give no rows. In each row, `("rollout", "num_in_group")` is
     the number of rollouts of the group that have rows, which shows when a group is complete.
@@ -161,7 +162,7 @@ def batch_rows(groups: Sequence[Sequence[Rollout]]) -> TensorDictBase | None:
     for group in groups:
         rows_by_rollout = [rollout.rows or rollout_rows(rollout) for rollout in group if rollout.is_scored]
         num_in_group = torch.tensor(sum(map(bool, rows_by_rollout)))
-        for row in (row for rows in rows_by_rollout for row in rows):
+        for row in itertools.chain(*rows_by_rollout):
             row.get("rollout").set("num_in_group", num_in_group)
             batch.append(row)
     return lazy_stack(batch, 0) if batch else None

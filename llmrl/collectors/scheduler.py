@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -120,10 +120,11 @@ class RolloutScheduler:
         self._units = units
         self.max_concurrent_rollouts = max_concurrent_rollouts
         self.is_open = is_open or asyncio.Event()
-        """Cleared by `pause`: nothing new is started, and a source that has this event also waits between turns."""
+        """Cleared by `pause`: nothing starts, and a source with this event waits between turns."""
         self.is_open.set()
         self.num_running = 0
         """Number of rollouts in flight."""
+        self.patience = patience
         self._failure_detector = StallDetector(patience)
         self._signal_detector = StallDetector(max(patience, SIGNAL_PATIENCE), error=NoSignal)
         self._counter = GroupCounter()
@@ -154,7 +155,7 @@ class RolloutScheduler:
     # The consumer's side
 
     async def next_batch(self) -> ReadyBatch | None:
-        """Return the next full batch; at the end of the data, return the remaining or dropped groups, then None.
+        """Return the next full batch; at the end of the data, what is left or dropped, then None.
 
         Raises:
             CollectionStalled: if too many groups in a row were dropped.
@@ -184,26 +185,26 @@ class RolloutScheduler:
             is_last = self._is_end_of_data and all(group.kept is not None for group in self._groups.values())
             selected = self.gate.select(version, is_last=is_last)
             if selected is not None:
-                return self._deliver(selected.group_ids, list(selected.staleness.values()))
+                return self._deliver(selected.staleness)
             if is_last:
-                return self._deliver([], []) if self._dropped else None
+                return self._deliver({}) if self._dropped else None
             self._changed.clear()
             # An engine's version may change without a notification.
             poll = _VERSION_POLL_SECONDS if self.gate.follows_versions else None
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), poll)
 
-    def _deliver(self, group_ids: list[str], staleness: list[int]) -> ReadyBatch:
-        delivered = [self._groups.pop(group_id) for group_id in group_ids]
+    def _deliver(self, staleness: Mapping[str, int]) -> ReadyBatch:
+        delivered = [self._groups.pop(group_id) for group_id in staleness]
         if self.gate.rest_reason is not None:
             for group_id in self.gate.live_ids:
                 self._drop_group(group_id, self.gate.rest_reason)
-        dropped = self._dropped
+        dropped = self._dropped + [one for group in delivered for one in group.dropped]
         self._dropped = []
-        dropped += [one for group in delivered for one in group.dropped]
         self._undelivered = _positions(delivered) + self._unreported
         self._unreported = []
-        return ReadyBatch(groups=[group.kept or [] for group in delivered], staleness=staleness, dropped=dropped)
+        kept = [group.kept or [] for group in delivered]
+        return ReadyBatch(groups=kept, staleness=list(staleness.values()), dropped=dropped)
 
     def mark_delivered(self) -> None:
         """Record that the caller has the last delivery, so saved states no longer include it."""
@@ -216,7 +217,7 @@ class RolloutScheduler:
 
     @contextlib.asynccontextmanager
     async def frozen(self) -> AsyncIterator[list[int]]:
-        """Yield the dataset positions of groups that were drawn and not delivered, and draw nothing meanwhile."""
+        """Yield the positions of drawn and undelivered groups; draw nothing meanwhile."""
         async with self._opening:
             yield self._undelivered + self._unreported + _positions(self._groups.values())
 
@@ -226,19 +227,19 @@ class RolloutScheduler:
         self._changed.set()
 
     def expect_version(self, version: int | None) -> None:
-        """Start nothing until `end_update`, while the engines load this version; None: no update is pending."""
+        """Start nothing until `end_update`, while engines load this version; None: no update."""
         self._update_error = None
         self._coming_version = version
 
     def end_update(self, version: int, error: Exception | None = None) -> None:
-        """Continue after the engines have loaded the weights; the next batch raises `error`, if any."""
+        """Continue after the engines' update; the next batch raises `error`, if any."""
         if version == self._coming_version:  # else another update has started
             self._update_error = error
             self._coming_version = None
         self.notify()
 
     async def pause(self) -> None:
-        """Start nothing new until each pause has its `resume`; requests in flight end, and their rollouts wait."""
+        """Start nothing until each pause has its `resume`; requests in flight end."""
         self._num_pauses += 1
         self.is_open.clear()
         await asyncio.sleep(0)  # let tasks that have passed the event start their requests
@@ -255,7 +256,8 @@ class RolloutScheduler:
         """Cancel everything in flight and wait for it to end, for a limited time."""
         self._is_stopped = True
         tasks = [task for group in self._groups.values() for task in group.tasks]
-        tasks += [self._admitting] if self._admitting is not None else []
+        if self._admitting is not None:
+            tasks.append(self._admitting)
         for task in tasks:
             task.cancel()
         self._changed.set()  # wakes a caller that waits for a batch
@@ -355,7 +357,7 @@ class RolloutScheduler:
                 self._drop_group(group_id, DropReason.FAILED_GROUP)
 
     def _is_given_up(self, group_id: str) -> bool:
-        """Return whether the scheduler cancelled the task, rather than the code that the task called."""
+        """Return whether the scheduler cancelled the task, and not the code that it called."""
         return self._is_stopped or group_id not in self._groups
 
     async def _settle_group(self, group_id: str, settled: list[Rollout]) -> None:
@@ -367,7 +369,7 @@ class RolloutScheduler:
         # Rollouts without units, such as those that ended before a step, add nothing to a batch.
         empty = [rollout for rollout in kept if not self._units([rollout])]
         dropped = [*dropped, *((rollout, rollout.reason or DropReason.NOTHING_TRAINED) for rollout in empty)]
-        kept = [rollout for rollout in kept if all(rollout is not one for one in empty)]
+        kept = [rollout for rollout in kept if self._units([rollout])]
         if kept:
             self._groups[group_id].kept = kept
             self._groups[group_id].dropped = dropped

@@ -1,4 +1,4 @@
-"""Kinds of batches (groups, rows by token budget, turns, trajectories, last steps) and their assembly."""
+"""Kinds of batches (groups, tokens, turns, trajectories, last steps) and their assembly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from tensordict import TensorDictBase, lazy_stack
 
 from llmrl._utils.arguments import check_least
-from llmrl.collectors.gates import DemandGate, LatePolicy, StalenessGate
+from llmrl.collectors.gates import DemandGate, LatePolicy, StalenessGate, Surplus
 from llmrl.collectors.rows import batch_rows, rollout_rows
 from llmrl.data import Rollout
 from llmrl.envs import DataLoadingPrimer, DatasetChatEnv, MixedEnv
@@ -74,29 +74,22 @@ class BatchShape:
         """Whether groups are collected, and a batch contains training rows."""
         return self.kind in ("groups", "tokens")
 
-    def demand_gate(
-        self,
-        *,
-        num_extra_groups: int = 0,
-        num_ahead: int = 0,
-        reset_each_batch: bool = False,
-    ) -> DemandGate:
+    def demand_gate(self, *, num_extra: int, num_ahead: int, reset_each_batch: bool) -> DemandGate:
         """Return a gate that starts the groups that a requested batch needs."""
-        surplus: dict[Kind, Literal["carry", "keep", "refuse"]] = {
-            "turns": "keep" if reset_each_batch else "carry",
-            "trajectories": "keep",
-        }
+        surplus: dict[Kind, Surplus] = {"turns": "carry", "trajectories": "keep"}
+        if reset_each_batch:
+            surplus["turns"] = "keep"
         return DemandGate(
             self.size,
             surplus=surplus.get(self.kind, "refuse"),
             estimate_units=self.kind == "tokens",
-            num_extra=num_extra_groups,
+            num_extra=num_extra,
             num_ahead=num_ahead,
             reset_each_batch=reset_each_batch,
         )
 
     def staleness_gate(self, *, max_staleness: int, late: LatePolicy) -> StalenessGate:
-        """Return a gate that runs ahead of training; ValueError if a batch is not a fixed number of rollouts."""
+        """Return a gate that runs ahead of training; ValueError if batches vary in rollouts."""
         if self.kind not in ("groups", "last_steps"):
             raise ValueError(
                 "max_staleness needs batches of a known number of rollouts: groups_per_batch, or "
@@ -119,19 +112,19 @@ class BatchShape:
     def assemble(
         self, groups: Sequence[Sequence[Rollout]], left_over: Sequence[TensorDictBase] = ()
     ) -> tuple[TensorDictBase | None, list[TensorDictBase]]:
-        """Return the batch of `groups`, begun with `left_over` surplus turns, and the new surplus turns."""
+        """Return the batch of `left_over` turns and `groups`, and the new surplus turns."""
         if self.is_grouped:
             return batch_rows(groups), []
         steps = [*left_over]
         for rollout in (rollout for group in groups for rollout in group):
             steps += rollout.steps[-1:] if self.kind == "last_steps" else rollout.steps
-        rest = steps[self.size :] if self.kind == "turns" else []
-        batch = steps[: self.size] if self.kind == "turns" else steps
-        return (lazy_stack(batch, 0) if batch else None), rest
+        end = self.size if self.kind == "turns" else len(steps)
+        batch = lazy_stack(steps[:end], 0) if steps else None
+        return batch, steps[end:]
 
 
 def check_group_size(transform: object, dataset_env: DatasetChatEnv | DataLoadingPrimer | MixedEnv | None) -> None:
-    """Raise ValueError if advantages (`MCAdvantage`) expect another group size than the environment's."""
+    """Raise ValueError if advantages expect another group size than the environment's."""
     for part in getattr(transform, "transforms", [transform]):
         size = getattr(part, "sampled_group_size", None)
         if size is not None and dataset_env is not None and size != dataset_env.prompts.num_samples:

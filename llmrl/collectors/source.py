@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import unravel_key
@@ -18,6 +19,7 @@ from llmrl.collectors.concurrency import TurnCounts
 from llmrl.collectors.rollout_runner import RolloutLimits, RolloutRunner
 from llmrl.collectors.scheduler import RolloutTask
 from llmrl.data import Rollout
+from llmrl.data.tensordicts import dataset_columns, plain
 from llmrl.engines import Engine
 from llmrl.envs import ChatEnv, DataLoadingPrimer, DatasetChatEnv, EndOfData, MixedEnv
 from llmrl.envs.primer import dataset_env_of
@@ -29,9 +31,11 @@ from llmrl.transforms import environment_parts, find_rubric_rewards, joint_rubri
 
 logger = logging.getLogger(__name__)
 
+_SOLO_IDS = itertools.count()
+
 
 class EnvSource:
-    """Source that opens rollouts by resetting an environment, and plays them with the policy of `use_policy`.
+    """Source that opens rollouts by resetting an environment; `use_policy` sets its policy.
 
     With `in_groups` it plays groups of one prompt each, which need a `DatasetChatEnv`. Rollouts
     wait between turns while `is_open` (by default a new event) is cleared.
@@ -55,14 +59,14 @@ class EnvSource:
         self.dataset_env = dataset_env_of(env)
         if in_groups and self.dataset_env is None:
             raise ValueError("groups need a DatasetChatEnv, since its repeats argument is the size of a group.")
-        self.is_open = asyncio.Event() if is_open is None else is_open
+        self.is_open = is_open or asyncio.Event()
         """Event that rollouts wait for between turns while it is cleared."""
         self.is_open.set()
         self._rubric = _checked_rubric(env)
         self.is_group_scored = self._rubric is not None and self._rubric.is_group_scored
         """Whether the rollouts of a group are scored together."""
         self.prompts = None if self.dataset_env is None else self.dataset_env.prompts
-        self.num_players = len(getattr(self.dataset_env, "roles", ("",)))
+        self.num_players = len(roles_of(self.dataset_env))
         """Number of rollouts that wait for each other, consecutive in their group."""
         self.needs_whole_groups = self.is_group_scored or self.num_players > 1
         """Whether the rollouts of a group are played together, independent of the kind of batch."""
@@ -117,7 +121,7 @@ class EnvSource:
         """
         size = self.group_size
         jobs = await self.stepper.call(self._draw_from_a_group, num_groups * size)
-        groups = [jobs[start : start + size] for start in range(0, len(jobs) - len(jobs) % size, size)]
+        groups = [group for group in _in_groups(jobs, size) if len(group) == size]
         for group in groups:
             if size > 1 and len({job.records[0].group_id for job in group}) > 1:
                 raise RuntimeError(
@@ -128,7 +132,7 @@ class EnvSource:
         return groups
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw `count` rollouts, fewer if the data ends; reset the environment unless each is opened separately."""
+        """Draw and open `count` rollouts, fewer if the data ends; slow ones are opened later."""
         return await self.stepper.call(self._draw_from_a_group if self._are_groups_whole else self._draw, count)
 
     async def open_at(self, positions: Sequence[int]) -> list[RolloutTask]:
@@ -154,8 +158,9 @@ class EnvSource:
         ]
 
     def _draw(self, count: int) -> list[RolloutTask]:
-        positions = [] if self.prompts is None else self.prompts.upcoming(count)
+        positions: list[int] = []
         if self.prompts is not None:
+            positions = self.prompts.upcoming(count)
             count = len(positions)
         if not count:
             return []
@@ -172,18 +177,25 @@ class EnvSource:
             RolloutTask(
                 records=[self._opened_record(element)],
                 payload=element,
-                positions=(positions[index],) if positions else (),
+                positions=tuple(positions[index : index + 1]),  # without a dataset there are none
             )
             for index, element in enumerate(elements)
         ]
 
     def _opened_record(self, element: TensorDictBase) -> Rollout:
-        record = self.runner.open(element)
-        record.role = _role_of(self.dataset_env, record.sample_index)
-        return record
+        group_id = plain(element.get(("rollout", "group_id"), None)) or f"solo/{next(_SOLO_IDS)}"
+        sample_index = int(element.get(("rollout", "sample_index"), 0))
+        return Rollout(
+            rollout_id=f"{group_id}/{sample_index}",
+            group_id=group_id,
+            sample_index=sample_index,
+            role=_role_of(self.dataset_env, sample_index),
+            group_size=int(element.get(("rollout", "group_size"), 1)),
+            columns=dataset_columns(element),
+        )
 
     def _drawn_one_by_one(self, count: int, positions: list[int], error: Exception) -> list[RolloutTask]:
-        """Return jobs for rollouts after their common reset failed with `error`, so that only the culprits fail."""
+        """Draw again after a common reset failed with `error`, so that only the culprits fail."""
         if self.prompts is not None and self.prompts.upcoming(count) != positions:  # the reset has drawn them
             self.prompts.load_state_dict(self.prompts.state_dict(unfinished=positions))
         if count > 1:
@@ -195,7 +207,7 @@ class EnvSource:
                 exc_info=error,
             )
         if self.dataset_env is None:
-            record = self.runner.open(TensorDict(batch_size=[]))
+            record = self._opened_record(TensorDict(batch_size=[]))
         else:
             record = drawn_record(self.dataset_env, self.dataset_env.prompts.draw())
         return [RolloutTask(records=[record], payload=error, positions=tuple(positions))]
@@ -205,7 +217,7 @@ class EnvSource:
         return [await self.runner.run(job)]
 
     async def score_group(self, rollouts: list[Rollout]) -> None:
-        """Score a group together if its rubric does so; if a rollout failed, the whole group stays unscored."""
+        """Score a group together if its rubric does so and no rollout of it failed."""
         if self.is_group_scored and all(rollout.status.is_success for rollout in rollouts):
             await self.runner.score(rollouts)
 
@@ -217,7 +229,7 @@ class EnvSource:
 
 
 def _checked_rubric(env: EnvBase) -> Rubric | None:
-    """Return the rubric of an environment, which has all its transforms now; raise the errors of `RubricReward`."""
+    """Return the rubric of a complete environment; raise the errors of `RubricReward`."""
     rewards = find_rubric_rewards(env)
     for reward in rewards:
         reward.check_order()
@@ -226,7 +238,7 @@ def _checked_rubric(env: EnvBase) -> Rubric | None:
 
 
 def _check_modes(env: EnvBase, policy: LLMWrapperBase) -> None:
-    """Raise ValueError if the policy cannot read the environment's prompts, or the environment the policy's answers."""
+    """Raise ValueError if policy and environment cannot read what the other writes."""
     chat_env = environment_parts(env)[0]
     if not isinstance(chat_env, ChatEnv) or chat_env.input_mode == policy.input_mode:
         return
@@ -252,13 +264,22 @@ def drawn_record(dataset_env: DatasetChatEnv | DataLoadingPrimer, drawn: Drawn) 
     )
 
 
+def roles_of(dataset_env: object) -> tuple[str, ...]:
+    """Return the roles that a group's rollouts play in turn; one without a name if no game."""
+    return getattr(dataset_env, "roles", ("",))
+
+
 def _role_of(dataset_env: object, sample_index: int) -> str:
-    roles: tuple[str, ...] = getattr(dataset_env, "roles", ("",))
+    roles = roles_of(dataset_env)
     return roles[sample_index % len(roles)]
 
 
+Draw: TypeAlias = Callable[[EnvSource, int, int], Awaitable[list[list[RolloutTask]]]]
+"""Function that draws a number of groups of a size from a source."""
+
+
 class MixedSource:
-    """Source that draws each group from the environment that `MixedEnv` chooses; play with `use_policy`.
+    """Source that draws each group from the environment that `MixedEnv` chooses.
 
     Limits may be given by environment name; environments without an entry have no limits.
 
@@ -276,19 +297,13 @@ class MixedSource:
         self._prompts = mixed.prompts
         self.is_open = asyncio.Event()
         """Event that rollouts wait for between turns while it is cleared."""
-        self.is_open.set()
-        names = [name for name, _ in mixed.items()]
-        by_name = dict.fromkeys(names, limits) if isinstance(limits, RolloutLimits) else limits
-        if unknown := sorted(set(by_name) - set(names)):
-            raise ValueError(f"limits names the unknown environments {unknown}; the environments are {names}.")
+        envs = dict(mixed.items())
+        by_name = dict.fromkeys(envs, limits) if isinstance(limits, RolloutLimits) else limits
+        if unknown := sorted(set(by_name) - set(envs)):
+            raise ValueError(f"limits names the unknown environments {unknown}; the environments are {list(envs)}.")
         self._sources = {
-            name: EnvSource(
-                env,
-                in_groups=in_groups,
-                limits=by_name.get(name),
-                is_open=self.is_open,
-            )
-            for name, env in mixed.items()
+            name: EnvSource(env, in_groups=in_groups, limits=by_name.get(name), is_open=self.is_open)
+            for name, env in envs.items()
         }
         if any(source.needs_whole_groups for source in self._sources.values()):
             for source in self._sources.values():  # a scheduler's groups all have the same size
@@ -298,7 +313,7 @@ class MixedSource:
         self.num_players = max(source.num_players for source in self._sources.values())
 
     def use_policy(self, policy: LLMWrapperBase) -> None:
-        """Play the rollouts of all environments with this policy; raises the errors of `EnvSource.use_policy`."""
+        """Play all rollouts with this policy; raise the errors of `EnvSource.use_policy`."""
         for source in self._sources.values():
             source.use_policy(policy)
 
@@ -320,30 +335,22 @@ class MixedSource:
         return counts
 
     async def open(self, num_groups: int) -> list[list[RolloutTask]]:
-        """Draw the next groups, fewer if all data ends; raise ValueError if a weight function is invalid."""
-        return await self._drawn(num_groups, self.group_size, lambda source, count: source.open(count))
+        """Draw groups, fewer if all data ends; raise ValueError if a weight function is invalid."""
+        return await self._drawn(num_groups, self.group_size, lambda source, count, size: source.open(count))
 
     async def open_rollouts(self, count: int) -> list[RolloutTask]:
-        """Draw `count` rollouts in groups, the last of which may be incomplete; fewer if all data ends."""
+        """Draw `count` rollouts, fewer if all data ends; the last group may be incomplete."""
         size = self._prompts.num_samples
+        num_whole, num_left = divmod(count, size)
+        groups = await self._drawn(num_whole, size, _draw_in_groups)
+        groups += await self._drawn(int(num_left > 0), num_left, _draw_in_groups)
+        return list(itertools.chain(*groups))
 
-        async def draw(source: EnvSource, num_groups: int) -> list[list[RolloutTask]]:
-            return _in_groups(await source.open_rollouts(num_groups * size), size)
-
-        async def draw_rest(source: EnvSource, num_groups: int) -> list[list[RolloutTask]]:
-            return _in_groups(await source.open_rollouts(count % size), size)
-
-        groups = await self._drawn(count // size, size, draw)
-        groups += await self._drawn(int(count % size > 0), count % size, draw_rest)
-        return [job for group in groups for job in group]
-
-    async def _drawn(
-        self, num_groups: int, size: int, draw: Callable[[EnvSource, int], Awaitable[list[list[RolloutTask]]]]
-    ) -> list[list[RolloutTask]]:
-        """Draw groups in the order of the mixture, with one call to each environment's thread per round."""
+    async def _drawn(self, num_groups: int, size: int, draw: Draw) -> list[list[RolloutTask]]:
+        """Draw groups in the mixture's order, with one call per environment and round."""
         groups: list[list[RolloutTask]] = []
         while len(groups) < num_groups and (chosen := self._prompts.choose_many(num_groups - len(groups), size)):
-            drawn = {name: deque(await self._drawn_of(name, chosen, draw)) for name in dict(chosen)}
+            drawn = {name: deque(await self._drawn_of(name, chosen, size, draw)) for name in dict(chosen)}
             for name, _ in chosen:
                 if drawn[name]:
                     groups.append(self._named(name, drawn[name].popleft()))
@@ -352,10 +359,7 @@ class MixedSource:
         return groups
 
     async def _drawn_of(
-        self,
-        name: str,
-        chosen: Sequence[tuple[str, list[int]]],
-        draw: Callable[[EnvSource, int], Awaitable[list[list[RolloutTask]]]],
+        self, name: str, chosen: Sequence[tuple[str, list[int]]], size: int, draw: Draw
     ) -> list[list[RolloutTask]]:
         source = self._sources[name]
         groups = [positions for one, positions in chosen if one == name]
@@ -363,7 +367,7 @@ class MixedSource:
         jobs = iter(await source.open_at([place for positions in again for place in positions]) if again else ())
         drawn = [list(itertools.islice(jobs, len(positions))) for positions in again]
         num_new = len(groups) - len(again)
-        return drawn + (await draw(source, num_new) if num_new else [])
+        return drawn + (await draw(source, num_new, size) if num_new else [])
 
     def _named(self, name: str, jobs: list[RolloutTask]) -> list[RolloutTask]:
         for job in jobs:
@@ -388,6 +392,10 @@ class MixedSource:
         """End the environments' threads."""
         for source in self._sources.values():
             source.shutdown()
+
+
+async def _draw_in_groups(source: EnvSource, num_groups: int, size: int) -> list[list[RolloutTask]]:
+    return _in_groups(await source.open_rollouts(num_groups * size), size)
 
 
 def _in_groups(jobs: list[RolloutTask], size: int) -> list[list[RolloutTask]]:

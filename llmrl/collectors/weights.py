@@ -48,7 +48,7 @@ class HasEngine(Protocol):
 
 
 class WeightSenders:
-    """Weight senders, one per scheme (by policy name); without schemes, one of the engine's default scheme."""
+    """Senders of schemes by policy name; without schemes, one of the engine's default scheme."""
 
     def __init__(self, schemes: Mapping[str, WeightScheme], source: HasEngine) -> None:
         self._schemes = dict(schemes)
@@ -71,8 +71,8 @@ class WeightSenders:
             raise ValueError("an update of the weights needs an engine that this process can reach: pass engine=.")
         if isinstance(model, TensorDictModuleBase):
             model = model.model
-        is_another = model is not None and model is not self._model
-        model = model if is_another else self._model
+        model = self._model if model is None else model
+        is_another = model is not self._model
         for name, scheme in (self._schemes or {"policy": default_scheme(engine)}).items():
             if name not in self._senders:
                 if model is None:
@@ -93,7 +93,7 @@ class WeightSenders:
         return list(self._senders.values())
 
     def __getitem__(self, name: str) -> WeightSender:
-        """Return the sender of a scheme (KeyError if unknown); before the first update, the caller must connect it."""
+        """Return the sender of a scheme (KeyError if unknown), which may not be connected yet."""
         if name not in self._senders:
             self._senders[name] = self._schemes[name].create_sender()
         return self._senders[name]

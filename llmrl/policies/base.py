@@ -123,7 +123,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
             chat_template = self._template_of(tokenizer)
         self.generate = generate
         self.input_mode = input_mode
-        self.input_key = (input_mode, "prompt" if generate else "full") if input_key is None else input_key
+        self.input_key = input_key or (input_mode, "prompt" if generate else "full")
         self.attention_mask_key = attention_mask_key
         self.log_probs_key = log_probs_key
         self.return_log_probs = return_log_probs is not False
@@ -133,8 +133,9 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         self.prefer_tokens = prefer_tokens
         self.inplace = num_samples is None if inplace is None else inplace is True
         self.in_keys = [self.input_key]
-        names = ["text", "masks", "tokens", *([log_probs_key] if self.return_log_probs else [])]
-        self.out_keys = [*names, "history"] if self.return_history else names
+        written = dict.fromkeys(("text", "masks", "tokens"), True)
+        written |= {log_probs_key: self.return_log_probs, "history": self.return_history}
+        self.out_keys = [name for name, is_written in written.items() if is_written]
         self.sampling = sampling_from_kwargs(generate_kwargs)
         self.tokenizer: Tokenizer | None = getattr(renderer, "tokenizer", tokenizer)
         self.conversation_mode = conversation_mode
@@ -175,7 +176,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         fork_threshold_tokens: int = DEFAULT_FORK_THRESHOLD_TOKENS,
         **_: object,
     ) -> None:
-        """Raise the errors of arguments that need no engine; a subclass can call this before it starts one."""
+        """Raise the errors of arguments that need no engine, which may not be started yet."""
         if input_mode not in ("history", "text", "tokens"):
             raise ValueError(f"input_mode must be one of 'history', 'text' or 'tokens', got {input_mode!r}.")
         check_choice(("auto", "token", "message"), conversation_mode=conversation_mode)
@@ -200,7 +201,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         sampling_from_kwargs(generate_kwargs)
 
     def _template_of(self, tokenizer: Tokenizer) -> str | None:
-        """Return a template that replaces the tokenizer's, or None; a subclass may choose one by the model's name."""
+        """Return a template that replaces the tokenizer's, or None; a subclass may choose one."""
         return None
 
     @property
@@ -254,7 +255,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return self._returned(tensordict, restacked(elements, shape), _BESIDE)
 
     def _returned(self, tensordict: TensorDictBase, result: TensorDictBase, beside: Sequence[str]) -> TensorDictBase:
-        """Return `out_keys` and the entries `beside` them, in the input tensordict or in a new one."""
+        """Return `out_keys` and the entries `beside` them, in the input or in a new tensordict."""
         if not self.inplace:
             return result.select(*self.out_keys, *beside, strict=False)
         if result is not tensordict:
@@ -327,8 +328,9 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         if self.input_mode == "text":
             assert self.renderer is not None
             return conversation.with_prompt_ids(self.renderer.encode(plain(prompt)))
-        is_real = element.get(self.attention_mask_key, None)
-        return conversation.with_prompt_ids((prompt if is_real is None else prompt[is_real.bool()]).tolist())
+        if (is_real := element.get(self.attention_mask_key, None)) is not None:
+            prompt = prompt[is_real.bool()]
+        return conversation.with_prompt_ids(prompt.tolist())
 
     def write_turn(
         self, element: TensorDictBase, conversation: Conversation, completion: Completion, *, is_read: bool = True
@@ -358,7 +360,7 @@ class LLMWrapperBase(KnownArguments, TensorDictModuleBase):
         return element
 
     def write_text(self, element: TensorDictBase) -> None:
-        """Write the text of a turn in history mode, decoded from its tokens, as TorchRL's wrappers do."""
+        """Write the text of a turn in history mode, decoded from its tokens, as TorchRL does."""
         if self.renderer is not None and self.input_mode == "history":
             prompt, response = (self.renderer.decode(element["tokens", key].tolist()) for key in _PARTS)
             element.set("text", Text(prompt=prompt, response=response, full=prompt + response))
@@ -382,7 +384,7 @@ _TEMPLATES = ("renderer", "chat_template", "chat_template_name")
 
 
 def _write_tensors(element: TensorDictBase, conversation: Conversation, log_probs_key: str | None) -> None:
-    """Write the last turn's tokens, log-probs, masks and versions, as views of the conversation's tensors."""
+    """Write the last turn's tensors as views of the conversation's."""
     assert conversation.node is not None
     split = conversation.num_tokens - conversation.node.num_completion_tokens
     token_ids = conversation.tensor_view("token_ids")
@@ -402,7 +404,7 @@ def _write_tensors(element: TensorDictBase, conversation: Conversation, log_prob
 
 
 def _pad_turns(elements: Sequence[TensorDictBase], log_probs_key: str, token_id: int) -> None:
-    """Pad the tensors of several turns to one length, prompts on the left and responses on the right."""
+    """Pad the tensors of turns to one length, prompts on the left, responses on the right."""
     lengths = [[len(element["tokens", part]) for part in _PARTS] for element in elements]
     left, right = (max(column) for column in zip(*lengths, strict=True))
     fill = {"tokens": token_id, "policy_versions": CONTEXT_VERSION, "masks": 0, log_probs_key: 0}
@@ -416,7 +418,7 @@ def _pad_turns(elements: Sequence[TensorDictBase], log_probs_key: str, token_id:
 
 
 def _num_ids_of(tokenizer: Tokenizer) -> int:
-    """Return the number of a tokenizer's ids, which exceeds the number of its tokens if some ids are unused."""
+    """Return the number of a tokenizer's ids, of which some may be unused."""
     num_tokens = len(tokenizer)
     if _num_ids.get(tokenizer, (0, 0))[0] != num_tokens:  # reading the vocabulary takes tens of milliseconds
         _num_ids[tokenizer] = num_tokens, 1 + max(tokenizer.get_vocab().values())

@@ -1,4 +1,4 @@
-"""Base class of policies that score: tokens and masks of a batch, and the columns written beside them."""
+"""Base class of policies that score: it reads tokens and masks, and writes columns."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from llmrl.policies.base import LLMWrapperBase
 
 
 class ScoresRows(LLMWrapperBase):
-    """Base class of policies that score the tokens of a batch, after tokenizing conversations or texts if needed."""
+    """Base class of policies that score the tokens of a batch, tokenized if needed."""
 
     _can_score = True
 
     def scored_tokens(self, tensordict: TensorDictBase) -> tuple[list[torch.Tensor], list[torch.Tensor], Replay]:
-        """Return each row's token ids, scored mask and replayed columns, tokenizing text if necessary."""
+        """Return each row's token ids, scored mask and replayed columns; tokenize if needed."""
         if has_entry(tensordict, self.attention_mask_key) and not has_entry(tensordict, ATTENTION_MASK_KEY):
             attention = tensordict.get(self.attention_mask_key).bool()
             if tensordict.get("masks", None) is None:
@@ -90,7 +90,7 @@ class ScoresRows(LLMWrapperBase):
     def write_scored(
         self, tensordict: TensorDictBase, key: str, cls: type, columns: Mapping[str, Sequence[torch.Tensor]]
     ) -> None:
-        """Write one tensor per row into entries of a container; with `pad_output`, pad like the batch, or left."""
+        """Write one tensor per row into a container; `pad_output` pads like the batch, or left."""
         if self.pad_output:
             columns = {name: padded_like(tensordict, rows, pad_left=True) for name, rows in columns.items()}
         shape = tensordict.batch_size

@@ -40,7 +40,7 @@ class vLLMWrapper(LLMWrapperBase):
             raise
 
     def get_new_version(self, **kwargs: object) -> Self:
-        """Return a policy with the same arguments except those given; the tokenizer of a given `model` is its own."""
+        """Return a policy with these arguments changed; a given `model` has its own tokenizer."""
         if "model" in kwargs and "tokenizer" not in self._keywords:
             kwargs.setdefault("tokenizer", None)
         return super().get_new_version(**kwargs)

@@ -1,4 +1,4 @@
-"""Replay of recorded runs: computes steps again, also with changes, rescores rollouts, and compares two runs."""
+"""Replay of recorded runs: compute steps again, also changed, rescore, compare runs."""
 
 import os
 

@@ -37,7 +37,7 @@ class Parting:
 
 
 def config_changes(first: RecordedRun, second: RecordedRun) -> dict[str, tuple[object, object]]:
-    """Return the entries that differ between two configurations, except for `run.path` and `resume`."""
+    """Return the differing entries of two configurations, without `run.path` and `resume`."""
     changes = changes_of(first.entries, second.entries)
     return {name: pair for name, pair in changes.items() if name not in ("run.path", "resume")}
 

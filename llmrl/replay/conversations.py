@@ -41,10 +41,10 @@ def conversations_of(record: Record) -> list[list[Message]]:
     if not turns:
         return [list(record["messages"])]
     told: list[list[Message]] = []
-    for turn in turns:
-        parent = cast("dict[str, int | None]", turn).get("parent")
-        told.append([*(told[parent] if parent is not None else ()), *turn["messages"]])
-    parents = {cast("dict[str, int | None]", turn).get("parent") for turn in turns}
+    parents = [cast("dict[str, int | None]", turn).get("parent") for turn in turns]
+    for turn, parent in zip(turns, parents, strict=True):
+        before = [] if parent is None else told[parent]
+        told.append([*before, *turn["messages"]])
     return [messages for place, messages in enumerate(told) if place not in parents]
 
 
@@ -101,7 +101,7 @@ def _better(group: Sequence[Record]) -> Iterator[list[Message]]:
 
 
 def _pair(group: Sequence[Record]) -> dict[str, object] | None:
-    """Return the best and the worst conversation of a group after their common prompt; None without a pair."""
+    """Return the best and the worst answer after a common prompt; None without a pair."""
     whole = [record for record in group if not record.get("turns")]  # a rollout with branches has no single answer
     if not whole:
         return None
@@ -126,8 +126,9 @@ def send_conversations(run: RecordedRun, *, split: str = "train") -> int:
     """
     num_sent = 0
     for record in run.all_records:
-        found = conversations_of(record) if record["split"] == split else ()
-        for messages in filter(None, found):  # a rollout that ended before its prompt has none
+        if record["split"] != split:
+            continue
+        for messages in filter(None, conversations_of(record)):  # a rollout that ended before its prompt has none
             with span("invoke_agent", split) as current:
                 if current is None:
                     continue

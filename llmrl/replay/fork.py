@@ -10,10 +10,10 @@ from pathlib import Path
 from llmrl._utils.files import cut_lines, open_file
 from llmrl._utils.json_values import without_references
 from llmrl.config.launch import typed
-from llmrl.config.ranks import call_on_ranks, this_rank
+from llmrl.config.ranks import this_rank
 from llmrl.config.resumed import changes_of, check_fixed, save_config
 from llmrl.config.sections import GRPOConfig
-from llmrl.replay.loop import OnStep, ReplayLoop, pass_over
+from llmrl.replay.loop import OnStep, ReplayLoop, compute_on_ranks, pass_over
 from llmrl.replay.recorded import RecordedRun
 from llmrl.runs.run_folder import RunFolder
 from llmrl.runs.tracked import save_split, split_tracked
@@ -49,9 +49,7 @@ def fork(
     cfg = typed(changed, GRPOConfig)
     entries = OmegaConf.to_container(changed, resolve=True)
     check_fixed(run.entries, entries, run.path)
-    num_ranks = run.config().train.num_ranks
-    on_step = on_step if num_ranks == 1 else pass_over  # a callback does not work in other processes
-    call_on_ranks(num_ranks, _write, run.path, step, cfg, on_step)
+    compute_on_ranks(run.config().train.num_ranks, _write, run.path, step, cfg, on_step=on_step)
     return changes_of(run.entries, entries)
 
 
@@ -74,7 +72,6 @@ def _write(path: Path, step: int, cfg: GRPOConfig, on_step: OnStep) -> None:
 
 
 def _copy(run: RecordedRun, folder: RunFolder, step: int) -> None:
-    """Copy the records of the old run up to a step."""
     for logged in range(step + 1):
         if metrics := run.metrics(logged):
             folder.log_metrics(logged, {name: value for name, value in metrics.items() if name != "step"})

@@ -7,14 +7,14 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from tensordict import TensorDictBase
 from torch.distributed.tensor import DTensor
 
 from llmrl._utils.types import StateDict, Tokenizer
-from llmrl.config.ranks import join_ranks
+from llmrl.config.ranks import call_on_ranks, join_ranks
 from llmrl.config.sections import GRPOConfig
 from llmrl.engines import Engine
 from llmrl.envs import DatasetChatEnv
@@ -29,12 +29,20 @@ from llmrl.scripts.grpo import grpo
 from llmrl.trainer.trained_model import trained_model
 from llmrl.watch.step_metrics import Learned, log_probs_before, metrics_of
 
+Result = TypeVar("Result")
 OnStep = Callable[[int], object]
 """Callback that receives the number of a step before the step is computed."""
 
 
 def pass_over(*_: object) -> None:
     """Do nothing before or after a step."""
+
+
+def compute_on_ranks(num_ranks: int, function: Callable[..., Result], *arguments: object, on_step: OnStep) -> Result:
+    """Call `function(*arguments, on_step)` on ranks, and return rank 0's result."""
+    if num_ranks > 1:
+        on_step = pass_over  # a callback does not work in other processes
+    return call_on_ranks(num_ranks, function, *arguments, on_step)
 
 
 @dataclass(slots=True)
@@ -45,11 +53,11 @@ class ComputedStep:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the updates."""
     log_probs: list[torch.Tensor] | None = None
-    """Log-probs of the trainer before the step, `[num_tokens]` per row; None after several updates."""
+    """Trainer's log-probs before the step, `[num_tokens]` per row; None after several updates."""
 
 
 AfterStep = Callable[[ComputedStep, Mapping[str, Stateful]], None]
-"""Callback that receives the results of a step, and the loop's `model`, `optimizer` and `schedule` after the step."""
+"""Callback with the results of a step and the loop's `model`, `optimizer`, `schedule`."""
 
 
 @dataclass(slots=True)
@@ -126,7 +134,7 @@ class ReplayLoop:
         join_ranks(cfg)
         self._run.check_batches(self._first, self._steps[-1])  # fail before the model is loaded
         seed_all(cfg.seed)
-        env = DatasetChatEnv([""], repeats=cfg.collect.group_size)  # not played; the loop only needs an environment
+        env = DatasetChatEnv([""], repeats=cfg.collect.group_size)  # not played; the loop needs one
         with self._exit:
             grpo(cfg, cast(Run, self), TrainerDevice(cfg), _Sink(cfg.model.folder), env, {})
         self._result.after = self._tracked

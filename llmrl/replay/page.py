@@ -1,12 +1,14 @@
-"""Pages of the viewer: a what-if beside the recorded steps, other rewards, and the same step of two runs."""
+"""Pages of the viewer: changed steps, other rewards, and the same step of two runs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from llmrl._utils.types import JSON
 from llmrl.replay.bisect import Parting
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rescore import Rescored
@@ -22,7 +24,7 @@ def write_what_if(run: RecordedRun, changed: WhatIf, path: str | Path) -> Path:
     """
     steps = {step.step: step for step in changed.steps}
     real = _at_steps(read_run(run.path), steps)
-    facts: dict[str, float | None] = {
+    facts: dict[str, JSON] = {
         "gradient cosine": changed.gradient_cosine,
         "update cosine": changed.update_cosine,
         "update ratio": changed.update_ratio,
@@ -42,17 +44,17 @@ def write_what_if(run: RecordedRun, changed: WhatIf, path: str | Path) -> Path:
             for key, rows in real.rows.items()
         },
         health={},
-        summary=dict(facts),
+        summary=facts,
         path="",
     )
-    order = {(step.step, name): 0 for step in changed.steps for name in step.turned}
+    turned = {(step.step, name) for step in changed.steps for name in step.turned}
     for data in (real, other):
-        data.rollouts.sort(key=lambda one: (one["step"], order.get((one["step"], one["rollout_id"]), 1)))
+        data.rollouts.sort(key=lambda one: (one["step"], (one["step"], one["rollout_id"]) not in turned))
     return write_page([real, other], path)
 
 
 def write_step(runs: Sequence[RecordedRun], parting: Parting, path: str | Path) -> Path:
-    """Write a page with the first step that differs between runs; the rollout with the difference comes first."""
+    """Write a page with the first step that differs between runs, that rollout first."""
     sides = [_at_steps(read_run(run.path), [parting.step]) for run in runs]
     difference = f"{parting.quantity}, {parting.where}: {parting.first!s:.200} and {parting.second!s:.200}"
     sides[0] = replace(sides[0], summary={"first difference": difference})
@@ -62,9 +64,9 @@ def write_step(runs: Sequence[RecordedRun], parting: Parting, path: str | Path) 
 
 
 def write_rescored(run: RecordedRun, result: Rescored, path: str | Path) -> Path:
-    """Write a page with the rollouts under the recorded and the new rewards as two runs; large changes come first."""
+    """Write a page with recorded and new rewards as two runs; large changes come first."""
     real = _at_steps(read_run(run.path), run.steps)
-    facts: dict[str, float | None] = {
+    facts: dict[str, JSON] = {
         "rank correlation": result.correlation,
         "pairs that change their order": result.swapped_share,
         "groups with a signal before": result.signal_share[0],
@@ -73,7 +75,7 @@ def write_rescored(run: RecordedRun, result: Rescored, path: str | Path) -> Path
     real.rollouts.sort(key=lambda one: -abs(one["reward"] - result.rewards.get(one["rollout_id"], one["reward"])))
     scored = [_with_reward(record, result.rewards) for record in real.rollouts]
     return write_page(
-        [real, replace(real, name=f"{real.name}, rescored", rollouts=scored, summary=dict(facts), path="")], path
+        [real, replace(real, name=f"{real.name}, rescored", rollouts=scored, summary=facts, path="")], path
     )
 
 
@@ -105,4 +107,4 @@ def _with_reward(record: Record, rewards: Mapping[str, float]) -> Record:
 
 
 def _advantage(step: ChangedStep, rollout_id: str) -> float:
-    return step.advantages[rollout_id][1] if rollout_id in step.advantages else float("nan")
+    return step.advantages.get(rollout_id, (math.nan, math.nan))[1]

@@ -49,7 +49,7 @@ class RecordedRun:
 
     @cached_property
     def all_records(self) -> list[Record]:
-        """The records of all rollouts, including evaluations. Raises FileNotFoundError if the file is missing."""
+        """Records of all rollouts and evaluations. Raises FileNotFoundError without the file."""
         _check_is_there(self.folder.rollouts_path)
         return list(read_records(self.folder.rollouts_path))
 
@@ -63,7 +63,7 @@ class RecordedRun:
 
     @property
     def steps(self) -> list[int]:
-        """The logged steps of training, in ascending order. Raises FileNotFoundError if `metrics.csv` is missing."""
+        """The logged training steps, ascending. Raises FileNotFoundError without `metrics.csv`."""
         return sorted(step for step in self._metrics if step and is_logged(self._metrics, step, "train"))
 
     def check_step(self, step: int) -> None:
@@ -89,7 +89,7 @@ class RecordedRun:
         return self._metrics.get(step, {})
 
     def records(self, step: int) -> list[Record]:
-        """Return the records of a step's rollouts. Raises DamagedFileError if the records are missing."""
+        """Return the records of a step. Raises DamagedFileError if the records are missing."""
         records = self._records.get(step, [])
         if not records and self.metrics(step).get("num_rollouts"):
             raise DamagedFileError(f"{self.folder.rollouts_path} is cut: it has no rollout of step {step}.")
@@ -121,7 +121,7 @@ class RecordedRun:
         return changes_of({"train": asdict(self._typed().train)}, {"train": asdict(self.config().train)})
 
     def machine_changes(self, step: int) -> dict[str, tuple[object, object]]:
-        """Return the known facts about the machine of a step that differ on this machine, with both values."""
+        """Return the known facts of a step's machine that differ on this one, with both values."""
         return other_facts(self.folder.machines.at(step), machine_of(self.config().train.device))
 
     def _typed(self, changes: Sequence[str] = ()) -> GRPOConfig:
@@ -156,7 +156,7 @@ class RecordedRun:
         return self.folder.checkpoint_step()
 
     def start_of(self, step: int) -> StateDict | None:
-        """Return the checkpoint to begin with in order to reach a step, or None to begin with the initial model."""
+        """Return the checkpoint from which to reach a step; None: from the initial model."""
         return self.folder.load_checkpoint() if 0 < self._checkpoint_step < step else None
 
     def checkpoint_of(self, step: int) -> StateDict | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +12,6 @@ from statistics import correlation, fmean
 from llmrl.replay.conversations import records_of_log
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import group_of, own_rubric, reward_input, score_again
-from llmrl.viewer.run_data import Record
 
 _NUM_SHOWN = 10
 
@@ -40,7 +39,7 @@ class Rescored:
     correlation: float | None
     """Spearman's rank correlation of the rewards; None if either is constant."""
     swapped_share: float
-    """Share of the pairs within groups that the two rewards order differently, without pairs of equal rewards."""
+    """Share of the pairs within groups, of unequal rewards, that change their order."""
     signal_share: tuple[float, float]
     """Share of the groups with differing rewards, before and after."""
     rewards: dict[str, float] = field(default_factory=dict)
@@ -71,44 +70,38 @@ def rescore(source: RecordedRun | str | Path, reward: str) -> Rescored:
     if not records:
         raise ValueError(f"{getattr(source, 'path', source)} has no rollouts to score.")
     scores = score_again(rubric, records)
-    both = [
-        (record, score.reward)
-        for record, score in zip(records, scores, strict=True)
-        if record.get("is_scored", True) and score.is_scored
+    scored = [(record, score.reward) for record, score in zip(records, scores, strict=True) if score.is_scored]
+    rewards = {record["rollout_id"]: after for record, after in scored}
+    both = [(record, after) for record, after in scored if record.get("is_scored", True)]
+    changes = [
+        Change(record["step"], record["rollout_id"], record["reward"], after, reward_input(record).completion)
+        for record, after in both
     ]
-    changes = sorted((_change(record, after) for record, after in both), key=lambda one: -abs(one.after - one.before))
+    changes.sort(key=lambda one: -abs(one.after - one.before))
     groups: dict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
     for record, after in both:
         groups[record["step"], *group_of(record)].append((record["reward"], after))
     pairs = [(a, b) for group in groups.values() for a, b in combinations(group, 2)]
     ordered = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in pairs if a[0] != b[0] and a[1] != b[1]]
-    sides = list(zip(*(pair for group in groups.values() for pair in group), strict=True))
     return Rescored(
         num_rollouts=len(both),
         num_unscored=len(records) - len(both),
-        correlation=rank_correlation(*sides) if sides else None,
-        swapped_share=sum(product < 0 for product in ordered) / len(ordered) if ordered else 0.0,
-        rewards={
-            record["rollout_id"]: one.reward for record, one in zip(records, scores, strict=True) if one.is_scored
-        },
-        signal_share=(_signal(list(groups.values()), 0), _signal(list(groups.values()), 1)),
+        correlation=rank_correlation([record["reward"] for record, _ in both], [after for _, after in both]),
+        swapped_share=sum(product < 0 for product in ordered) / max(1, len(ordered)),
+        rewards=rewards,
+        signal_share=(_signal(groups.values(), 0), _signal(groups.values(), 1)),
         most_changed=[one for one in changes[:_NUM_SHOWN] if one.before != one.after],
         first_error=next((score.error for score in scores if score.error), ""),
     )
 
 
-def _signal(groups: Sequence[list[tuple[float, float]]], side: int) -> float:
+def _signal(groups: Iterable[list[tuple[float, float]]], side: int) -> float:
     several = [group for group in groups if len(group) > 1]
     return fmean(len({pair[side] for pair in group}) > 1 for group in several) if several else 0.0
 
 
-def _change(record: Record, after: float) -> Change:
-    answer = reward_input(record).completion
-    return Change(record["step"], record["rollout_id"], record["reward"], after, answer)
-
-
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Return Spearman's rank correlation; ties get their mean rank. None if one of the sequences is constant.
+    """Return Spearman's rank correlation; ties get their mean rank. None if one is constant.
 
     Example:
         >>> rank_correlation([1.0, 2.0, 3.0], [10.0, 30.0, 20.0])

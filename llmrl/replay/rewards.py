@@ -60,7 +60,7 @@ def score_again(rubric: Rubric, records: Sequence[Record]) -> list[Score]:
 
 
 def reward_input(record: Record) -> RewardInput:
-    """Return the input of a reward function from a record. Raises ValueError if the status is unknown.
+    """Return a reward function's input from a record. Raises ValueError for an unknown status.
 
     Example:
         >>> record = {"messages": [{"role": "assistant", "content": "4"}], "columns": {"answer": "4"}, "num_turns": 1,
@@ -81,7 +81,7 @@ def reward_input(record: Record) -> RewardInput:
 
 
 def group_of(record: Record) -> tuple[str, str]:
-    """Return the key of the rollouts that a rollout is compared with: its group and its role in a game.
+    """Return what the rollouts compared with one share: its group and its role in a game.
 
     Example:
         >>> group_of({"group_id": "g", "role": "first"}), group_of({"group_id": "g"})
@@ -109,12 +109,14 @@ def advantages_of(
         >>> advantages_of(records, "mean"), advantages_of(records, "mean", {"a": 0.0, "b": 4.0})
         ({'a': 0.5, 'b': -0.5}, {'a': -2.0, 'b': 2.0})
     """
+    if rewards is None:
+        rewards = {record["rollout_id"]: record["reward"] for record in records if record.get("is_scored", True)}
     groups: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for record in records:
         group = group_of(record) if by_role else (record["group_id"], "")
         name = record["rollout_id"]
-        if record.get("is_scored", True) if rewards is None else name in rewards:
-            groups[group][name] = record["reward"] if rewards is None else rewards[name]
+        if name in rewards:
+            groups[group][name] = rewards[name]
     return {
         name: advantage
         for group in groups.values()

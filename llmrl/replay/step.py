@@ -14,11 +14,10 @@ import torch
 
 from llmrl._utils.numbers import is_same
 from llmrl._utils.types import StateDict, Tokenizer
-from llmrl.config.ranks import call_on_ranks
 from llmrl.data.message import prompt_of
 from llmrl.data.template_limit import written_in_time
 from llmrl.objectives.advantages.normalization import Normalization
-from llmrl.replay.loop import ComputedStep, OnStep, ReplayLoop, pass_over, whole
+from llmrl.replay.loop import ComputedStep, OnStep, ReplayLoop, compute_on_ranks, pass_over, whole
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import advantages_of, own_rubric, rubric_of, score_again
 from llmrl.rewards import Rubric
@@ -28,9 +27,9 @@ from llmrl.viewer.run_data import Record, recorded_tokenizer
 from llmrl.watch.tracking import as_recorded, is_performance
 
 Quantity = Literal["prompts", "rewards", "advantages", "log_probs", "metrics", "weights"]
-"""Compared quantity, in the order of computation. Prompts need the model's tokenizer, the last three the model."""
+"""Compared quantities in order of computation; the last three need the model."""
 ROUNDING = 1e-3
-"""Largest relative difference that other kernels, threads or machines explain; below 1, the difference is absolute."""
+"""Largest difference, relative above 1, that kernels, threads or machines explain."""
 _MEANINGS: dict[Quantity, str] = {
     "prompts": "the model's chat template or tokenizer has another version than in the run",
     "rewards": "the reward function, its data or a library has changed, or the function is random or has state",
@@ -54,7 +53,7 @@ class Compared:
     """Largest absolute difference; infinite if a number exists on one side only."""
     is_beyond_rounding: bool = False
     where: str = ""
-    """Place of the first difference beyond rounding, else of the first one: rollout, row and token, or name."""
+    """Place of the first difference beyond rounding, else of the first difference."""
     recorded: float = math.nan
     """Recorded number at `where`."""
     computed: float = math.nan
@@ -78,7 +77,8 @@ class Compared:
         if is_same(recorded, computed):
             return
         difference = abs(recorded - computed)
-        difference = math.inf if math.isnan(difference) else difference
+        if math.isnan(difference):
+            difference = math.inf
         self.max_difference = max(self.max_difference, difference)
         is_beyond = difference > ROUNDING * max(1.0, abs(recorded))
         if not self.where or (is_beyond and not self.is_beyond_rounding):
@@ -98,9 +98,9 @@ class ReplayedStep:
 
     @property
     def first_difference(self) -> Compared | None:
-        """The first quantity that differs by more than rounding, else the first that is not bitwise equal."""
-        differing = [one for one in self.compared if not one.is_equal]
-        return next((one for one in differing if one.is_beyond_rounding), differing[0] if differing else None)
+        """The first quantity that differs beyond rounding, else the first that is not equal."""
+        differing = (one for one in self.compared if not one.is_equal)
+        return max(differing, key=lambda one: one.is_beyond_rounding, default=None)  # of equal ones, the first
 
 
 def replay_steps(
@@ -146,10 +146,9 @@ def replay_steps(
             one.compared.append(compared)
     of_model = [name for name in ("log_probs", "metrics", "weights") if name in quantities]
     if of_model:
+        arguments = (run.path, list(steps), of_model)
         num_ranks = run.config().train.num_ranks
-        on_step = on_step if num_ranks == 1 else pass_over  # a callback does not work in other processes
-        arguments = (run.path, list(steps), of_model, on_step)
-        for by_model in call_on_ranks(num_ranks, _compare_by_model, *arguments):
+        for by_model in compute_on_ranks(num_ranks, _compare_by_model, *arguments, on_step=on_step):
             replayed[by_model.step].compared += by_model.compared
             replayed[by_model.step].changed_here = by_model.changed_here
     return list(replayed.values())
@@ -182,7 +181,7 @@ def _compare_by_model(
 def _compare_prompts(run: RecordedRun, steps: Sequence[int]) -> Iterator[Compared]:
     recorded = recorded_tokenizer(run.folder)
     model = run.config().model
-    note = "the run saved no tokenizer" if recorded is None else ""
+    note = "the run saved no tokenizer"
     tokenizers = []
     if recorded is not None:
         try:
@@ -190,7 +189,7 @@ def _compare_prompts(run: RecordedRun, steps: Sequence[int]) -> Iterator[Compare
         except (OSError, ValueError) as error:
             note = f"the tokenizer of {model.path} cannot be loaded: {error}"
     for step in steps:
-        yield Compared("prompts", note=note) if note else _compare_prompts_of(run, step, tokenizers)
+        yield _compare_prompts_of(run, step, tokenizers) if tokenizers else Compared("prompts", note=note)
 
 
 def _compare_prompts_of(run: RecordedRun, step: int, tokenizers: Sequence[Tokenizer]) -> Compared:
@@ -216,14 +215,15 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: list[dict[str, object]]) -> list[i
 
 
 def _compare_rewards(run: RecordedRun, steps: Sequence[int], reward: str | None) -> Iterator[Compared]:
-    note = ""
-    rubric = None if reward is None else own_rubric(reward)
-    try:
-        rubric = rubric or rubric_of(run)
-    except (OSError, ImportError, ValueError) as error:  # its data or a package is not on this machine
-        note = f"the environment cannot be built here ({error}): name its reward with --reward FILE.py:FUNCTION"
-    if rubric is None and not note:
-        note = "the environment is not a task of llmrl: name its reward with --reward FILE.py:FUNCTION"
+    note = "the environment is not a task of llmrl: name its reward with --reward FILE.py:FUNCTION"
+    rubric: Rubric | None = None
+    if reward is not None:
+        rubric = own_rubric(reward)
+    else:
+        try:
+            rubric = rubric_of(run)
+        except (OSError, ImportError, ValueError) as error:  # its data or a package is not on this machine
+            note = f"the environment cannot be built here ({error}): name its reward with --reward FILE.py:FUNCTION"
     for step in steps:
         if rubric is None:
             yield Compared("rewards", note=note)
@@ -258,7 +258,7 @@ def _compare_rewards_of(records: Sequence[Record], rubric: Rubric, *, is_own: bo
 
 def _compare_advantages(run: RecordedRun, step: int) -> Compared:
     compared = Compared("advantages")
-    by_role = run.entries.get("algorithm") == "grpo"  # the distillation script compares a group's roles together
+    by_role = run.entries.get("algorithm") == "grpo"  # distillation compares a group's roles together
     computed = advantages_of(run.records(step), normalization_of(run), by_role=by_role)
     rows = [row for row in run.rows(step) if not math.isnan(row.advantage)]
     if not rows:

@@ -12,10 +12,9 @@ import torch
 from tensordict import TensorDictBase
 
 from llmrl._utils.types import StateDict
-from llmrl.config.ranks import call_on_ranks
 from llmrl.data.tensordicts import plain
 from llmrl.objectives.advantages.grouping import stack_rows
-from llmrl.replay.loop import Computed, OnStep, ReplayLoop, pass_over, whole
+from llmrl.replay.loop import Computed, OnStep, ReplayLoop, compute_on_ranks, pass_over, whole
 from llmrl.replay.recorded import RecordedRun
 from llmrl.replay.rewards import advantages_of, own_rubric, score_again
 from llmrl.viewer.run_data import Record
@@ -40,7 +39,7 @@ class ChangedStep:
     rewards: dict[str, float] = field(default_factory=dict)
     """New reward of each scored rollout, if another reward function was given."""
     left_out: list[str] = field(default_factory=list)
-    """Ids of the rollouts with an advantage now and without a row, because their group had no signal in the run."""
+    """Ids of the rollouts with an advantage now and, for lack of a signal, no row in the run."""
 
     @property
     def turned(self) -> list[str]:
@@ -55,11 +54,11 @@ class WhatIf:
 
     steps: list[ChangedStep] = field(default_factory=list)
     gradient_cosine: float | None = None
-    """Cosine between the gradients of the first update; None if an update was skipped or the models differ."""
+    """Cosine of the first update's gradients; None if one was skipped or the models differ."""
     update_cosine: float | None = None
-    """Cosine between the changes of the weights over all steps; None if a change is zero or the models differ."""
+    """Cosine of the changes of the weights; None if one is zero or the models differ."""
     update_ratio: float | None = None
-    """Norm of the update with the change, divided by the norm without; None like `update_cosine`."""
+    """Norm of the changed update by that of the recorded one; None like `update_cosine`."""
 
     def as_json(self) -> dict[str, object]:
         """Return the result as JSON."""
@@ -120,9 +119,8 @@ def what_if(
         for one in steps:
             left = [record for record in run.records(one) if record["rollout_id"] not in drop_rollouts]
             advantages[one] = advantages_of(left, cfg.normalization, rewards.get(one))
-    num_ranks = cfg.train.num_ranks
-    on_step = on_step if num_ranks == 1 else pass_over  # a callback does not work in other processes
-    result = call_on_ranks(num_ranks, _compute, run.path, steps, list(changes), advantages, on_step)
+    arguments = (run.path, steps, list(changes), advantages)
+    result = compute_on_ranks(cfg.train.num_ranks, _compute, *arguments, on_step=on_step)
     for changed in result.steps:
         changed.rewards = rewards.get(changed.step, {})
         now = advantages.get(changed.step, {})
@@ -198,7 +196,7 @@ def _update(computed: Computed, before: StateDict | None) -> list[torch.Tensor]:
 
 
 def _compared(ours: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> tuple[float | None, float | None]:
-    """Return the cosine between two vectors, given in parts, and the ratio of their lengths; None if undefined."""
+    """Return the cosine of two vectors, given in parts, and the ratio of lengths, or None."""
     if [one.shape for one in ours] != [one.shape for one in others]:
         return None, None
     dot = _sum((a.double() * b.double()).sum() for a, b in zip(ours, others, strict=True))

@@ -65,7 +65,7 @@ class IncrementalTokenizer(KnownArguments, Transform):
         self.mode: Literal["auto", "token", "message"] = mode
         self.fork_threshold_tokens = fork_threshold_tokens
 
-    def _tokenize(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         elements = batch_elements(next_tensordict)
         for root, element in zip(batch_elements(tensordict), elements, strict=True):
             messages = element.get(self.history_key).chats
@@ -77,24 +77,19 @@ class IncrementalTokenizer(KnownArguments, Transform):
             if messages:  # a history drawn from the spec is empty
                 conversation = conversation.with_prompt(messages, tools=plain(root.get("tools", None)))
             element.set("conversation", NonTensorData(conversation))
-            self._write(element, conversation.tensor_view("token_ids"))
+            token_ids = conversation.tensor_view("token_ids")
+            if self._is_turn:
+                element.set(self.tokens_key[0], Tokens(prompt=token_ids))
+            else:
+                element.set(self.tokens_key, token_ids)
         return restacked(elements, next_tensordict.batch_size)
-
-    def _write(self, element: TensorDictBase, token_ids: torch.Tensor) -> None:
-        if self._is_turn:
-            element.set(self.tokens_key[0], Tokens(prompt=token_ids))
-        else:
-            element.set(self.tokens_key, token_ids)
 
     @property
     def _is_turn(self) -> bool:
         return isinstance(self.tokens_key, tuple) and self.tokens_key[1:] == ("prompt",)
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self._tokenize(tensordict, next_tensordict)
-
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        return self._tokenize(tensordict_reset, tensordict_reset)
+        return self._step(tensordict_reset, tensordict_reset)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the prompt's tokens and the conversation."""

@@ -1,4 +1,4 @@
-"""Log-probabilities under another model and the KL divergence from it, in environments and over batches."""
+"""Log-probs under another model and the KL from it, in environments and over batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, TypedDict, Unpack
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey
+from tensordict.utils import NestedKey, unravel_key
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
@@ -91,8 +91,8 @@ class RetrieveLogProb(KnownArguments, Transform):
         # In a list, so that the model is not registered as a submodule.
         self._models = [] if model is None else [model]
         self._model_factory = model_factory
-        own_key: NestedKey = (getattr(model, "log_probs_key", "ref_log_probs"), "full")
-        self.log_probs_full_key = own_key if log_probs_full_key is None else log_probs_full_key
+        own_name = getattr(model, "log_probs_key", "ref_log_probs")
+        self.log_probs_full_key: NestedKey = log_probs_full_key or (own_name, "full")
         self.detach = detach
         self._options = {} if assistant_only else {"assistant_only": False}
         self._tokenizer = tokenizer
@@ -119,8 +119,10 @@ class RetrieveLogProb(KnownArguments, Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Score a batch of any shape in place."""
-        path = _path(self.log_probs_full_key)
-        write_column(tensordict, ("next", *path) if "next" in tensordict else path, self._log_probs(tensordict))
+        key = self.log_probs_full_key
+        if "next" in tensordict:
+            key = unravel_key(("next", key))
+        write_column(tensordict, key, self._log_probs(tensordict))
         return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -187,12 +189,12 @@ class KLComputation(KnownArguments, Transform):
             log_probs = next_element.get(self.gen_log_probs_full_key, None)
         if log_probs is None:
             log_probs = element.get(self.gen_log_probs_full_key)
-        mask = element.get(LOSS_MASK_KEY, None) if self.assistant_only else None
         # Rows of text or history alone have no mask, but at tokens not to be counted both models' log-probs are 0.
-        mask = torch.ones_like(log_probs).bool() if mask is None else mask.bool()
-        prompt = element.get(_PROMPT, None) if self.assistant_only else None
-        if prompt is not None:
-            mask = mask & (torch.arange(len(mask), device=mask.device) >= len(prompt))
+        mask = torch.ones_like(log_probs).bool()
+        if self.assistant_only:
+            mask = element.get(LOSS_MASK_KEY, mask).bool()
+            if (prompt := element.get(_PROMPT, None)) is not None:
+                mask = mask & (torch.arange(len(mask), device=mask.device) >= len(prompt))
         divergences = masked_kl(log_probs, others, mask)
         reward = None
         if self.add_to_reward and (reward := next_element.get("reward", None)) is not None:
@@ -225,7 +227,7 @@ class KLComputation(KnownArguments, Transform):
 
 
 class RetrieveKL(KnownArguments, Compose):
-    """Composes a `RetrieveLogProb` for the reference, optionally one for the policy, and a `KLComputation`.
+    """Composes `RetrieveLogProb` for the reference, optionally the policy, and `KLComputation`.
 
     Args:
         gen_model, gen_model_factory: model of the policy, or a function that builds it; with
@@ -313,7 +315,3 @@ class KLRewardTransform(RetrieveKL):
             coeff=coef,
             **options,
         )
-
-
-def _path(key: NestedKey) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else tuple(key)

@@ -9,7 +9,7 @@ from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
 
 def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
-    """Return the inner environment, then its transforms, innermost first; a `Compose` follows its own transforms.
+    """Return the inner environment and its transforms, innermost first; a `Compose` follows its own.
 
     Example:
         >>> from llmrl.envs import ChatEnv
@@ -24,7 +24,7 @@ def environment_parts(env: EnvBase) -> list[EnvBase | Transform]:
 
 
 def reads_turns(env: EnvBase) -> bool:
-    """Return whether a part of an environment may read a turn's tensors: tokens, log-probs, masks, policy versions.
+    """Return whether a part may read a turn's tensors: tokens, log-probs, masks, versions.
 
     Parts of llmrl declare this in an attribute `reads_turns`; other parts are assumed to read them.
 
@@ -38,36 +38,42 @@ def reads_turns(env: EnvBase) -> bool:
 
 
 def writes_reward(env: EnvBase) -> bool:
-    """Return whether a part of an environment may write a reward; parts of other projects are assumed to."""
+    """Return whether a part may write a reward; parts of other projects are assumed to."""
     return _declares(env, "writes_reward")
 
 
 def is_reward_written_before(part: Transform) -> bool:
-    """Return whether a part before this one in its environment may write a reward; true outside an environment."""
-    env = environment_around(part)
-    earlier = [] if env is None else [*takewhile(lambda one: one is not part, environment_parts(env))]
-    return env is None or any(
+    """Return whether a part before this one may write a reward; true outside an environment."""
+    earlier = _parts_before(part)
+    return earlier is None or any(
         getattr(one, "writes_reward", False) if is_ours(one) else not type(one).__module__.startswith("torchrl.")
         for one in earlier
-        if type(one) is not Compose
     )
 
 
 def refuse_early_readers(writer: Transform) -> None:
-    """Raise ValueError if a transform of TorchRL reads the reward before `writer`, the first transform that writes it.
+    """Raise ValueError if TorchRL's transforms read the reward before `writer`, its first writer.
 
     Before `writer`, the reward of each step is the environment's 0, which such a transform would scale, sum or clip.
     """
-    env = environment_around(writer)
-    if env is None or is_reward_written_before(writer):
+    earlier = _parts_before(writer)
+    if earlier is None or is_reward_written_before(writer):
         return
-    earlier = takewhile(lambda one: one is not writer, environment_parts(env))
-    early = [type(one).__name__ for one in earlier if type(one) is not Compose and _reads_reward(one)]
+    early = [type(one).__name__ for one in earlier if _reads_reward(one)]
     if early:
         raise ValueError(
             f"{', '.join(early)} reads the reward before {type(writer).__name__} writes it, so it would read 0: append "
             f"{type(writer).__name__} first."
         )
+
+
+def _parts_before(part: Transform) -> list[EnvBase | Transform] | None:
+    """Return the parts before one, without containers; None outside an environment."""
+    env = environment_around(part)
+    if env is None:
+        return None
+    earlier = takewhile(lambda one: one is not part, environment_parts(env))
+    return [one for one in earlier if type(one) is not Compose]
 
 
 def _reads_reward(part: EnvBase | Transform) -> bool:
@@ -83,7 +89,7 @@ def _declares(env: EnvBase, attribute: str) -> bool:
 
 
 def is_ours(part: EnvBase | Transform) -> bool:
-    """Return whether the class of a part is defined in this library; false for users' subclasses."""
+    """Return whether the class of a part is llmrl's own; false for users' subclasses."""
     return type(part).__module__.startswith("llmrl.")
 
 

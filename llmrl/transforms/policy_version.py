@@ -54,7 +54,7 @@ class PolicyVersion(KnownArguments, Transform):
 
     @property
     def version(self) -> int | str:
-        """Current version. Setting it raises RuntimeError with a `source`, and ValueError for uuids."""
+        """Current version. Setting it raises RuntimeError with a `source`, ValueError for uuids."""
         # Derived from the count, so that the uuid of each token's version can be computed.
         return str(uuid.uuid5(self._run, str(self.count))) if self.is_uuid else self.count
 

@@ -79,18 +79,20 @@ class RubricReward(KnownArguments, Transform):
         env = environment_around(self)
         return [] if env is None else environment_parts(env)
 
-    def _check_names(self) -> None:
-        rewards = [part for part in self._environment_parts() if isinstance(part, RubricReward)]
-        # TorchRL's `insert_transform` copies a transform, which then has the same rubric.
-        joint_rubric([*(other for other in rewards if other.rubric is not self.rubric), self])
+    def _rewards(self) -> list[RubricReward]:
+        """Return the `RubricReward`s of the environment, in order."""
+        return [part for part in self._environment_parts() if isinstance(part, RubricReward)]
 
     def _earlier(self) -> list[RubricReward]:
         """Return the `RubricReward`s before this one, in order."""
-        parts = itertools.takewhile(lambda part: part is not self, self._environment_parts())
-        return [part for part in parts if isinstance(part, RubricReward)]
+        return list(itertools.takewhile(lambda part: part is not self, self._rewards()))
+
+    def _check_names(self) -> None:
+        # TorchRL's `insert_transform` copies a transform, which then has the same rubric.
+        joint_rubric([*(other for other in self._rewards() if other.rubric is not self.rubric), self])
 
     def check_inputs(self) -> None:
-        """Raise UnknownRewardInput if a reward function has inputs that are known to be missing before a reset."""
+        """Raise UnknownRewardInput if a reward function has inputs that are known to be missing."""
         parts = self._environment_parts()
         columns = [part.columns for part in parts if hasattr(part, "columns")]
         if not columns:  # columns are known only at reset
@@ -107,10 +109,9 @@ class RubricReward(KnownArguments, Transform):
             self.rubric.check_inputs(available)
 
     def check_order(self) -> None:
-        """Raise ValueError if a tool comes after this transform, which ends the conversation before the tool runs."""
-        parts = self._environment_parts()
-        place = next((number for number, part in enumerate(parts) if part is self), len(parts))
-        late = [name for part in parts[place:] if isinstance(part, ToolTransform) for name in part.tools]
+        """Raise ValueError if a tool comes after this transform, which ends the conversation."""
+        later = itertools.dropwhile(lambda part: part is not self, self._environment_parts())
+        late = [name for part in later if isinstance(part, ToolTransform) for name in part.tools]
         if late and self.terminate_when_answered:
             raise ValueError(
                 f"the tools {late} are appended after RubricReward, which ends a conversation before they answer: "
@@ -123,8 +124,7 @@ class RubricReward(KnownArguments, Transform):
         scoring: list[Coroutine[None, None, list[Score]]] = []
         for element, next_element in zip(batch_elements(tensordict), next_elements, strict=True):
             rollout = self._settle(element, next_element)
-            rubric = None if rollout is None else self._pending_rubric(next_element)
-            if rollout is None or rubric is None or rubric.is_group_scored:
+            if rollout is None or (rubric := self._pending_rubric(next_element)).is_group_scored:
                 write_score(next_element, None, self.rubric.names)
                 continue
             ended.append((next_element, rubric))
@@ -134,7 +134,7 @@ class RubricReward(KnownArguments, Transform):
         return restacked(next_elements, next_tensordict.batch_size)
 
     def _pending_rubric(self, next_element: TensorDictBase) -> Rubric:
-        """Return the rubric for a conversation that ends here, joined with earlier ones if these have not scored it."""
+        """Return the rubric of an ended conversation, with earlier ones that have not scored it."""
         is_scored = next_element.get("is_scored", None)
         if is_scored is None or is_scored.any() or plain(next_element.get("score_error")):
             return self.rubric
@@ -169,8 +169,7 @@ class RubricReward(KnownArguments, Transform):
         return cast("tuple[Message, ...]", self._environment_parts()[0].answered_messages(element))
 
     def _is_left_to_collectors(self) -> bool:
-        rewards = [part for part in self._environment_parts() if isinstance(part, RubricReward)]
-        return any(part.rubric.is_left_to_collectors for part in rewards)
+        return any(reward.rubric.is_left_to_collectors for reward in self._rewards())
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Add the reward breakdown, the flag `is_scored` and the error."""
@@ -190,7 +189,7 @@ def _gathered(scoring: Sequence[Coroutine[None, None, list[Score]]]) -> list[lis
 
 
 def write_score(next_element: TensorDictBase, score: Score | None, names: Sequence[str]) -> None:
-    """Write a score (None: not scored yet) to the `next` entries of one conversation, combined with earlier scores."""
+    """Add a score (None: not scored yet) to those in the `next` entries of a conversation."""
     error = plain(next_element.get("score_error", ""))
     is_failed = bool(error) and not next_element.get("is_scored").any()  # an earlier score failed
     is_scored = False
@@ -211,7 +210,7 @@ def write_score(next_element: TensorDictBase, score: Score | None, names: Sequen
 
 
 def joint_rubric(rewards: Sequence[RubricReward]) -> Rubric | None:
-    """Return one rubric for all rewards, or None if there are none; raise ValueError for duplicate function names."""
+    """Return one rubric for all rewards, or None; raise ValueError for duplicate names."""
     rubrics = [reward.rubric for reward in rewards]
     return JointRubric(rubrics) if len(rubrics) > 1 else next(iter(rubrics), None)
 

@@ -268,7 +268,7 @@ def test_a_rank_s_threads_are_compared_and_not_those_of_the_process_that_starts_
         finally:
             torch.set_num_threads(before)
 
-    monkeypatch.setattr("llmrl.replay.step.call_on_ranks", call_with_other_threads)
+    monkeypatch.setattr("llmrl.replay.loop.call_on_ranks", call_with_other_threads)
     for one in replay_steps(RecordedRun(run_path), [1, 2], quantities=["metrics"]):
         assert one.changed_here == {}
 
