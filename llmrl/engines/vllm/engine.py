@@ -26,6 +26,7 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
+from llmrl.engines.scores import TokenScores, check_scored
 from llmrl.engines.token_stream import TokenStream
 from llmrl.engines.vllm.arguments import (
     ADAPTER_BACKEND,
@@ -39,13 +40,15 @@ from llmrl.engines.vllm.passed_through import untested
 from llmrl.engines.vllm.private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm.quantized import quantization_of
 from llmrl.engines.vllm.requests import (
+    answer_of,
     generate_one,
     is_cut_by_grammar_alone,
     num_reported,
+    read_prompt_scores,
     sampling_params,
+    scoring_params,
     unless_it_dies,
 )
-from llmrl.engines.vllm.scores import VLLMScores
 from llmrl.engines.vllm.start import start_vllm
 from llmrl.engines.vllm.updates import AdapterUpdates, WholeWeights
 
@@ -58,7 +61,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class AsyncVLLM(KnownArguments, VLLMScores):
+class AsyncVLLM(KnownArguments):
     """A vLLM engine that can replace its weights while requests are in flight; made by `AsyncVLLM.from_pretrained`.
 
     The engine core runs in a child process. `generate` may be awaited from any event loop,
@@ -216,6 +219,34 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             completion = replace(completion, sampling_mask=await masks)
         self._num_tokens += len(completion.token_ids)
         return completion
+
+    async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
+        """Return token scores as `ScoresTokens.score` does. Also raises EngineError if the engine sleeps.
+
+        vLLM computes all tokens anew, since its prefix cache has no log-probs.
+        """
+        check_scored(token_ids, top_k, self.max_model_len)
+        self._check_alive(and_awake=True)
+        request_id = f"{self._id_prefix}-{next(self._id_counter)}"
+        asked = answer_of(self._llm, list(token_ids), scoring_params(top_k), request_id, self._updates)
+        output, _ = await self._serve(request_id, asked)
+        self._num_tokens += 1
+        return read_prompt_scores(output, token_ids, top_k)
+
+    async def _serve(self, request_id: str, request: Coroutine[None, None, T]) -> T:
+        """Await a request on the engine's loop; it counts as in flight, and the engine is watched for hangs."""
+        self._in_flight.add(request_id)
+        self._watch.begin(self, self._background)
+        try:
+            return await self._background.wait(request)
+        except RuntimeError as error:
+            if self._watch.why:
+                raise EngineError(self._watch.why) from error
+            if isinstance(error, EngineError) or not self._background.is_closed:
+                raise
+            raise EngineError("The vLLM engine was shut down.") from error
+        finally:
+            self._in_flight.discard(request_id)
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise ValueError for values that vLLM does not support, or if vLLM cannot report the kept ids."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
+
 from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig
+from llmrl.engines.scores import TokenScores, read_scores
 from llmrl.engines.token_stream import TokenStream
 
 T = TypeVar("T")
@@ -187,6 +190,16 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
         routed_experts=None if sample.routed_experts is None else sample.routed_experts.astype("int16"),
         metrics={"num_cached_tokens": float(output.num_cached_tokens or 0)},
     )
+
+
+def read_prompt_scores(output: RequestOutput, token_ids: Sequence[int], top_k: int) -> TokenScores:
+    """Read vLLM's answer to a request with `scoring_params`. Raises EngineError if a token lacks its log-prob."""
+    flat: Any = output.prompt_logprobs
+    shape = (len(token_ids) - 1, 1 + top_k)
+    if flat is None or len(flat.logprobs) != shape[0] * shape[1]:
+        raise EngineError("vLLM ended the request without the log-probs of its tokens; try again.")
+    ids, log_probs = (torch.tensor(column).view(shape) for column in (flat.token_ids, flat.logprobs))
+    return read_scores(token_ids, ids, log_probs, engine="vLLM")
 
 
 def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]] | None:
