@@ -11,7 +11,7 @@ import torch
 from llmrl.engines.base import TransferInfo
 from llmrl.engines.vllm.updates import shape_of_model
 from llmrl.trainer.model.checkpoint_format import checkpoint_weights
-from llmrl.weight_sync.channels import Channel, Client, Connection
+from llmrl.weight_sync.channels import Channel, Client, Connection, StagedConnection
 from llmrl.weight_sync.source import (
     LazyWeight,
     ModelWeights,
@@ -142,7 +142,7 @@ class AdapterChannel(Channel):
         zeros = {meta.name: torch.zeros(*_of_rank_1(meta), dtype=meta.dtype) for meta in source.metadata()}
         info = {"model": source.model_shape, "rank": source.rank, "zeros": _as_file(zeros)}
         client.init_weight_transfer_engine(info)
-        return _Adapters(self, client)
+        return StagedConnection(client, self.staged)
 
     def close(self) -> None:
         """Discard the staged adapters."""
@@ -157,16 +157,3 @@ def _as_file(tensors: dict[str, torch.Tensor]) -> bytes:
     import safetensors.torch
 
     return safetensors.torch.save(tensors)
-
-
-class _Adapters:
-    def __init__(self, channel: AdapterChannel, client: Client) -> None:
-        self._channel = channel
-        self._client = client
-
-    def send_weights(self) -> None:
-        self._client.start_weight_update()
-        self._client.update_weights(self._channel.staged())
-
-    def shutdown(self) -> None:
-        """Do nothing; nothing is open."""

@@ -65,6 +65,26 @@ class Connection(Protocol):
         """Close the connection."""
 
 
+class StagedConnection:
+    """Connection that gives a client the channel's staged weights, or where they are, in one call.
+
+    `staged` returns the arguments of `Client.update_weights`, and raises RuntimeError if no weights are staged.
+    """
+
+    def __init__(self, client: Client, staged: Callable[[], TransferInfo]) -> None:
+        self._client = client
+        self._staged = staged
+
+    def send_weights(self) -> None:
+        """Let the client's workers take the staged weights."""
+        update_info = self._staged()
+        self._client.start_weight_update()
+        self._client.update_weights(update_info)
+
+    def shutdown(self) -> None:
+        """Do nothing; nothing is open."""
+
+
 class Channel(ABC):
     """Transport that stages the trainer's weights while engines generate, and then transfers them."""
 
@@ -195,6 +215,10 @@ class MemoryChannel(Channel):
             raise RuntimeError("no weights are staged.")
         return self._shared, {"num_bytes": self.layout.num_bytes, "tag": self._tag, **self.layout.to_plain()}
 
+    def _located(self) -> TransferInfo:
+        shared, described = self.staged()
+        return {"path": shared.path, **described}
+
     def connect(self, client: Client) -> Connection:
         """Connect by shared memory if the workers can map it, otherwise by gloo."""
         layout = self.layout.to_plain()
@@ -205,7 +229,7 @@ class MemoryChannel(Channel):
             client.init_weight_transfer_engine(
                 {"layout": layout, "path": probe.path, "num_bytes": probe.num_bytes, "tag": tag}
             )
-            return _SharedMemory(self, client)
+            return StagedConnection(client, self._located)
         except EngineError as error:
             if UNREACHABLE not in str(error):
                 raise
@@ -222,22 +246,6 @@ class MemoryChannel(Channel):
             self._shared.close()
         self._shared = None
         self._tag = ""
-
-
-class _SharedMemory:
-    """Connection that gives workers the path of the staged weights, without copying."""
-
-    def __init__(self, channel: MemoryChannel, client: Client) -> None:
-        self._channel = channel
-        self._client = client
-
-    def send_weights(self) -> None:
-        shared, described = self._channel.staged()
-        self._client.start_weight_update()
-        self._client.update_weights({"path": shared.path, **described})
-
-    def shutdown(self) -> None:
-        """Do nothing; nothing is open."""
 
 
 class _Broadcast:
@@ -333,32 +341,22 @@ class FileChannel(Channel):
         current, self.pointer = self._before
         self._buffer.point_to(current)
 
+    def _located(self) -> TransferInfo:
+        if self.pointer is None:
+            raise RuntimeError("no weights are staged.")
+        return located_file(self.worker_folder, self.pointer)
+
     def connect(self, client: Client) -> Connection:
         """Check that every worker can access the folder."""
         self._buffer.folder.mkdir(parents=True, exist_ok=True)
         layout = PackedLayout.of(self._source.metadata()).to_plain()
         client.init_weight_transfer_engine({"folder": self.worker_folder, "layout": layout})
-        return _Files(self, client)
+        return StagedConnection(client, self._located)
 
     def close(self) -> None:
         """Do nothing; the files stay."""
 
 
-class _Files:
-    def __init__(self, channel: FileChannel, client: Client) -> None:
-        self._channel = channel
-        self._client = client
-
-    def send_weights(self) -> None:
-        if self._channel.pointer is None:
-            raise RuntimeError("no weights are staged.")
-        take_file(self._client, self._channel.worker_folder, self._channel.pointer)
-
-    def shutdown(self) -> None:
-        """Do nothing; nothing is open."""
-
-
-def take_file(client: Client, folder: str, pointer: BufferPointer) -> None:
-    """Let a client's workers read the file of `pointer` in `folder`, as they see it."""
-    client.start_weight_update()
-    client.update_weights({"folder": folder, "pointer": asdict(pointer)})
+def located_file(folder: str, pointer: BufferPointer) -> TransferInfo:
+    """Return the arguments of `Client.update_weights` for the file of `pointer` in `folder`, as the workers see it."""
+    return {"folder": folder, "pointer": asdict(pointer)}

@@ -12,7 +12,7 @@ from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.engines.server.updates import FILES_BACKEND
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, LLMRL_BACKEND
 from llmrl.weight_sync.adapters import AdapterChannel, AdapterWeights
-from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, take_file
+from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, located_file
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
 from llmrl.weight_sync.engine_group import EngineGroup, held_for
 from llmrl.weight_sync.gloo import free_port, own_address
@@ -195,7 +195,8 @@ class DoubleBufferReader:
     def _apply(self, members: list[Member], pointer: BufferPointer) -> None:
         def take(member: Member) -> None:
             member.init_weight_transfer_engine({"folder": self._folder})
-            take_file(member, self._folder, pointer)
+            member.start_weight_update()
+            member.update_weights(located_file(self._folder, pointer))
 
         def make_older(member: Member) -> None:
             # Weights of another trainer may have this version, and an engine takes its own version as a cancellation.
