@@ -159,6 +159,3 @@ class AllWorkers:
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
         """Let every engine take the weights."""
         self._each(self._members, lambda member: member.update_weights(update_info))
-
-    def finish_weight_update(self, weight_version: str | int | None = None) -> None:
-        """Do nothing; the group commits the engines."""
