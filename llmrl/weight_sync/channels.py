@@ -202,8 +202,8 @@ class MemoryChannel(Channel):
             writer.put(name, tensor)
         self.checksum = checksum_of(buffer)
         delta = writer.finish(version, base, self.checksum)
-        if delta is not None and 2 * len(data := delta.to_bytes()) < len(buffer):
-            self.delta = base, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if delta is not None:
+            self.delta = base, torch.frombuffer(bytearray(delta), dtype=torch.uint8)
 
     def roll_back(self) -> None:
         """Discard the staged weights."""
