@@ -20,6 +20,7 @@ from llmrl.engines.server.messages import (
     LostWeightsError,
     check_sampling,
     completion_request,
+    entry_of,
     generate_request,
     is_plain,
     likeliest_distance,
@@ -199,7 +200,7 @@ class ServerEngine(ServerUpdates):
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         asked = self._request("POST", "/tokenize", body, budget=len(text))
         answer = await self._answer(asked)
-        ids = answer.get("tokens") if isinstance(answer, dict) else None
+        ids = entry_of(answer, "tokens")
         if not isinstance(ids, list) or any(type(number) is not int for number in ids):
             raise EngineError(f"{self._base_url}/tokenize answered without token ids: {str(answer)[:200]}")
         return ids

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from llmrl.engines.base import EngineError, PauseMode, TransferInfo
+from llmrl.engines.server.messages import entry_of
 from llmrl.engines.vllm.arguments import LLMRL_BACKEND, NCCL_BACKEND
 from llmrl.engines.vllm.private import RELOAD_METHOD
 
@@ -146,7 +147,8 @@ class ServerUpdates(ABC):
             answer = self._call("GET", "/version")
         except EngineError:
             return None
-        return str(answer["version"]) if isinstance(answer, dict) and "version" in answer else None
+        version = entry_of(answer, "version")
+        return None if version is None else str(version)
 
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """Stop stepping; `clear_cache` also drops the key-value blocks, including those of kept requests."""
@@ -165,8 +167,7 @@ class ServerUpdates(ABC):
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
         """Drop cached key-value blocks; without `reset_running_requests`, keep those in use and return False."""
         query = f"reset_running_requests={str(reset_running_requests).lower()}"
-        answer = self._call("POST", f"/reset_prefix_cache?{query}")
-        return isinstance(answer, dict) and answer.get("success") is True
+        return entry_of(self._call("POST", f"/reset_prefix_cache?{query}"), "success") is True
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
         """Open the server's side of a weight transfer."""
@@ -247,8 +248,7 @@ class ServerUpdates(ABC):
             self._call("POST", "/update_weight_version", {"new_version": str(self._version)})
         else:
             self._version = label
-        paused = self._call("GET", "/is_paused")
-        self.lacks_weights = isinstance(paused, dict) and paused.get("is_paused") is True
+        self.lacks_weights = entry_of(self._call("GET", "/is_paused"), "is_paused") is True
         return self.info
 
     def _take_back(self) -> None:
@@ -290,8 +290,7 @@ class ServerUpdates(ABC):
         info = self._require_info()
         if info.backend != FILES_BACKEND or not info.is_cpu:
             return
-        answer = self._call("POST", "/weight_checker", {"action": "checksum"})
-        names = answer.get("checksums", {}) if isinstance(answer, dict) else {}
+        names = entry_of(self._call("POST", "/weight_checker", {"action": "checksum"}), "checksums") or ()
         if not any(name.endswith("lm_head.weight") for name in names):
             raise ValueError(
                 "its model ties its head to its embedding, and vLLM without llmrl's backend keeps the old head on a "
@@ -306,7 +305,7 @@ def label_of(weight_info: object) -> int | None:
         >>> label_of({"weight_version": "3"}), label_of({"weight_version": "default"})
         (3, None)
     """
-    label = str(weight_info.get("weight_version")) if isinstance(weight_info, dict) else ""
+    label = str(entry_of(weight_info, "weight_version"))
     return int(label) if label.isdecimal() else None
 
 
