@@ -278,7 +278,7 @@ class EngineReplicas(Sequence[EngineT]):
             return engine.generate(prompt_ids, sampling, request_id=attempt_id, routing_key=routing_key, **streamed)
 
         completion = await self._served(ask, request_id, routing_key)
-        return Completion([], [], [], "abort") if completion is None else completion
+        return completion or Completion([], [], [], "abort")
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
         """Return the scores of `[num_tokens]` tokens by one of the replicas; waits while all are being restarted.

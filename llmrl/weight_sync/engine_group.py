@@ -204,8 +204,9 @@ class EngineGroup:
             self.each(members, lambda member: member.abandon(can_discard=not are_mixed))
         except Exception as error:
             logger.warning("an engine could not end the failed update: %s", error)
-        for member in members if are_mixed else ():
-            member.mark_mixed(member.engine.policy_version)
+        if are_mixed:
+            for member in members:
+                member.mark_mixed(member.engine.policy_version)
         return self.held_weights(members)
 
     def held_weights(self, members: list[Member]) -> str:

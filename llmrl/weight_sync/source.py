@@ -53,8 +53,10 @@ def model_of(
     """Return the model of a policy (`TransformersWrapper`), and anything else unchanged."""
     from tensordict.nn import TensorDictModuleBase  # may be missing in an engine's process
 
-    model = getattr(given, "model", None) if isinstance(given, TensorDictModuleBase) else None
-    return model if isinstance(model, torch.nn.Module) else given
+    model = getattr(given, "model", None)
+    if isinstance(given, TensorDictModuleBase) and isinstance(model, torch.nn.Module):
+        return model
+    return given
 
 
 def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -148,11 +148,10 @@ class WeightSync:
             if self._source is None:
                 raise RuntimeError("the workers are not connected yet; call sender.init_all_workers_group(...) first.")
             self._source.override = weights or {}
+            update = self._update_together if self._source.is_sharded else self._update
             while True:
                 try:
-                    return (
-                        self._update_together(self._source) if self._source.is_sharded else self._update(self._source)
-                    )
+                    return update(self._source)
                 except ReplicaLostError as error:  # terminates, because each repetition has fewer engines or restarts
                     logger.warning("%s The update is repeated with the remaining engines.", error)
 

@@ -178,10 +178,11 @@ class WorkerEngine(WeightTransferEngine):
             pointer = BufferPointer(**update_info.pointer)
             since = self._held
             self._held = None
-            has_deltas = pointer.anchor_every > 1  # deltas need the whole buffer
-            pages_of = None if has_deltas else self._pages_of
-            weights = DoubleBuffer(update_info.folder).read(pointer, since=since, pages_of=pages_of)
-            self._held = weights if has_deltas else None
+            files = DoubleBuffer(update_info.folder)
+            if pointer.anchor_every > 1:  # deltas need the whole buffer
+                weights = self._held = files.read(pointer, since=since)
+            else:
+                weights = files.read(pointer, pages_of=self._pages_of)
             return weights.layout, weights.buffer
         layout = PackedLayout.from_plain(update_info.names, update_info.dtype_names, update_info.shapes)
         if layout.num_bytes != update_info.num_bytes:

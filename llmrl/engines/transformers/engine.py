@@ -169,7 +169,9 @@ class TransformersEngine:
             raise ValueError(f"prompt_ids has tokens outside the vocabulary of {self.vocab_size}.")
         if sampling.stop and self._tokenizer is None:
             raise ValueError("the request has stop strings, which need a tokenizer: pass tokenizer= to the engine.")
-        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
+        stops = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= self._eos_token_ids
         generator = None
         if sampling.seed is not None:
             generator = torch.Generator(self._generator.device).manual_seed(sampling.seed)

@@ -76,13 +76,14 @@ class Routers:
         self._places: list[int] = []
         for place, layer in enumerate(layers):
             router = next(filter(_is_router, layer.modules()), None)
+            index = None
             if router is not None:
+                index = self.num_layers
+                self.num_layers += 1
                 self.num_experts = router.num_experts
                 self.top_k = router.top_k
                 self._places.append(place)
                 _hook_once(router.register_forward_hook, router._forward_hooks, _after_router)
-            index = None if router is None else self.num_layers
-            self.num_layers += router is not None
             _hook_once(layer.register_forward_pre_hook, layer._forward_pre_hooks, _before_layer, index)
 
     def checked(self, routed_experts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:

@@ -244,7 +244,8 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     enable_sleep = options.get("enable_sleep", False)
     if enable_sleep and (is_cpu or backend in (None, ADAPTER_BACKEND)):
         why = f"weight_transfer={weight_transfer!r} cannot give it weights when it wakes up"
-        why = "vLLM frees no memory on a CPU" if is_cpu else why
+        if is_cpu:
+            why = "vLLM frees no memory on a CPU"
         raise EngineError(f"enable_sleep=True is not supported: {why}.")
     arguments["enable_sleep_mode"] = enable_sleep
     if backend == ADAPTER_BACKEND:

@@ -149,7 +149,8 @@ class AsyncVLLM(KnownArguments):
         config = llm.vllm_config.weight_transfer_config
         start_s = time.perf_counter() - start
         backend = None if config is None else config.backend.replace(NCCL_BACKEND, "nccl")
-        backend = backend if llm.vllm_config.lora_config is None else ADAPTER_BACKEND
+        if llm.vllm_config.lora_config is not None:
+            backend = ADAPTER_BACKEND
         engine = cls(
             llm, background, load, weight_transfer=backend, start_s=start_s, hang_timeout_seconds=hang_timeout_seconds
         )

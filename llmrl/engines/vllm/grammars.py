@@ -89,8 +89,11 @@ def _listed(bits: np.ndarray, vocab_size: int) -> array[int]:
 
 def _schemas(value: Any) -> Iterator[dict[str, Any]]:
     """Yield the JSON schemas of a structural tag."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, entry in entries:
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return
+    for name, entry in value.items():
         if name == "json_schema" and isinstance(entry, dict):
             yield entry
         else:

@@ -118,9 +118,11 @@ def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = Path(source)
+    files = sorted(source.glob("*.safetensors"))
     index = source / "model.safetensors.index.json"
-    indexed = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
-    files = [file for file in sorted(source.glob("*.safetensors")) if indexed is None or file.name in indexed]
+    if index.is_file():
+        indexed = set(json.loads(index.read_text())["weight_map"].values())
+        files = [file for file in files if file.name in indexed]
     if not files or not (source / "config.json").is_file():
         raise ValueError(f"quantization={INT8!r} needs a folder with config.json and *.safetensors, got {source}.")
     config = json.loads((source / "config.json").read_text())

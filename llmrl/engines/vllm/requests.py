@@ -172,9 +172,12 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
         raise EngineError(
             f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one per token is needed."
         )
-    versions = [] if version is None else [version] * len(token_ids)
-    for span in (sample.weight_versions or ()) if version is None else ():
-        versions.extend([0 if span.version == "default" else int(span.version)] * (span.end - span.start))
+    if version is None:
+        spans = sample.weight_versions or ()
+        labels = [span.version for span in spans for _ in range(span.start, span.end)]
+        versions = [0 if label == "default" else int(label) for label in labels]
+    else:
+        versions = [version] * len(token_ids)
     if len(versions) != len(token_ids):
         raise EngineError(
             f"vLLM returned {len(token_ids)} tokens with {len(versions)} versions; one per token is needed."

@@ -40,7 +40,8 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
 
     is_cpu = bool(current_platform.is_cpu())
     is_eager = options.get("enforce_eager")
-    is_eager = is_cpu if is_eager is None else is_eager
+    if is_eager is None:
+        is_eager = is_cpu
     threads = (cpu_threads or available_cores()) if is_cpu else None
     variables = engine_variables(log_level=log_level, cpu_threads=threads, is_eager=is_eager)
     takes_adapters = weight_transfer == ADAPTER_BACKEND
