@@ -26,7 +26,7 @@ from llmrl.weight_sync.buffers import (
 )
 from llmrl.weight_sync.deltas import DeltaWriter
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
-from llmrl.weight_sync.gloo import NOT_FOLLOWED, broadcast, close_group, open_group
+from llmrl.weight_sync.gloo import NOT_FOLLOWED, broadcast, open_group
 from llmrl.weight_sync.source import ModelWeights
 
 logger = logging.getLogger(__name__)
@@ -302,9 +302,9 @@ class _Broadcast:
             sending.result()
 
     def shutdown(self) -> None:
-        """Leave the group."""
+        """Leave the group; workers that wait for this process get an error."""
         if self._group is not None:
-            close_group(self._group)
+            self._group.shutdown()
         self._group = None
 
 
