@@ -24,13 +24,16 @@ _MESSAGE = (
 )
 
 
+def _make_name(_: object, name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Absent(name, (), {})
+
+
 class _Absent(type):
     """Type of the stand-in's names, which can be imported, compared and subclassed; calling them raises ImportError."""
 
-    def __getattr__(cls, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Absent(name, (), {})
+    __getattr__ = _make_name
 
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise ImportError(_MESSAGE)
@@ -38,11 +41,7 @@ class _Absent(type):
 
 class _StandIn(ModuleType):
     __version__ = "0"
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Absent(name, (), {})
+    __getattr__ = _make_name
 
 
 def stand_in_for_torchvision() -> bool:
