@@ -296,10 +296,15 @@ def check_supported(engine: object, sampling: SamplingConfig) -> None:
         engine.check_sampling(sampling)
 
 
-def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Container[str]) -> None:
-    """Raise ValueError if the request's id is in flight or its prompt is empty."""
+def check_unique(request_id: str, in_flight: Container[str]) -> None:
+    """Raise ValueError if the request's id is in flight."""
     if request_id in in_flight:
         raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+
+
+def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Container[str]) -> None:
+    """Raise ValueError if the request's id is in flight or its prompt is empty."""
+    check_unique(request_id, in_flight)
     if not prompt_ids:
         raise ValueError("prompt_ids is empty; an engine needs at least one token to continue.")
 

@@ -21,6 +21,7 @@ from llmrl.engines.base import (
     TakesGrammars,
     UpdatableEngine,
     check_supported,
+    check_unique,
 )
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetector, HangWatch
 from llmrl.engines.launch import start_engines
@@ -302,8 +303,7 @@ class EngineReplicas(Sequence[EngineT]):
         """Return a replica's answer; None if the request was aborted before it was assigned."""
         if request_id is None:
             request_id = f"replicas-{id(self):x}-{next(self._ids)}"
-        elif request_id in self._pending:
-            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+        check_unique(request_id, self._pending)
         pending = self._pending[request_id] = PendingRequest()
         failed_on: set[int] = set()
         if self._watch is not None and (self._watching is None or self._watching.done()):

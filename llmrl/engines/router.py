@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 from llmrl._utils.arguments import check_least
+from llmrl.engines.base import check_unique
 
 MAX_REMEMBERED_KEYS = 65536
 """Maximum number of routing keys with a known replica; the least recently used are dropped first."""
@@ -79,8 +80,7 @@ class Router:
 
         Raises ValueError if the id is in flight, and NoReplicaError if no replica is open.
         """
-        if request_id in self._where:
-            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+        check_unique(request_id, self._where)
         replica = self._choose(routing_key, avoid)
         if routing_key is not None:
             self._affinity[routing_key] = replica
