@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from llmrl.weight_sync.source import (
     LazyWeight,
     ModelWeights,
     WeightMeta,
+    Weights,
     base_of,
     checkpoint_name,
     require_plain_adapters,
@@ -63,7 +64,7 @@ class _ScaledWeight(LazyWeight):
         return whole(self.weight) * self.scale
 
 
-def _matrices(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+def _matrices(model: Weights) -> Iterator[tuple[str, Any]]:
     if not isinstance(model, torch.nn.Module) or not getattr(model, "peft_config", None):
         raise TypeError(
             "lora='adapter' sends adapters alone, and the registered model has none, so that all its weights are "

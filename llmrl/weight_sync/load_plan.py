@@ -26,6 +26,10 @@ STAYING = ("e_score_correction_bias", "expert_bias")
 """Router parameters of vLLM that are buffers in the trainer: they are not sent, and keep the checkpoint's values."""
 
 
+TiedHeads = list[tuple[torch.nn.Module, torch.nn.Module]]
+"""Pairs of an output head and the embedding that shares its weight."""
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """A strided region of a parameter or of the buffer; the offset is in elements."""
@@ -109,7 +113,7 @@ class LoadPlan:
     additional allocation and copies of vLLM's layerwise reload.
     """
 
-    def __init__(self, parameters: list[ParameterPlan], heads: list[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
+    def __init__(self, parameters: list[ParameterPlan], heads: TiedHeads) -> None:
         self._parameters = parameters
         # A tied head also packs its weight for the embedding, so the embedding is not packed again.
         self._unpacked = {id(embedding) for _, embedding in heads}
@@ -138,13 +142,12 @@ class LoadPlan:
 
 
 def make_load_plan(
-    model: torch.nn.Module, layout: PackedLayout, heads: list[tuple[torch.nn.Module, torch.nn.Module]]
+    model: torch.nn.Module, layout: PackedLayout, heads: TiedHeads
 ) -> tuple[LoadPlan | None, NeededPages | None]:
     """Return the plan for a model on CPU, and the pages of the buffer that loading reads.
 
     The plan is None if loaders do more than copy, or layers more than pack; the pages are None if
-    all are needed, or unknown. `heads` are pairs of an output head and the embedding that shares
-    its weight. Raises ValueError if the weights do not fit the model, or some are missing.
+    all are needed, or unknown. Raises ValueError if the weights do not fit the model, or some are missing.
     """
     source = torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
     with _checkpoint_format(model) as parameters:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _WRAPPER = r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 _WRAPPER_PARTS = re.compile(rf"^(?:{_WRAPPER})*(?:module\.)?(?:{_WRAPPER})*(?:base_model\.model\.)?|(?<=\.){_WRAPPER}")
 
+Weights: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
+"""A model, or tensors by checkpoint name."""
 ModelMetadata = dict[str, tuple[torch.dtype, torch.Size]]
 
 
@@ -32,9 +34,7 @@ def checkpoint_name(name: str) -> str:
     return _WRAPPER_PARTS.sub("", name)
 
 
-def get_model_metadata(
-    model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
-) -> ModelMetadata:
+def get_model_metadata(model: Weights, dtype: torch.dtype | None = None) -> ModelMetadata:
     """Return `(dtype, shape)` by name of each weight that an update sends; tied weights appear once.
 
     Names and shapes are those of the model's checkpoint. Floating-point weights get `dtype`, their own by default.
@@ -44,12 +44,11 @@ def get_model_metadata(
         >>> get_model_metadata(torch.nn.Linear(2, 1), dtype=torch.bfloat16)["weight"]
         (torch.bfloat16, torch.Size([1, 2]))
     """
-    return {meta.name: (meta.dtype, torch.Size(meta.shape)) for meta in ModelWeights(model_of(model), dtype).metadata()}
+    metadata = ModelWeights(model_of(model), dtype).metadata()
+    return {meta.name: (meta.dtype, torch.Size(meta.shape)) for meta in metadata}
 
 
-def model_of(
-    given: torch.nn.Module | Mapping[str, torch.Tensor],
-) -> torch.nn.Module | Mapping[str, torch.Tensor]:
+def model_of(given: Weights) -> Weights:
     """Return the model of a policy (`TransformersWrapper`), and anything else unchanged."""
     from tensordict.nn import TensorDictModuleBase  # may be missing in an engine's process
 
@@ -59,7 +58,7 @@ def model_of(
     return given
 
 
-def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(model: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter, gathered (collective: every rank must iterate) and with adapters merged, in its own dtype.
 
     Names are the model's own, without the parts that wrappers add; image encoders are left out.
@@ -79,7 +78,7 @@ class WeightMeta(NamedTuple):
 class ModelWeights:
     """The trainer's weights, read anew at each iteration and cast to `dtype`; also vLLM's `WeightSource`."""
 
-    def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: Weights, dtype: torch.dtype | None = None) -> None:
         self._model = model
         self._dtype = dtype
         self.override: Mapping[str, torch.Tensor] = {}
@@ -236,9 +235,7 @@ def base_of(model: object) -> object:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _named_weights(
-    model: torch.nn.Module | Mapping[str, torch.Tensor],
-) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:
+def _named_weights(model: Weights) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:
     if isinstance(model, Mapping):
         named: Iterable[tuple[str, torch.Tensor | LazyWeight]] = _once(model)
     elif isinstance(model, torch.nn.Module):

@@ -17,7 +17,7 @@ from llmrl.weight_sync.channels import Channel
 from llmrl.weight_sync.engine_group import EngineGroup, held_for
 from llmrl.weight_sync.int8 import Int8Weights
 from llmrl.weight_sync.member import Member
-from llmrl.weight_sync.source import ModelMetadata, ModelWeights, get_model_metadata, model_of
+from llmrl.weight_sync.source import ModelMetadata, ModelWeights, Weights, get_model_metadata, model_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class WeightSync:
         self._needs_engine = needs_engine
         self._pause_mode = pause_mode
         self._reset_running_requests = reset_running_requests
-        self._model: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
+        self._model: Weights | None = None
         self._source: ModelWeights | None = None
         self._group: EngineGroup | None = None
         self._channel: Channel | None = None
@@ -75,7 +75,7 @@ class WeightSync:
         """Seconds of each phase of the last update: `stage_s` (engines still generate), `pause_s`, `send_s` (workers
         receive and check), `load_s` (workers load and reset their prefix caches), `resume_s`."""
 
-    def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
+    def register_model(self, model: Weights) -> None:
         """Set the source of weights, read at each update: a model, its policy, or tensors by checkpoint name."""
         with self._lock:
             self._model = model_of(model)

@@ -37,7 +37,7 @@ from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, re
 from llmrl.weight_sync.deadline import TRANSFER_SECONDS, TimedCommunicator
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer, FileWeights
 from llmrl.weight_sync.gloo import Receiver, open_group
-from llmrl.weight_sync.load_plan import STAYING, LoadPlan, make_load_plan, trained_layers
+from llmrl.weight_sync.load_plan import STAYING, LoadPlan, TiedHeads, make_load_plan, trained_layers
 from llmrl.weight_sync.partial import NeededPages
 
 
@@ -308,8 +308,8 @@ class WorkerEngine(WeightTransferEngine):
                 embedding.cpu_linear = head.cpu_linear
 
 
-def find_tied_heads(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Return pairs of an output head and the embedding that shares its weight."""
+def find_tied_heads(model: torch.nn.Module) -> TiedHeads:
+    """Return each output head that shares an embedding's weight, with the embedding."""
     embeddings = [
         module
         for module in model.modules()
