@@ -100,7 +100,7 @@ class Channel(ABC):
 
     @abstractmethod
     def stage(self, version: int | None) -> int:
-        """Copy the current weights for sending; return their version, which the channel counts if `version` is None."""
+        """Copy the current weights for sending; return their version, by default one that the channel counts."""
 
     @abstractmethod
     def roll_back(self) -> None:
@@ -257,7 +257,8 @@ class _Broadcast:
         world_size = 1 + client.num_workers
         # `open_group` waits for the workers for minutes, so its thread is abandoned if the engine fails.
         opening = start_in_thread(open_group, address, port, rank=0, world_size=world_size)
-        client.init_weight_transfer_engine({"master_address": address, "master_port": port, "world_size": world_size})
+        info = {"master_address": address, "master_port": port, "world_size": world_size}
+        client.init_weight_transfer_engine(info)
         try:
             self._group: ProcessGroupGloo | None = opening.result(_MEETING_SECONDS)
         except TimeoutError as error:

@@ -139,8 +139,8 @@ class DeltaWriter:
         if self._places:
             raise ValueError(f"the source did not yield {sorted(self._places)[:3]}, which it announced.")
         self._found.sort(key=lambda found: found[0][:1].tolist())
-        positions = np.concatenate([np.empty(0, dtype=np.int64), *(positions for positions, _ in self._found)])
-        differences = np.concatenate([np.empty(0, dtype=np.uint16), *(added for _, added in self._found)])
+        positions = np.concatenate([np.empty(0, np.int64), *(positions for positions, _ in self._found)])
+        differences = np.concatenate([np.empty(0, np.uint16), *(added for _, added in self._found)])
         if len(self._image) % 2 or (np.diff(positions) <= 0).any():
             return None
         data, num_gap_bytes = encode(positions, differences)

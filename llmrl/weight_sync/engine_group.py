@@ -199,7 +199,7 @@ class EngineGroup:
                 self._replicas.refresh()
 
     def roll_back(self, members: list[Member], *, are_mixed: bool) -> str:
-        """End an update that failed before `commit`; return `held_weights`. Engines with mixed weights stay paused."""
+        """End an update that failed before `commit`; return `held_weights`. Mixed engines stay paused."""
         try:
             self.each(members, lambda member: member.abandon(can_discard=not are_mixed))
         except Exception as error:

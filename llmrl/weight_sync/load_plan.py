@@ -156,13 +156,14 @@ def make_load_plan(
             with recorder:
                 model.load_weights(layout.views(source))  # type: ignore[operator]  # of a model of vLLM
         except Exception as error:
-            if isinstance(error, RuntimeError) and "meta" in str(error):  # a loader reads data, which meta tensors lack
-                return None, None
+            if isinstance(error, RuntimeError) and "meta" in str(error):
+                return None, None  # a loader reads data, which meta tensors lack
             raise ValueError(f"the engine's model does not take these weights: {_first_line(error)}") from error
     if not recorder.is_copying_only:
         return None, None
     tied = {id(head) for head, _ in heads}
-    unread = _unread(layout, [plan for plan, _ in parameters if id(plan.layer) not in tied])
+    plans = [plan for plan, _ in parameters]
+    unread = _unread(layout, [plan for plan in plans if id(plan.layer) not in tied])
     if unread:
         raise ValueError(
             f"the engine's model has no place for {len(unread)} of the weights, among them {unread[:3]}; a head that "
@@ -172,7 +173,7 @@ def make_load_plan(
     wanted = []
     trained = trained_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
-    for plan, _ in parameters:
+    for plan in plans:
         if id(plan.layer) in tied or is_deferred_attention_layer(plan.layer):
             continue
         if not plan.copies and (plan.name in STAYING or id(plan.layer) not in trained):
@@ -183,7 +184,7 @@ def make_load_plan(
     if missing:
         raise ValueError(f"the update lacks weights for {len(missing)} parameters, among them {missing[:3]}.")
     load_plan = LoadPlan(wanted, heads) if all(map(_is_plain, wanted)) else None
-    return load_plan, _pages_of(layout, [plan for plan, _ in parameters])
+    return load_plan, _pages_of(layout, plans)
 
 
 def trained_layers(model: torch.nn.Module) -> set[int]:
@@ -237,7 +238,8 @@ def _checkpoint_format(model: torch.nn.Module) -> Iterator[list[tuple[ParameterP
     parameters: list[tuple[ParameterPlan, torch.Tensor]] = []
     try:
         for layer in model.modules():
-            held.append((layer, dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set)))
+            non_persistent = set(layer._non_persistent_buffers_set)
+            held.append((layer, dict(layer._parameters), dict(layer._buffers), non_persistent))
             restore_layer_on_meta(layer, get_layerwise_info(layer))
             for name, parameter in layer._parameters.items():
                 if parameter is not None:

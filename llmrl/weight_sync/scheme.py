@@ -172,7 +172,7 @@ class DoubleBufferReader:
         group.call_before_serving(self._bring_up_to_date)
 
     def poll_and_apply(self) -> int | None:
-        """Load the current buffer if it has changed since the last call; return its version, or `None` if it has not.
+        """Load the current buffer and return its version; `None` if it has not changed since the last call.
 
         Raises EngineError if the buffer is damaged or does not fit; the engines keep their weights.
         """
@@ -199,7 +199,7 @@ class DoubleBufferReader:
             member.update_weights(located_file(self._folder, pointer))
 
         def make_older(member: Member) -> None:
-            # Weights of another trainer may have this version, and an engine takes its own version as a cancellation.
+            # Another trainer's weights may have this version, and an engine's own version cancels an update.
             if member.engine.policy_version == pointer.version:
                 member.engine.policy_version = pointer.version - 1
 

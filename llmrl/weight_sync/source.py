@@ -59,7 +59,7 @@ def model_of(given: Weights) -> Weights:
 
 
 def named_weights(model: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter, gathered (collective: every rank must iterate) and with adapters merged, in its own dtype.
+    """Yield each parameter in its own dtype, gathered (every rank must iterate) and with adapters merged.
 
     Names are the model's own, without the parts that wrappers add; image encoders are left out.
     """
@@ -106,18 +106,16 @@ class ModelWeights:
             if weights.converter is None:
                 converted: Mapping[str, torch.Tensor | LazyWeight] = {weights.name: parameters[weights.parameters[0]]}
             else:
-                empty = {
-                    name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in parameters.items()
-                }
+                with torch.device("meta"):
+                    empty = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in parameters.items()}
                 converted = weights.convert(empty)
-            metadata += [
-                WeightMeta(name, _sent_dtype(one, self._dtype), tuple(one.shape)) for name, one in converted.items()
-            ]
+            for name, one in converted.items():
+                metadata.append(WeightMeta(name, _sent_dtype(one, self._dtype), tuple(one.shape)))
         return metadata
 
     @property
     def _format(self) -> object:
-        """The unwrapped model, whose weights get its checkpoint's names; None if `override` has these names already."""
+        """The unwrapped model, for its checkpoint's names; None if `override` has these names already."""
         if self.override:
             known = {meta.name for meta in ModelWeights(self._model).metadata()}
             if known.issuperset(name for name, _ in self._named()):
@@ -159,7 +157,7 @@ class ModelWeights:
 
 
 def _unquantized_form(weight: torch.Tensor) -> torch.Tensor:
-    """Return an object with the dtype and shape of a weight, before quantization if it is quantized."""
+    """Return an object with the dtype and shape that a weight has without quantization."""
     form: torch.Tensor = weight.quant_state if is_quantized(weight) else weight  # type: ignore[attr-defined]
     return form
 
@@ -229,7 +227,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def base_of(model: object) -> object:
-    """Return a model without the wrappers of DDP, torch.compile and peft; other objects are returned unchanged."""
+    """Return a model without the wrappers of DDP, torch.compile and peft, or any other object unchanged."""
     model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model

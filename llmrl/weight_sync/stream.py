@@ -114,7 +114,8 @@ class _TimedNCCL:
 
         self._client = client
         self._device = source.device
-        info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + client.num_workers)
+        world_size = 1 + client.num_workers
+        info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=world_size)
         self._workers_opened: Future[None] = Future()
         self._workers_updated: Future[None] | None = None
 

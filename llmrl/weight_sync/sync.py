@@ -21,6 +21,8 @@ from llmrl.weight_sync.source import ModelMetadata, ModelWeights, Weights, get_m
 
 logger = logging.getLogger(__name__)
 
+_NOT_CONNECTED = "the workers are not connected yet; call sender.init_all_workers_group(...) first."
+
 
 class WeightSyncError(EngineError):
     """Failure of an update, which may be retried; the message says which weights the engines hold."""
@@ -146,13 +148,13 @@ class WeightSync:
         """
         with self._lock:
             if self._source is None:
-                raise RuntimeError("the workers are not connected yet; call sender.init_all_workers_group(...) first.")
+                raise RuntimeError(_NOT_CONNECTED)
             self._source.override = weights or {}
             update = self._update_together if self._source.is_sharded else self._update
             while True:
                 try:
                     return update(self._source)
-                except ReplicaLostError as error:  # terminates, because each repetition has fewer engines or restarts
+                except ReplicaLostError as error:  # each repetition has fewer engines or restarts
                     logger.warning("%s The update is repeated with the remaining engines.", error)
 
     def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
@@ -184,7 +186,7 @@ class WeightSync:
             group = self._group
             channel = self._channel
             if group is None or channel is None:
-                raise RuntimeError("the workers are not connected yet; call sender.init_all_workers_group(...) first.")
+                raise RuntimeError(_NOT_CONNECTED)
             version = max(one.policy_version for one in [*group.engines, engine])
             staged = channel.staged_version
             if staged is not None and staged <= self._last_version:  # the engines that loaded it may have died

@@ -220,7 +220,8 @@ class WorkerEngine(WeightTransferEngine):
             raise ValueError("the trainer has opened no group; call init_weight_transfer_engine first.")
         if update_info.num_delta_bytes:
             return self._receiver.receive_delta(update_info.num_delta_bytes)
-        return self._receiver.receive(layout.num_bytes, pages=self._pages_of(layout), checksum=update_info.checksum)
+        pages = self._pages_of(layout)
+        return self._receiver.receive(layout.num_bytes, pages=pages, checksum=update_info.checksum)
 
     def _pages_of(self, layout: PackedLayout) -> NeededPages | None:
         """Return the pages that this worker's part of the model is loaded from; None if it needs all."""
@@ -274,9 +275,9 @@ class WorkerEngine(WeightTransferEngine):
         found = {}
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            if not info.can_load() or is_deferred_attention_layer(layer) or id(layer) in heads:
+            if not info.can_load() or is_deferred_attention_layer(layer):
                 continue
-            if id(layer) not in trained:
+            if id(layer) in heads or id(layer) not in trained:
                 continue
             own = [one for one, _ in layer.named_parameters(recurse=False) if one not in STAYING]
             if own and info.load_numel == 0 and info.load_numel_total:
@@ -288,7 +289,8 @@ class WorkerEngine(WeightTransferEngine):
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             # Only vocabularies are padded, so a linear layer with missing elements lacks one of its fused weights.
-            if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
+            is_begun = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
+            if is_begun and isinstance(layer, LinearBase):
                 missing.append(name)
         if missing:
             raise ValueError(f"the update lacks weights for {len(missing)} layers, among them {missing[:3]}.")
