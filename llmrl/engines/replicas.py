@@ -383,7 +383,8 @@ class EngineReplicas(Sequence[EngineT]):
         with self._lock:
             for index, one in enumerate(self._engines):
                 if one is engine and index not in self._dead:
-                    _LOGGER.warning("Engine replica %d hung for %g s and is ended.", index, self.hang_timeout_seconds)
+                    seconds = self.hang_timeout_seconds
+                    _LOGGER.warning("Engine replica %d hung for %g s and is ended.", index, seconds)
                     self.num_hangs += 1
                     return self._mark_dead(index, is_hanging=True)
         end_hanging(engine)  # the engine was just started, and is not a replica yet
@@ -413,9 +414,9 @@ class EngineReplicas(Sequence[EngineT]):
             self._recover_by(self._recover, index)
 
     def _recover_by(self, function: Callable[..., None], index: int, *arguments: EngineT) -> None:
-        name = f"llmrl-recover-{index}"
-        self.recovering[index] = threading.Thread(target=function, args=(index, *arguments), name=name, daemon=True)
-        self.recovering[index].start()
+        thread = threading.Thread(target=function, args=(index, *arguments), name=f"llmrl-recover-{index}", daemon=True)
+        self.recovering[index] = thread
+        thread.start()
 
     def _may_restart(self, index: int) -> bool:
         has_tries = self._restarts_in_a_row[index] < self._max_restarts

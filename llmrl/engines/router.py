@@ -18,7 +18,7 @@ class NoReplicaError(LookupError):
 
 
 class Router:
-    """Assignment of requests to the least loaded replica, or to the replica of their routing key for its prefix cache.
+    """Assignment of requests to the replica of their routing key, for its prefix cache, or to the least loaded one.
 
     Args:
         num_replicas: number of replicas, numbered from 0; all are open at first.

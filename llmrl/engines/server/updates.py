@@ -203,7 +203,7 @@ class ServerUpdates(ABC):
             self._folder = str(PurePosixPath(str(update_info["folder"]), str(pointer["slot"])))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Activate the weights and return their version, by default the next; the current version cancels an update."""
+        """Activate the weights and return their version, by default the next; the current one cancels an update."""
         version = self._version + 1 if weight_version is None else int(weight_version)
         is_to_files = self._require_info().backend == FILES_BACKEND
         if version == self._version:  # cancelled; no label is set, because the server may have lost its weights

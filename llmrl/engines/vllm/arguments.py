@@ -270,9 +270,10 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     if is_cpu:
         arguments["block_size"] = _CPU_BLOCK
     num_workers = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
+    is_on_one_host = engine_args.get("nnodes", 1) == 1
     if is_cpu and num_workers == 1:
         arguments["distributed_executor_backend"] = "uni"
-    elif num_workers > 1 and backend is not None and engine_args.get("nnodes", 1) == 1 and not _is_in_placement_group():
+    elif num_workers > 1 and backend is not None and is_on_one_host and not _is_in_placement_group():
         arguments["distributed_executor_backend"] = EXECUTOR
     return AsyncEngineArgs(
         model=folder,

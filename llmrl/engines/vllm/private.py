@@ -177,7 +177,8 @@ def all_stop_token_ids(llm: AsyncLLM, params: SamplingParams) -> set[int]:
     """Return the tokens that end an answer to a request with these parameters."""
     resolved = params.clone()
     processor = llm.input_processor
-    resolved.update_from_generation_config(processor.generation_config_fields, processor.renderer.get_eos_token_id())
+    eos_token_id = processor.renderer.get_eos_token_id()
+    resolved.update_from_generation_config(processor.generation_config_fields, eos_token_id)
     return resolved.all_stop_token_ids
 
 
@@ -187,7 +188,7 @@ async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM
     manager = getattr(llm, "logger_manager", None)
     if manager is not None:  # only vLLM's own server shows its Prometheus metrics, which cost time in each step
         prometheus = _find("PrometheusStatLogger")
-        manager.stat_loggers[:] = [logger for logger in manager.stat_loggers if not isinstance(logger, prometheus)]
+        manager.stat_loggers[:] = [one for one in manager.stat_loggers if not isinstance(one, prometheus)]
     if "weight_versions" not in _find("CompletionOutput").__dataclass_fields__:
         _report_versions(llm)
     vars(llm)[_SEGMENTS] = _segments_of(llm)
@@ -350,7 +351,8 @@ def replace_cpu_kernels() -> None:
         values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
     ) -> torch.Tensor:
         counts = ends.diff(prepend=ends.new_zeros(1))
-        return values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+        replaced = values.masked_fill(values == replace_from, replace_to)
+        return replaced.repeat_interleave(counts, output_size=num_tokens)
 
     def rotate(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> object:
         has_heads = query.ndim > positions.ndim + 1

@@ -50,18 +50,18 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
         load = LoadMeter()
         stack = contextlib.ExitStack()
         try:
-            variables |= transfer_variables(weight_transfer) | {FOLDER_VARIABLE: stack.enter_context(engine_folder())}
+            variables |= transfer_variables(weight_transfer)
+            variables[FOLDER_VARIABLE] = stack.enter_context(engine_folder())
             background.submit(_hold(stack))
             with starting_environment(variables):
                 background.run(_import_vllm())
                 arguments = build_engine_args(folder, options, is_cpu=is_cpu)
-                is_updated = weight_transfer is not False
                 check_model(
                     folder,
                     arguments.max_model_len,
                     dtype=str(arguments.dtype),
                     is_cpu=is_cpu,
-                    is_updated=is_updated,
+                    is_updated=weight_transfer is not False,
                     is_drafting=arguments.speculative_config is not None,
                 )
                 return background.run(start_llm(arguments, load)), background, load
