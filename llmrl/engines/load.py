@@ -98,7 +98,7 @@ class LoadMeter:
         self._lock = threading.Lock()  # the engine's loop records, and other threads read
 
     def take(self, reader: str = METRICS) -> EngineLoad:
-        """Return the load since this reader's last call; a reader other than `METRICS` starts at its first call."""
+        """Return the load since this reader's last call; other readers than `METRICS` start at their first call."""
         with self._lock:
             load = self._loads.get(reader, EngineLoad())
             self._loads[reader] = EngineLoad()

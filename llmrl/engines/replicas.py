@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from llmrl.engines.base import (
     Completion,
@@ -44,7 +44,7 @@ _LOOK_AGAIN_S = 0.1
 
 
 class EngineReplicas(Sequence[EngineT]):
-    """Several engines used as one: a `Router` distributes requests, which are retried elsewhere if an engine fails.
+    """Several engines used as one: a `Router` distributes requests, and those that fail are retried elsewhere.
 
     With `restart`, a dead replica is replaced by a new engine. A replica serves only if it has the
     same version of the weights as the others; `before_serving` callbacks bring a new one to that
@@ -273,10 +273,12 @@ class EngineReplicas(Sequence[EngineT]):
         Raises ValueError as the replica's `generate` does, and EngineError if the request failed
         `num_retries` + 1 times, or no replica serves or is being restarted.
         """
-        streamed = {} if stream is None else {"stream": stream}
+        options: dict[str, Any] = {"routing_key": routing_key}
+        if stream is not None:  # engines that do not stream have no such argument
+            options["stream"] = stream
 
         def ask(engine: Engine, attempt_id: str) -> Awaitable[Completion]:
-            return engine.generate(prompt_ids, sampling, request_id=attempt_id, routing_key=routing_key, **streamed)
+            return engine.generate(prompt_ids, sampling, request_id=attempt_id, **options)
 
         completion = await self._served(ask, request_id, routing_key)
         return completion or Completion([], [], [], "abort")
@@ -414,7 +416,8 @@ class EngineReplicas(Sequence[EngineT]):
             self._recover_by(self._recover, index)
 
     def _recover_by(self, function: Callable[..., None], index: int, *arguments: EngineT) -> None:
-        thread = threading.Thread(target=function, args=(index, *arguments), name=f"llmrl-recover-{index}", daemon=True)
+        thread = threading.Thread(target=function, args=(index, *arguments), daemon=True)
+        thread.name = f"llmrl-recover-{index}"
         self.recovering[index] = thread
         thread.start()
 

@@ -76,7 +76,7 @@ class Router:
             del self._affinity[key]
 
     def assign(self, request_id: str, routing_key: str | None = None, *, avoid: Collection[int] = ()) -> int:
-        """Return the replica to which the request is assigned until `release`; `avoid` is used if no other is open.
+        """Assign the request to a replica until `release`, and return it; one of `avoid` only if no other is open.
 
         Raises ValueError if the id is in flight, and NoReplicaError if no replica is open.
         """

@@ -1,4 +1,4 @@
-"""Transfer of new weights to running engines; imports are lazy, as vLLM's workers lack the trainer's dependencies."""
+"""Transfer of new weights to running engines; imports are lazy, as vLLM's workers lack some packages."""
 
 from __future__ import annotations
 

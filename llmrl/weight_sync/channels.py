@@ -359,5 +359,5 @@ class FileChannel(Channel):
 
 
 def located_file(folder: str, pointer: BufferPointer) -> TransferInfo:
-    """Return the arguments of `Client.update_weights` for the file of `pointer` in `folder`, as the workers see it."""
+    """Return the arguments of `Client.update_weights` for a file in `folder`, as the workers see it."""
     return {"folder": folder, "pointer": asdict(pointer)}

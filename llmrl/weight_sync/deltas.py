@@ -68,7 +68,7 @@ class Delta:
 
 
 def encode(positions: Positions, differences: Words) -> tuple[bytes, int]:
-    """Encode ascending positions and differences, [num_changed] each; return the bytes and the number of gap bytes.
+    """Encode ascending positions and differences, [num_changed] each; return bytes and the number of gap bytes.
 
     Example:
         >>> data, num_gap_bytes = encode(np.array([0, 300]), np.array([1, 65535], dtype=np.uint16))

@@ -94,7 +94,7 @@ class DoubleBuffer:
             raise ValueError(f"the pointer {path} is damaged: {error}") from error
 
     def write(self, weights: ModelWeights | Mapping[str, torch.Tensor], version: int | None = None) -> BufferPointer:
-        """Write into the buffer that is not current, and move the pointer to it; `version` is the next one by default.
+        """Write into the buffer that is not current, and move the pointer to it; `version` is by default the next.
 
         Raises ValueError if a source yields other weights than it announced.
         """
@@ -128,7 +128,7 @@ class DoubleBuffer:
         return pointer
 
     def _cleared(self, slot: int, current: BufferPointer) -> Path:
-        """Empty a buffer's folder, delete deltas that no reader of `current` needs, and return the buffer's file."""
+        """Empty a buffer's folder, delete deltas that `current` does not need, and return the buffer's file."""
         path = self.path(slot)
         path.parent.mkdir(exist_ok=True)
         for stale in path.parent.iterdir():  # old weights, and remains of killed writers

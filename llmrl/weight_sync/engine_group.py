@@ -226,7 +226,7 @@ class EngineGroup:
         return held
 
     def each(self, members: Sequence[Member], action: Callable[[Member], object]) -> None:
-        """Run `action` for all engines concurrently; after all have ended, raise the error of an engine that is alive.
+        """Run `action` for all engines concurrently; then raise the error of an engine that is alive, if any.
 
         Engines that die or hang are left out from then on. Raises EngineError if no engine is left.
         """

@@ -23,7 +23,7 @@ from llmrl.weight_sync.buffers import PackedLayout
 from llmrl.weight_sync.partial import NeededPages
 
 STAYING = ("e_score_correction_bias", "expert_bias")
-"""Router parameters of vLLM that are buffers in the trainer: they are not sent, and keep the checkpoint's values."""
+"""Router parameters of vLLM that are buffers in the trainer: not sent, they keep the checkpoint's values."""
 
 
 TiedHeads = list[tuple[torch.nn.Module, torch.nn.Module]]

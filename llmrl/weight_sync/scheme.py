@@ -140,7 +140,8 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
     def create_receiver(self, vllm_engine: UpdatableEngine | Sequence[UpdatableEngine]) -> DoubleBufferReader:
         """Create a reader for engines that the trainer cannot call; all of them get the same weights."""
-        group = EngineGroup(vllm_engine, pause_mode=self.pause_mode, reset_running_requests=self.reset_running_requests)
+        reset = self.reset_running_requests
+        group = EngineGroup(vllm_engine, pause_mode=self.pause_mode, reset_running_requests=reset)
         return DoubleBufferReader(group, self._worker_folder)
 
     @property

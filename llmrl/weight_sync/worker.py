@@ -144,7 +144,7 @@ class WorkerEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: WorkerUpdateInfo) -> None:
-        """Receive all weights. Raises ValueError if they are not the announced weights, or do not fit the model."""
+        """Receive all weights. Raises ValueError if they were not announced, or do not fit the model."""
         self._taken = None
         if update_info.is_discarded:
             return
@@ -160,7 +160,7 @@ class WorkerEngine(WeightTransferEngine):
             self._layout = layout
 
     def finish_weight_update(self) -> None:
-        """Load the received weights. Raises ValueError if they were overwritten meanwhile, which leaves a mixture."""
+        """Load the received weights. Raises ValueError if they were overwritten, which leaves a mixture."""
         if self._taken is None:
             return
         layout, buffer, update_info = self._taken
@@ -288,7 +288,7 @@ class WorkerEngine(WeightTransferEngine):
         missing = list(self._untouched())
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            # Only vocabularies are padded, so a linear layer with missing elements lacks one of its fused weights.
+            # Only vocabularies are padded: a linear layer with missing elements lacks one of its fused weights.
             is_begun = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
             if is_begun and isinstance(layer, LinearBase):
                 missing.append(name)

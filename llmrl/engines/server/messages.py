@@ -130,7 +130,7 @@ def read_response(
 
 
 def likeliest_distance(response: object, server: str) -> float:
-    """Return the gap between the first token's two largest log-probs. Raises EngineError if there are fewer than two.
+    """Return the gap between the first token's two largest log-probs. Raises EngineError if one is missing.
 
     Example:
         >>> logprobs = {"top_logprobs": [{"a": -3.0, "b": -1.0, "c": -9999.0}]}

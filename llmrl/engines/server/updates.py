@@ -93,7 +93,7 @@ class ServerUpdates(ABC):
     num_workers: int = 1
     """Number of worker processes that receive weights."""
     lacks_weights: bool = False
-    """Whether the server lost its weights, or an update was left unfinished; it then serves after the next update."""
+    """Whether the server lost its weights, or an update was left unfinished, until the next update."""
     num_restarts: int = 0
     """Number of times that the server was found without its weights."""
     info: ServerInfo | None = None
@@ -252,7 +252,7 @@ class ServerUpdates(ABC):
         return self.info
 
     def _take_back(self) -> None:
-        """Synchronise with a server that answers again; a server that was restarted or was loading lacks weights."""
+        """Synchronise with a server that answers again; it lacks weights if it was restarted or was loading."""
         is_left = self._is_left
         try:
             label = label_of(self._call("GET", "/weight_info"))
@@ -286,7 +286,7 @@ class ServerUpdates(ABC):
                 raise
 
     def _require_loadable(self) -> None:
-        """Raise ValueError for a tied head on a CPU without a backend: vLLM would keep its packed copy of the head."""
+        """Raise ValueError for a tied head on a CPU without a backend: vLLM would keep its packed copy."""
         info = self._require_info()
         if info.backend != FILES_BACKEND or not info.is_cpu:
             return

@@ -67,9 +67,8 @@ class Routers:
     def __init__(self, model: PreTrainedModel) -> None:
         self._name = type(model).__name__
         config = text_config(model)
-        self._has_experts = any(
-            (getattr(config, name, None) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts")
-        )
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        self._has_experts = any((getattr(config, name, None) or 0) > 1 for name in names)
         self.num_layers = self.num_experts = self.top_k = 0
         layers = getattr(decoder_of(model), "layers", ())
         self._num_decoder_layers = len(layers)
@@ -87,7 +86,7 @@ class Routers:
             _hook_once(layer.register_forward_pre_hook, layer._forward_pre_hooks, _before_layer, index)
 
     def checked(self, routed_experts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        """Return each row's experts, `[num_tokens, num_layers, top_k]`, for this model's routers; None if it has none.
+        """Return each row's experts, `[num_tokens, num_layers, top_k]`, for the routers; None if there are none.
 
         Raises TypeError if the model's routers are not recognised, and ValueError if the shapes do not match.
         """

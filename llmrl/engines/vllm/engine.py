@@ -123,7 +123,7 @@ class AsyncVLLM(KnownArguments):
         num_replicas: int | None = None,
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """Start an engine; `EngineReplicas.from_pretrained` starts several, also in Ray actors, with the same options.
+        """Start an engine; `EngineReplicas.from_pretrained` starts several with the same options, also in Ray.
 
         Args:
             model_name: folder or hub name.
@@ -142,8 +142,8 @@ class AsyncVLLM(KnownArguments):
         check_options(options)
         if num_replicas is not None:
             return cls.start_several(model_name, num_replicas, **options)
-        hang_timeout_seconds = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
-        HangWatch(hang_timeout_seconds)  # checks the value before the engine starts
+        hang_timeout = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
+        HangWatch(hang_timeout)  # checks the value before the engine starts
         start = time.perf_counter()
         llm, background, load = start_vllm(os.fspath(model_name), options)
         config = llm.vllm_config.weight_transfer_config
@@ -151,9 +151,7 @@ class AsyncVLLM(KnownArguments):
         backend = None if config is None else config.backend.replace(NCCL_BACKEND, "nccl")
         if llm.vllm_config.lora_config is not None:
             backend = ADAPTER_BACKEND
-        engine = cls(
-            llm, background, load, weight_transfer=backend, start_s=start_s, hang_timeout_seconds=hang_timeout_seconds
-        )
+        engine = cls(llm, background, load, weight_transfer=backend, start_s=start_s, hang_timeout_seconds=hang_timeout)
         engine.untested_arguments = untested(options.get("engine_args") or {})
         if options.get("speculative") and llm.vllm_config.device_config.device_type != "cpu":
             engine.untested_arguments += ("speculative",)

@@ -60,7 +60,7 @@ class Grammars:
                 raise ValueError(f"the JSON schema cannot be compiled to a grammar: {error}") from error
 
     def masks(self, grammar: str, token_ids: Sequence[int], params: SamplingParams) -> list[array[int]]:
-        """Return an answer's sampling mask: the ids that the grammar kept at each token, or `~id` of each removed id.
+        """Return an answer's sampling mask: the ids that the grammar kept at each token, or `~id` of the removed.
 
         Equal masks share one array.
         """

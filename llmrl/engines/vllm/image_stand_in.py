@@ -45,7 +45,7 @@ class _StandIn(ModuleType):
 
 
 def stand_in_for_torchvision() -> bool:
-    """Make `import torchvision` succeed in this process if it is not installed; return whether the stand-in is used.
+    """Make `import torchvision` succeed where it is not installed; return whether the stand-in is used.
 
     transformers still reports torchvision as missing, and uses processors that do not need it. May be called again.
     """

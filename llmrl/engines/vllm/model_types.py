@@ -110,7 +110,7 @@ def _has_state(text: Config) -> bool:
 
 
 def exact_length_of(config: Config) -> tuple[float, str]:
-    """Return the length of a row up to which vLLM computes the same as transformers, and the reason for the limit.
+    """Return the length up to which vLLM computes the same as transformers, and the reason for the limit.
 
     Example:
         >>> exact_length_of({"model_type": "cohere2", "sliding_window": 4096})[0]

@@ -295,7 +295,7 @@ async def _shut_down(llm: AsyncLLM) -> None:
 
 
 def put_files_into(folder: str) -> None:
-    """Make vLLM put the rendezvous file of an engine's workers into a folder; its other temporary files do not move."""
+    """Make vLLM put the rendezvous file of an engine's workers into a folder, but no other temporary file."""
     if "vllm" in sys.modules:
         network_utils = importlib.import_module("vllm.utils.network_utils")
         vars(network_utils)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
@@ -334,7 +334,7 @@ def compute_int8_by_one_dnn() -> None:
 
 @functools.cache
 def replace_cpu_kernels() -> None:
-    """Replace functions of vLLM's CPU build that silently compute wrong results: sampling of drafts, rotary embedding.
+    """Replace functions of vLLM's CPU build that compute wrong results: sampling of drafts, rotary embedding.
 
     The kernel behind `expand_batch_to_tokens` writes temperature, top-k and top-p of drafted tokens into a 64-bit
     integer copy that it drops, so drafts are sampled with uninitialised values; with top-k, a step without drafts

@@ -50,7 +50,7 @@ def is_cut_by_grammar_alone(sampling: SamplingConfig) -> bool:
 def sampling_params(
     sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0, is_streamed: bool = False
 ) -> SamplingParams:
-    """Return vLLM's parameters for one completion of `budget` tokens, with `num_log_probs` likeliest ids per token.
+    """Return vLLM's parameters for a completion of `budget` tokens, each with `num_log_probs` likeliest ids.
 
     Raises ValueError if vLLM does not support a value, such as a temperature above 2, or a seed on CPU.
     """
@@ -127,7 +127,7 @@ async def answer_of(
     weights: WholeWeights,
     stream: TokenStream | None = None,
 ) -> tuple[RequestOutput, int | None]:
-    """Await one request on the engine's own loop; also return the version of its weights, if vLLM does not report it.
+    """Await one request on the engine's own loop; also return its weights' version, if vLLM does not report it.
 
     Raises ValueError if vLLM refuses the request, and EngineError if the engine died or did not finish it.
     """
