@@ -123,7 +123,7 @@ class ServerUpdates(ABC):
     def policy_version(self, version: int) -> None:
         """Set the version of the server's weights, and their label if the server takes weights."""
         if self.info is not None and version != self._version:
-            self._call("POST", "/update_weight_version", {"new_version": str(version)})
+            self._set_label(version)
         self._version = version
         self.lacks_weights = False
 
@@ -217,10 +217,13 @@ class ServerUpdates(ABC):
             if self._folder is not None:
                 body = {"method": RELOAD_METHOD, "kwargs": {"weights_path": self._folder}}
                 self._call("POST", "/collective_rpc", body, takes_time=True)
-            self._call("POST", "/update_weight_version", {"new_version": str(version)})
+            self._set_label(version)
         self.lacks_weights = self._is_loading = False
         self._version = version
         return version
+
+    def _set_label(self, version: int) -> None:
+        self._call("POST", "/update_weight_version", {"new_version": str(version)})
 
     def _require_info(self) -> ServerInfo:
         if self.info is None:
@@ -245,7 +248,7 @@ class ServerUpdates(ABC):
             ) from error
         label = label_of(self._call("GET", "/weight_info"))
         if label is None:
-            self._call("POST", "/update_weight_version", {"new_version": str(self._version)})
+            self._set_label(self._version)
         else:
             self._version = label
         self.lacks_weights = entry_of(self._call("GET", "/is_paused"), "is_paused") is True
@@ -257,7 +260,7 @@ class ServerUpdates(ABC):
         try:
             label = label_of(self._call("GET", "/weight_info"))
             if label is None and self._version == self._first_version and not self.lacks_weights:
-                self._call("POST", "/update_weight_version", {"new_version": str(self._version)})
+                self._set_label(self._version)
             elif label != self._version or (is_left and self._is_loading):
                 self._lose_weights()
             if is_left and not self.lacks_weights:
