@@ -7,6 +7,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.garbage import search_rarely
 from llmrl.engines.base import EngineError
@@ -27,8 +28,7 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
     log_level = options.get("log_level", "ERROR")
     cpu_threads = options.get("cpu_threads")
     weight_transfer = options.get("weight_transfer", True)
-    if cpu_threads is not None and cpu_threads < 1:
-        raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")
+    check_least(1, cpu_threads=cpu_threads)
     logging.getLogger("vllm").setLevel(log_level)
     with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):
         try:
