@@ -86,7 +86,8 @@ class AsyncVLLM(KnownArguments):
         self._llm = llm
         self._background = background
         self._load = load
-        self._weight_transfer_backend = weight_transfer
+        self.weight_transfer_backend = weight_transfer
+        """vLLM's weight-transfer backend, or None."""
         self.start_s = start_s
         """Seconds from the call until the engine accepted requests."""
         self.max_model_len: int = llm.vllm_config.model_config.max_model_len
@@ -295,11 +296,6 @@ class AsyncVLLM(KnownArguments):
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    @property
-    def weight_transfer_backend(self) -> str | None:
-        """vLLM's weight-transfer backend, or None."""
-        return self._weight_transfer_backend
-
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """Stop stepping; requests in flight are kept, finished first (`wait`) or aborted.
 
@@ -374,7 +370,7 @@ class AsyncVLLM(KnownArguments):
         raise TypeError("AsyncVLLM holds a running process and cannot be pickled; start it where it is used.")
 
     def _require_weight_transfer(self) -> None:
-        if self._weight_transfer_backend is None:
+        if self.weight_transfer_backend is None:
             raise EngineError("This engine was started with weight_transfer=False; start it with weight_transfer=True.")
 
     def _control(self, coroutine: Coroutine[object, object, T]) -> T:
