@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-import torch
 from tensordict.nn import TensorDictModuleBase
 
-Weights: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
-"""The trainer's model, or its weights by their names in a checkpoint."""
+from llmrl.weight_sync.source import Weights
 
 
 class WeightSender(Protocol):

@@ -108,7 +108,7 @@ class SamplingConfig:
         return replace(self, **changes)
 
     def for_answers(self, num_answers: int) -> list[SamplingConfig]:
-        """Return a copy for each of several answers: with one seed, all answers to a prompt would be the same.
+        """Return a copy for each of several answers; with one seed, all answers to a prompt would be equal.
 
         Example:
             >>> [one.seed for one in SamplingConfig(seed=7).for_answers(3)]
@@ -211,7 +211,7 @@ class ReportsProgress(Protocol):
     """An engine that reports its progress, so that a hang can be detected."""
 
     async def progress(self) -> int | None:
-        """Return a number that changes with every new token; None if idle or paused. Raises EngineError if it died."""
+        """Return a number that every new token changes; None if idle or paused. Raises EngineError if dead."""
 
 
 @runtime_checkable
@@ -296,16 +296,21 @@ def check_supported(engine: object, sampling: SamplingConfig) -> None:
         engine.check_sampling(sampling)
 
 
-def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Container[str]) -> None:
-    """Raise ValueError if the request's id is in flight or its prompt is empty."""
+def check_unique(request_id: str, in_flight: Container[str]) -> None:
+    """Raise ValueError if the request's id is in flight."""
     if request_id in in_flight:
         raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+
+
+def check_request(request_id: str, prompt_ids: Sequence[int], in_flight: Container[str]) -> None:
+    """Raise ValueError if the request's id is in flight or its prompt is empty."""
+    check_unique(request_id, in_flight)
     if not prompt_ids:
         raise ValueError("prompt_ids is empty; an engine needs at least one token to continue.")
 
 
 def completion_budget(num_prompt_tokens: int, sampling: SamplingConfig, max_model_len: int) -> int:
-    """Return the maximum number of tokens to sample in the remaining context. Raises ValueError if there is no room.
+    """Return the maximum number of tokens to sample. Raises ValueError if the context has no room for any.
 
     Example:
         >>> completion_budget(90, SamplingConfig(max_new_tokens=64), 100)

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
 
 from llmrl._utils.garbage import NUM_OBJECTS
 from llmrl.engines.engine_folder import FOLDER_VARIABLE
@@ -66,19 +65,12 @@ def register() -> None:
 
 def is_running(process: int) -> bool:
     """Return whether a process exists and is not a zombie."""
+    import psutil
+
     try:
-        state = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        if sys.platform == "linux":
-            return False
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
-    return state not in ("Z", "X")
+        return psutil.Process(process).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _end_quickly() -> None:

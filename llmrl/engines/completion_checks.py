@@ -54,9 +54,9 @@ def check_completion(
         raise EngineError(f"The engine returned stop_string = {completion.stop_string!r}; str or None is expected.")
     if not num_tokens:
         return
-    if needs_sampling_mask or completion.sampling_mask is not None:
-        _check_sampling_mask(completion, vocab_size)
     last = _LARGEST_ID if vocab_size is None else vocab_size - 1
+    if needs_sampling_mask or completion.sampling_mask is not None:
+        _check_sampling_mask(completion, last)
     if min(token_ids) < 0 or max(token_ids) > last:
         raise _wrong_value("token_ids", token_ids, lambda value: 0 <= value <= last, f"an id of 0 to {last}")
     # A sum is finite only if all terms are; this is one fast pass.
@@ -87,8 +87,8 @@ def check_routed_experts(completion: Completion, num_prompt_tokens: int) -> None
         )
 
 
-def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None:
-    """Raise EngineError unless each token has a mask entry of distinct ids that keeps the token itself."""
+def _check_sampling_mask(completion: Completion, last: int) -> None:
+    """Raise EngineError unless each token has a mask entry of distinct ids, up to `last`, that keeps the token."""
     mask = completion.sampling_mask
     if mask is None:
         raise EngineError(
@@ -97,7 +97,6 @@ def _check_sampling_mask(completion: Completion, vocab_size: int | None) -> None
             "importance ratios that are not 1 on-policy."
         )
     _check_column("sampling_mask", mask, array, len(completion.token_ids))
-    last = _LARGEST_ID if vocab_size is None else vocab_size - 1
     for index, (token_id, kept) in enumerate(zip(completion.token_ids, mask, strict=True)):
         is_listed = len(kept) > 0 and kept[0] < 0  # the removed ids, each as ~id
         ids = {~one for one in kept} if is_listed else set(kept)

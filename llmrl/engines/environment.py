@@ -63,7 +63,7 @@ def transfer_variables(weight_transfer: bool | str) -> dict[str, str]:
 
 @contextmanager
 def starting_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set `variables` while a child process starts, one process at a time, and restore the environment afterwards.
+    """Set `variables` while a child process starts, one at a time, and restore the environment afterwards.
 
     `child_process` stands in for `__main__` meanwhile: a spawned child imports the main module, which would run the
     user's script again, whereas `child_process` sets the log level before vLLM is imported.

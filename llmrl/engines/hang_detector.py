@@ -83,7 +83,7 @@ class WatchedEngine(Engine, ReportsProgress, Protocol):
 
 
 class HangWatch:
-    """Watch that shuts an engine down if it hangs with requests in flight; a timeout of None disables the watch."""
+    """Watch that shuts an engine down if it hangs with requests in flight; with a timeout of None, it never does."""
 
     def __init__(self, timeout_seconds: float | None) -> None:
         self._detector = None if timeout_seconds is None else HangDetector(timeout_seconds)

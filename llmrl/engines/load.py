@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -81,8 +81,10 @@ def take_load(engine: object, reader: str = METRICS) -> EngineLoad | None:
     """Return the load of one engine or several since this reader's last call, or None if unknown."""
     if isinstance(engine, ReportsLoad):
         return engine.take_load(reader)
+    if not isinstance(engine, Sequence) or isinstance(engine, str):
+        return None
     total: EngineLoad | None = None
-    for one in engine if isinstance(engine, Sequence) and not isinstance(engine, str) else ():
+    for one in engine:
         if one.is_alive and (load := take_load(one, reader)) is not None:
             total = load if total is None else total.joined(load)
     return total
@@ -96,7 +98,7 @@ class LoadMeter:
         self._lock = threading.Lock()  # the engine's loop records, and other threads read
 
     def take(self, reader: str = METRICS) -> EngineLoad:
-        """Return the load since this reader's last call; a reader other than `METRICS` starts at its first call."""
+        """Return the load since this reader's last call; other readers than `METRICS` start at their first call."""
         with self._lock:
             load = self._loads.get(reader, EngineLoad())
             self._loads[reader] = EngineLoad()
@@ -109,16 +111,17 @@ class LoadMeter:
         if scheduler_stats is None:
             return
         cache = scheduler_stats.prefix_cache_stats
-        drafts = scheduler_stats.spec_decoding_stats
         step = EngineLoad(
             scheduler_stats.kv_cache_usage,
             scheduler_stats.num_waiting_reqs,
             0 if iteration_stats is None else iteration_stats.num_preempted_reqs,
             cache.queries,
             cache.hits,
-            0 if drafts is None else drafts.num_draft_tokens,
-            0 if drafts is None else drafts.num_accepted_tokens,
         )
+        if (drafts := scheduler_stats.spec_decoding_stats) is not None:
+            step = replace(
+                step, num_drafted_tokens=drafts.num_draft_tokens, num_accepted_tokens=drafts.num_accepted_tokens
+            )
         with self._lock:
             for reader, load in self._loads.items():
                 self._loads[reader] = load.joined(step)

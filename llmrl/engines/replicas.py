@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from llmrl.engines.base import (
     Completion,
@@ -21,6 +21,7 @@ from llmrl.engines.base import (
     TakesGrammars,
     UpdatableEngine,
     check_supported,
+    check_unique,
 )
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangDetector, HangWatch
 from llmrl.engines.launch import start_engines
@@ -43,7 +44,7 @@ _LOOK_AGAIN_S = 0.1
 
 
 class EngineReplicas(Sequence[EngineT]):
-    """Several engines used as one: a `Router` distributes requests, which are retried elsewhere if an engine fails.
+    """Several engines used as one: a `Router` distributes requests, and those that fail are retried elsewhere.
 
     With `restart`, a dead replica is replaced by a new engine. A replica serves only if it has the
     same version of the weights as the others; `before_serving` callbacks bring a new one to that
@@ -272,13 +273,15 @@ class EngineReplicas(Sequence[EngineT]):
         Raises ValueError as the replica's `generate` does, and EngineError if the request failed
         `num_retries` + 1 times, or no replica serves or is being restarted.
         """
-        streamed = {} if stream is None else {"stream": stream}
+        options: dict[str, Any] = {"routing_key": routing_key}
+        if stream is not None:  # engines that do not stream have no such argument
+            options["stream"] = stream
 
         def ask(engine: Engine, attempt_id: str) -> Awaitable[Completion]:
-            return engine.generate(prompt_ids, sampling, request_id=attempt_id, routing_key=routing_key, **streamed)
+            return engine.generate(prompt_ids, sampling, request_id=attempt_id, **options)
 
         completion = await self._served(ask, request_id, routing_key)
-        return Completion([], [], [], "abort") if completion is None else completion
+        return completion or Completion([], [], [], "abort")
 
     async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
         """Return the scores of `[num_tokens]` tokens by one of the replicas; waits while all are being restarted.
@@ -302,8 +305,7 @@ class EngineReplicas(Sequence[EngineT]):
         """Return a replica's answer; None if the request was aborted before it was assigned."""
         if request_id is None:
             request_id = f"replicas-{id(self):x}-{next(self._ids)}"
-        elif request_id in self._pending:
-            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+        check_unique(request_id, self._pending)
         pending = self._pending[request_id] = PendingRequest()
         failed_on: set[int] = set()
         if self._watch is not None and (self._watching is None or self._watching.done()):
@@ -383,7 +385,8 @@ class EngineReplicas(Sequence[EngineT]):
         with self._lock:
             for index, one in enumerate(self._engines):
                 if one is engine and index not in self._dead:
-                    logger.warning("Engine replica %d hung for %g s and is ended.", index, self.hang_timeout_seconds)
+                    seconds = self.hang_timeout_seconds
+                    logger.warning("Engine replica %d hung for %g s and is ended.", index, seconds)
                     self.num_hangs += 1
                     return self._mark_dead(index, is_hanging=True)
         end_hanging(engine)  # the engine was just started, and is not a replica yet
@@ -413,9 +416,10 @@ class EngineReplicas(Sequence[EngineT]):
             self._recover_by(self._recover, index)
 
     def _recover_by(self, function: Callable[..., None], index: int, *arguments: EngineT) -> None:
-        name = f"llmrl-recover-{index}"
-        self.recovering[index] = threading.Thread(target=function, args=(index, *arguments), name=name, daemon=True)
-        self.recovering[index].start()
+        thread = threading.Thread(target=function, args=(index, *arguments), daemon=True)
+        thread.name = f"llmrl-recover-{index}"
+        self.recovering[index] = thread
+        thread.start()
 
     def _may_restart(self, index: int) -> bool:
         has_tries = self._restarts_in_a_row[index] < self._max_restarts

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 from llmrl._utils.arguments import check_least
+from llmrl.engines.base import check_unique
 
 MAX_REMEMBERED_KEYS = 65536
 """Maximum number of routing keys with a known replica; the least recently used are dropped first."""
@@ -17,7 +18,7 @@ class NoReplicaError(LookupError):
 
 
 class Router:
-    """Assignment of requests to the least loaded replica, or to the replica of their routing key for its prefix cache.
+    """Assignment of requests to the replica of their routing key, for its prefix cache, or to the least loaded one.
 
     Args:
         num_replicas: number of replicas, numbered from 0; all are open at first.
@@ -75,12 +76,11 @@ class Router:
             del self._affinity[key]
 
     def assign(self, request_id: str, routing_key: str | None = None, *, avoid: Collection[int] = ()) -> int:
-        """Return the replica to which the request is assigned until `release`; `avoid` is used if no other is open.
+        """Assign the request to a replica until `release`, and return it; one of `avoid` only if no other is open.
 
         Raises ValueError if the id is in flight, and NoReplicaError if no replica is open.
         """
-        if request_id in self._where:
-            raise ValueError(f"request_id {request_id!r} is in flight already; ids must be unique.")
+        check_unique(request_id, self._where)
         replica = self._choose(routing_key, avoid)
         if routing_key is not None:
             self._affinity[routing_key] = replica

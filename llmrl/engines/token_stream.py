@@ -10,7 +10,7 @@ from llmrl._utils.background_loop import mailbox_of
 
 
 class TokenStream:
-    """The tokens of one request while an engine samples them, and a way to end the request early; bound to one loop.
+    """The tokens of one request while an engine samples them, and a way to end it early; bound to one loop.
 
     Args:
         on_news: function that is called on the loop when there are more tokens.

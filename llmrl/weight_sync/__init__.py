@@ -1,9 +1,10 @@
-"""Transfer of new weights to running engines; imports are lazy, as vLLM's workers lack the trainer's dependencies."""
+"""Transfer of new weights to running engines; imports are lazy, as vLLM's workers lack some packages."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from llmrl._utils.lazy_names import lazy_getattr
 
 if TYPE_CHECKING:
     from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel
@@ -13,22 +14,6 @@ if TYPE_CHECKING:
     from llmrl.weight_sync.source import get_model_metadata
     from llmrl.weight_sync.stream import StreamChannel
     from llmrl.weight_sync.sync import WeightSync, WeightSyncError
-
-_MODULES = {
-    "Channel": "channels",
-    "DoubleBufferReader": "scheme",
-    "EngineGroup": "engine_group",
-    "FileChannel": "channels",
-    "InProcessSyncScheme": "in_process",
-    "MemoryChannel": "channels",
-    "StreamChannel": "stream",
-    "VLLMDoubleBufferSyncScheme": "scheme",
-    "VLLMWeightSyncScheme": "scheme",
-    "WeightSync": "sync",
-    "WeightSyncError": "sync",
-    "default_scheme": "in_process",
-    "get_model_metadata": "source",
-}
 
 __all__ = [
     "Channel",
@@ -46,8 +31,14 @@ __all__ = [
     "get_model_metadata",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:
+    # Each module also has names that it imports from others; those with the fewest imports come first.
+    __getattr__ = lazy_getattr(
+        __name__,
+        __all__,
+        "llmrl.weight_sync.source",
+        "llmrl.weight_sync.channels",
+        "llmrl.weight_sync.scheme",
+        "llmrl.weight_sync.sync",
+        "llmrl.weight_sync.in_process",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from llmrl.engines.base import TransferInfo
 from llmrl.engines.vllm.updates import shape_of_model
 from llmrl.trainer.model.checkpoint_format import checkpoint_weights
-from llmrl.weight_sync.channels import Channel, Client, Connection
+from llmrl.weight_sync.channels import Channel, Client, Connection, StagedConnection
 from llmrl.weight_sync.source import (
     LazyWeight,
     ModelWeights,
     WeightMeta,
+    Weights,
     base_of,
     checkpoint_name,
     require_plain_adapters,
@@ -63,7 +64,7 @@ class _ScaledWeight(LazyWeight):
         return whole(self.weight) * self.scale
 
 
-def _matrices(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+def _matrices(model: Weights) -> Iterator[tuple[str, Any]]:
     if not isinstance(model, torch.nn.Module) or not getattr(model, "peft_config", None):
         raise TypeError(
             "lora='adapter' sends adapters alone, and the registered model has none, so that all its weights are "
@@ -142,7 +143,7 @@ class AdapterChannel(Channel):
         zeros = {meta.name: torch.zeros(*_of_rank_1(meta), dtype=meta.dtype) for meta in source.metadata()}
         info = {"model": source.model_shape, "rank": source.rank, "zeros": _as_file(zeros)}
         client.init_weight_transfer_engine(info)
-        return _Adapters(self, client)
+        return StagedConnection(client, self.staged)
 
     def close(self) -> None:
         """Discard the staged adapters."""
@@ -157,16 +158,3 @@ def _as_file(tensors: dict[str, torch.Tensor]) -> bytes:
     import safetensors.torch
 
     return safetensors.torch.save(tensors)
-
-
-class _Adapters:
-    def __init__(self, channel: AdapterChannel, client: Client) -> None:
-        self._channel = channel
-        self._client = client
-
-    def send_weights(self) -> None:
-        self._client.start_weight_update()
-        self._client.update_weights(self._channel.staged())
-
-    def shutdown(self) -> None:
-        """Do nothing; nothing is open."""

@@ -26,7 +26,7 @@ from llmrl.weight_sync.buffers import (
 )
 from llmrl.weight_sync.deltas import DeltaWriter
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
-from llmrl.weight_sync.gloo import NOT_FOLLOWED, broadcast, close_group, open_group
+from llmrl.weight_sync.gloo import NOT_FOLLOWED, broadcast, open_group
 from llmrl.weight_sync.source import ModelWeights
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,26 @@ class Connection(Protocol):
         """Close the connection."""
 
 
+class StagedConnection:
+    """Connection that gives a client the channel's staged weights, or where they are, in one call.
+
+    `staged` returns the arguments of `Client.update_weights`, and raises RuntimeError if no weights are staged.
+    """
+
+    def __init__(self, client: Client, staged: Callable[[], TransferInfo]) -> None:
+        self._client = client
+        self._staged = staged
+
+    def send_weights(self) -> None:
+        """Let the client's workers take the staged weights."""
+        update_info = self._staged()
+        self._client.start_weight_update()
+        self._client.update_weights(update_info)
+
+    def shutdown(self) -> None:
+        """Do nothing; nothing is open."""
+
+
 class Channel(ABC):
     """Transport that stages the trainer's weights while engines generate, and then transfers them."""
 
@@ -80,7 +100,7 @@ class Channel(ABC):
 
     @abstractmethod
     def stage(self, version: int | None) -> int:
-        """Copy the current weights for sending; return their version, which the channel counts if `version` is None."""
+        """Copy the current weights for sending; return their version, by default one that the channel counts."""
 
     @abstractmethod
     def roll_back(self) -> None:
@@ -182,8 +202,8 @@ class MemoryChannel(Channel):
             writer.put(name, tensor)
         self.checksum = checksum_of(buffer)
         delta = writer.finish(version, base, self.checksum)
-        if delta is not None and 2 * len(data := delta.to_bytes()) < len(buffer):
-            self.delta = base, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if delta is not None:
+            self.delta = base, torch.frombuffer(bytearray(delta), dtype=torch.uint8)
 
     def roll_back(self) -> None:
         """Discard the staged weights."""
@@ -195,6 +215,10 @@ class MemoryChannel(Channel):
             raise RuntimeError("no weights are staged.")
         return self._shared, {"num_bytes": self.layout.num_bytes, "tag": self._tag, **self.layout.to_plain()}
 
+    def _located(self) -> TransferInfo:
+        shared, described = self.staged()
+        return {"path": shared.path, **described}
+
     def connect(self, client: Client) -> Connection:
         """Connect by shared memory if the workers can map it, otherwise by gloo."""
         layout = self.layout.to_plain()
@@ -205,7 +229,7 @@ class MemoryChannel(Channel):
             client.init_weight_transfer_engine(
                 {"layout": layout, "path": probe.path, "num_bytes": probe.num_bytes, "tag": tag}
             )
-            return _SharedMemory(self, client)
+            return StagedConnection(client, self._located)
         except EngineError as error:
             if UNREACHABLE not in str(error):
                 raise
@@ -224,22 +248,6 @@ class MemoryChannel(Channel):
         self._tag = ""
 
 
-class _SharedMemory:
-    """Connection that gives workers the path of the staged weights, without copying."""
-
-    def __init__(self, channel: MemoryChannel, client: Client) -> None:
-        self._channel = channel
-        self._client = client
-
-    def send_weights(self) -> None:
-        shared, described = self._channel.staged()
-        self._client.start_weight_update()
-        self._client.update_weights({"path": shared.path, **described})
-
-    def shutdown(self) -> None:
-        """Do nothing; nothing is open."""
-
-
 class _Broadcast:
     """Connection that broadcasts the staged weights, or their changes, to one client's workers."""
 
@@ -249,7 +257,8 @@ class _Broadcast:
         world_size = 1 + client.num_workers
         # `open_group` waits for the workers for minutes, so its thread is abandoned if the engine fails.
         opening = start_in_thread(open_group, address, port, rank=0, world_size=world_size)
-        client.init_weight_transfer_engine({"master_address": address, "master_port": port, "world_size": world_size})
+        info = {"master_address": address, "master_port": port, "world_size": world_size}
+        client.init_weight_transfer_engine(info)
         try:
             self._group: ProcessGroupGloo | None = opening.result(_MEETING_SECONDS)
         except TimeoutError as error:
@@ -294,9 +303,9 @@ class _Broadcast:
             sending.result()
 
     def shutdown(self) -> None:
-        """Leave the group."""
+        """Leave the group; workers that wait for this process get an error."""
         if self._group is not None:
-            close_group(self._group)
+            self._group.shutdown()
         self._group = None
 
 
@@ -333,32 +342,22 @@ class FileChannel(Channel):
         current, self.pointer = self._before
         self._buffer.point_to(current)
 
+    def _located(self) -> TransferInfo:
+        if self.pointer is None:
+            raise RuntimeError("no weights are staged.")
+        return located_file(self.worker_folder, self.pointer)
+
     def connect(self, client: Client) -> Connection:
         """Check that every worker can access the folder."""
         self._buffer.folder.mkdir(parents=True, exist_ok=True)
         layout = PackedLayout.of(self._source.metadata()).to_plain()
         client.init_weight_transfer_engine({"folder": self.worker_folder, "layout": layout})
-        return _Files(self, client)
+        return StagedConnection(client, self._located)
 
     def close(self) -> None:
         """Do nothing; the files stay."""
 
 
-class _Files:
-    def __init__(self, channel: FileChannel, client: Client) -> None:
-        self._channel = channel
-        self._client = client
-
-    def send_weights(self) -> None:
-        if self._channel.pointer is None:
-            raise RuntimeError("no weights are staged.")
-        take_file(self._client, self._channel.worker_folder, self._channel.pointer)
-
-    def shutdown(self) -> None:
-        """Do nothing; nothing is open."""
-
-
-def take_file(client: Client, folder: str, pointer: BufferPointer) -> None:
-    """Let a client's workers read the file of `pointer` in `folder`, as they see it."""
-    client.start_weight_update()
-    client.update_weights({"folder": folder, "pointer": asdict(pointer)})
+def located_file(folder: str, pointer: BufferPointer) -> TransferInfo:
+    """Return the arguments of `Client.update_weights` for a file in `folder`, as the workers see it."""
+    return {"folder": folder, "pointer": asdict(pointer)}

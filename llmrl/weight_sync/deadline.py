@@ -12,7 +12,7 @@ import torch
 TRANSFER_SECONDS = 120.0
 """Timeout of a transfer without progress; shorter if the engines' hang timeout requires it."""
 _NUM_LOOKS = 20
-"""Polls per timeout; polls are counted instead of seconds, so that the time of a suspended process does not count."""
+"""Polls per timeout; polls are counted, not seconds, so that the time of a suspended process does not count."""
 
 
 class TransferStalledError(RuntimeError):

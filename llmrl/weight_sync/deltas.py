@@ -68,7 +68,7 @@ class Delta:
 
 
 def encode(positions: Positions, differences: Words) -> tuple[bytes, int]:
-    """Encode ascending positions and differences, [num_changed] each; return the bytes and the number of gap bytes.
+    """Encode ascending positions and differences, [num_changed] each; return bytes and the number of gap bytes.
 
     Example:
         >>> data, num_gap_bytes = encode(np.array([0, 300]), np.array([1, 65535], dtype=np.uint16))
@@ -78,7 +78,7 @@ def encode(positions: Positions, differences: Words) -> tuple[bytes, int]:
     # A gap is written as `gap // 255` escape bytes and a last byte of `gap % 255`.
     gaps = np.diff(positions, prepend=-1) - 1
     ends = np.cumsum(gaps // _ESCAPE + 1) - 1
-    stream = np.full(ends[-1] + 1 if len(ends) else 0, _ESCAPE, dtype=np.uint8)
+    stream = np.full(ends.max(initial=-1) + 1, _ESCAPE, dtype=np.uint8)
     stream[ends] = gaps % _ESCAPE
     planes = differences.astype("<u2").view(np.uint8).reshape(-1, 2)
     return stream.tobytes() + planes.T.tobytes(), len(stream)
@@ -88,11 +88,10 @@ def decode(data: bytes, num_gap_bytes: int) -> tuple[Positions, Words]:
     """Decode the result of `encode`. Raises ValueError if lengths do not match."""
     if not 0 <= num_gap_bytes <= len(data):
         raise ValueError(f"the delta announces {num_gap_bytes} gap bytes and has {len(data)} bytes.")
-    stream = np.frombuffer(data, dtype=np.uint8, count=num_gap_bytes)
+    stream, planes = np.split(np.frombuffer(data, dtype=np.uint8), [num_gap_bytes])
     ends = np.flatnonzero(stream != _ESCAPE)
     # A gap is the sum of its bytes; a position is the sum of all gaps so far plus the number of earlier positions.
     positions = np.cumsum(stream, dtype=np.int64)[ends] + np.arange(len(ends))
-    planes = np.frombuffer(data, dtype=np.uint8, offset=num_gap_bytes) if num_gap_bytes < len(data) else stream[:0]
     if len(planes) != 2 * len(ends) or (num_gap_bytes and stream[-1] == _ESCAPE):
         raise ValueError(f"{len(ends)} positions and {len(planes)} difference bytes; two per position are expected.")
     return positions, np.ascontiguousarray(planes.reshape(2, -1).T).view("<u2")[:, 0]
@@ -132,17 +131,21 @@ class DeltaWriter:
         if len(new) % 2:
             image[start + len(new) - 1] = new[-1]
 
-    def finish(self, serial: int, base_checksum: int, checksum: int) -> Delta | None:
-        """Return the delta, or None if it cannot be represented. Raises ValueError if tensors are missing."""
+    def finish(self, serial: int, base_checksum: int, checksum: int) -> bytes | None:
+        """Return the serialised delta; None if it cannot be represented, or half of the image is smaller.
+
+        Raises ValueError if tensors are missing.
+        """
         if self._places:
             raise ValueError(f"the source did not yield {sorted(self._places)[:3]}, which it announced.")
-        self._found.sort(key=lambda found: found[0][0] if len(found[0]) else -1)
-        positions = np.concatenate([np.empty(0, dtype=np.int64), *(positions for positions, _ in self._found)])
-        differences = np.concatenate([np.empty(0, dtype=np.uint16), *(added for _, added in self._found)])
+        self._found.sort(key=lambda found: found[0][:1].tolist())
+        positions = np.concatenate([np.empty(0, np.int64), *(positions for positions, _ in self._found)])
+        differences = np.concatenate([np.empty(0, np.uint16), *(added for _, added in self._found)])
         if len(self._image) % 2 or (np.diff(positions) <= 0).any():
             return None
         data, num_gap_bytes = encode(positions, differences)
-        return Delta(serial, base_checksum, checksum, num_gap_bytes, zlib.compress(data, _LEVEL))
+        delta = Delta(serial, base_checksum, checksum, num_gap_bytes, zlib.compress(data, _LEVEL)).to_bytes()
+        return delta if 2 * len(delta) < len(self._image) else None
 
 
 def _decompress(data: bytes, max_num_bytes: int) -> bytes:

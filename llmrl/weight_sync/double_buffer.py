@@ -47,6 +47,12 @@ class BufferPointer:
     """Maximum number of writes that share a file; 1 means no deltas."""
 
 
+_BEFORE_THE_FIRST = BufferPointer(
+    slot=1, serial=0, version=0, num_bytes=0, checksum=0, anchor_serial=0, anchor_checksum=0
+)
+"""Pointer that a first write follows."""
+
+
 class DoubleBuffer:
     """Weights on a file system, written next to the current ones, which stay whole until the pointer moves.
 
@@ -88,22 +94,22 @@ class DoubleBuffer:
             raise ValueError(f"the pointer {path} is damaged: {error}") from error
 
     def write(self, weights: ModelWeights | Mapping[str, torch.Tensor], version: int | None = None) -> BufferPointer:
-        """Write into the buffer that is not current, and move the pointer to it; `version` is the next one by default.
+        """Write into the buffer that is not current, and move the pointer to it; `version` is by default the next.
 
         Raises ValueError if a source yields other weights than it announced.
         """
-        current = self.pointer()
+        current = self.pointer() or _BEFORE_THE_FIRST
         source = ModelWeights(weights) if isinstance(weights, Mapping) else weights
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only the owner may read the weights
         if version is None:
-            version = 1 if current is None else current.version + 1
-        serial = 1 if current is None else current.serial + 1
-        pointer = None if current is None else self._write_delta(current, source, version)
+            version = current.version + 1
+        serial = current.serial + 1
+        pointer = self._write_delta(current, source, version)
         # A whole file is due without a delta, or if the delta is too large or too far from its anchor.
         if pointer is None or pointer.serial - pointer.anchor_serial >= self._anchor_every:
-            whole = None if pointer is None else self._written  # without a delta, `_written` may be outdated
+            whole = self._written
             self._written = None
-            slot = 0 if current is None else 1 - current.slot
+            slot = 1 - current.slot
             path = self._cleared(slot, current)
             if pointer is None or whole is None:
                 self.delta_path(serial).unlink(missing_ok=True)  # a write that was rolled back may have left it
@@ -121,20 +127,20 @@ class DoubleBuffer:
         self.point_to(pointer)
         return pointer
 
-    def _cleared(self, slot: int, current: BufferPointer | None) -> Path:
-        """Empty a buffer's folder, delete deltas that no reader of `current` needs, and return the buffer's file."""
+    def _cleared(self, slot: int, current: BufferPointer) -> Path:
+        """Empty a buffer's folder, delete deltas that `current` does not need, and return the buffer's file."""
         path = self.path(slot)
         path.parent.mkdir(exist_ok=True)
         for stale in path.parent.iterdir():  # old weights, and remains of killed writers
             stale.unlink()
         for stale in self.folder.glob(f"{DELTA_FOLDER}/*"):
             serial = stale.name.removesuffix(".delta")
-            if not serial.isdecimal() or (current is not None and int(serial) <= current.anchor_serial):
+            if not serial.isdecimal() or int(serial) <= current.anchor_serial:
                 stale.unlink()
         return path
 
     def _write_delta(self, current: BufferPointer, source: ModelWeights, version: int) -> BufferPointer | None:
-        """Write the changes since `current`; None if this process does not know the previous weights."""
+        """Write the changes since `current`; None, as is `_written`, if this process does not know these weights."""
         written = self._written
         if written is None or written.pointer != current or not written.has_layout_of(source):
             self._written = None
@@ -147,17 +153,13 @@ class DoubleBuffer:
         delta = writer.finish(current.serial + 1, current.checksum, checksum)
         self._written = written
         path = self.delta_path(current.serial + 1)
-        is_worth_it = delta is not None
-        if delta is not None:
-            data = delta.to_bytes()
-            is_worth_it = 2 * len(data) < current.num_bytes
-            if is_worth_it:
-                path.parent.mkdir(mode=0o700, exist_ok=True)
-                write_atomically(path, lambda temporary: temporary.write_bytes(data))
-        if not is_worth_it:
+        if delta is None:
             path.unlink(missing_ok=True)
-        # Such an old anchor makes `write` write a whole file.
-        anchor = current.anchor_serial if is_worth_it else current.serial + 1 - self._anchor_every
+            anchor = current.serial + 1 - self._anchor_every  # so old that `write` writes a whole file
+        else:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            write_atomically(path, lambda temporary: temporary.write_bytes(delta))
+            anchor = current.anchor_serial
         return replace(
             current, serial=current.serial + 1, version=version, checksum=checksum, anchor_serial=anchor,
             anchor_every=self._anchor_every,

@@ -199,13 +199,14 @@ class EngineGroup:
                 self._replicas.refresh()
 
     def roll_back(self, members: list[Member], *, are_mixed: bool) -> str:
-        """End an update that failed before `commit`; return `held_weights`. Engines with mixed weights stay paused."""
+        """End an update that failed before `commit`; return `held_weights`. Mixed engines stay paused."""
         try:
             self.each(members, lambda member: member.abandon(can_discard=not are_mixed))
         except Exception as error:
             logger.warning("an engine could not end the failed update: %s", error)
-        for member in members if are_mixed else ():
-            member.mark_mixed(member.engine.policy_version)
+        if are_mixed:
+            for member in members:
+                member.mark_mixed(member.engine.policy_version)
         return self.held_weights(members)
 
     def held_weights(self, members: list[Member]) -> str:
@@ -225,7 +226,7 @@ class EngineGroup:
         return held
 
     def each(self, members: Sequence[Member], action: Callable[[Member], object]) -> None:
-        """Run `action` for all engines concurrently; after all have ended, raise the error of an engine that is alive.
+        """Run `action` for all engines concurrently; then raise the error of an engine that is alive, if any.
 
         Engines that die or hang are left out from then on. Raises EngineError if no engine is left.
         """

@@ -88,8 +88,8 @@ class Receiver:
         return self._buffer
 
     def close(self) -> None:
-        """Leave the group and free the buffer."""
-        close_group(self._group)
+        """Leave the group, so that peers that wait for this process get an error, and free the buffer."""
+        self._group.shutdown()
         self._buffer = self._checksum = None
 
     def _receive_in_part(self, buffer: torch.Tensor, pages: NeededPages) -> None:
@@ -106,11 +106,6 @@ def _broadcast_chunk(group: ProcessGroupGloo, chunk: torch.Tensor) -> None:
     options.rootTensor = 0
     options.timeout = TIMEOUT
     group.broadcast([chunk], options).wait()  # type: ignore[attr-defined]  # of the base class
-
-
-def close_group(group: ProcessGroupGloo) -> None:
-    """Leave the group; peers that wait for this process get an error."""
-    group.shutdown()
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ import torch
 
 from llmrl.trainer.trained_model import trained_model
 from llmrl.weight_sync.scheme import VLLMWeightSyncScheme
-from llmrl.weight_sync.source import model_of, named_weights
+from llmrl.weight_sync.source import Weights, model_of, named_weights
 
 
 @runtime_checkable
@@ -38,10 +38,10 @@ class InProcessSender:
     """Sender that copies a model's weights, with adapters merged, into an engine of this process."""
 
     def __init__(self) -> None:
-        self._model: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
+        self._model: Weights | None = None
         self._engine: LoadsWeights | None = None
 
-    def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
+    def register_model(self, model: Weights) -> None:
         """Set the source of weights."""
         self._model = model_of(model)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from llmrl.engines.vllm.quantized import int8_layers, to_int8
 from llmrl.trainer.model.checkpoint_format import checkpoint_weights
-from llmrl.weight_sync.source import ModelWeights, WeightMeta, base_of, checkpoint_name
+from llmrl.weight_sync.source import ModelWeights, WeightMeta, Weights, base_of, checkpoint_name
 
 
 class Int8Weights(ModelWeights):
@@ -24,7 +24,7 @@ class Int8Weights(ModelWeights):
         [('0.weight', torch.int8), ('0.weight_scale', torch.float32)]
     """
 
-    def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: Weights, dtype: torch.dtype | None = None) -> None:
         super().__init__(model, dtype)
         if not isinstance(model, torch.nn.Module) or self.is_sharded:
             raise ValueError(

@@ -23,7 +23,11 @@ from llmrl.weight_sync.buffers import PackedLayout
 from llmrl.weight_sync.partial import NeededPages
 
 STAYING = ("e_score_correction_bias", "expert_bias")
-"""Router parameters of vLLM that are buffers in the trainer: they are not sent, and keep the checkpoint's values."""
+"""Router parameters of vLLM that are buffers in the trainer: not sent, they keep the checkpoint's values."""
+
+
+TiedHeads = list[tuple[torch.nn.Module, torch.nn.Module]]
+"""Pairs of an output head and the embedding that shares its weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,7 @@ class LoadPlan:
     additional allocation and copies of vLLM's layerwise reload.
     """
 
-    def __init__(self, parameters: list[ParameterPlan], heads: list[tuple[torch.nn.Module, torch.nn.Module]]) -> None:
+    def __init__(self, parameters: list[ParameterPlan], heads: TiedHeads) -> None:
         self._parameters = parameters
         # A tied head also packs its weight for the embedding, so the embedding is not packed again.
         self._unpacked = {id(embedding) for _, embedding in heads}
@@ -138,13 +142,12 @@ class LoadPlan:
 
 
 def make_load_plan(
-    model: torch.nn.Module, layout: PackedLayout, heads: list[tuple[torch.nn.Module, torch.nn.Module]]
+    model: torch.nn.Module, layout: PackedLayout, heads: TiedHeads
 ) -> tuple[LoadPlan | None, NeededPages | None]:
     """Return the plan for a model on CPU, and the pages of the buffer that loading reads.
 
     The plan is None if loaders do more than copy, or layers more than pack; the pages are None if
-    all are needed, or unknown. `heads` are pairs of an output head and the embedding that shares
-    its weight. Raises ValueError if the weights do not fit the model, or some are missing.
+    all are needed, or unknown. Raises ValueError if the weights do not fit the model, or some are missing.
     """
     source = torch.empty(layout.num_bytes, dtype=torch.uint8, device="meta")
     with _checkpoint_format(model) as parameters:
@@ -153,13 +156,14 @@ def make_load_plan(
             with recorder:
                 model.load_weights(layout.views(source))  # type: ignore[operator]  # of a model of vLLM
         except Exception as error:
-            if isinstance(error, RuntimeError) and "meta" in str(error):  # a loader reads data, which meta tensors lack
-                return None, None
+            if isinstance(error, RuntimeError) and "meta" in str(error):
+                return None, None  # a loader reads data, which meta tensors lack
             raise ValueError(f"the engine's model does not take these weights: {_first_line(error)}") from error
     if not recorder.is_copying_only:
         return None, None
     tied = {id(head) for head, _ in heads}
-    unread = _unread(layout, [plan for plan, _ in parameters if id(plan.layer) not in tied])
+    plans = [plan for plan, _ in parameters]
+    unread = _unread(layout, [plan for plan in plans if id(plan.layer) not in tied])
     if unread:
         raise ValueError(
             f"the engine's model has no place for {len(unread)} of the weights, among them {unread[:3]}; a head that "
@@ -169,7 +173,7 @@ def make_load_plan(
     wanted = []
     trained = trained_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
-    for plan, _ in parameters:
+    for plan in plans:
         if id(plan.layer) in tied or is_deferred_attention_layer(plan.layer):
             continue
         if not plan.copies and (plan.name in STAYING or id(plan.layer) not in trained):
@@ -180,7 +184,7 @@ def make_load_plan(
     if missing:
         raise ValueError(f"the update lacks weights for {len(missing)} parameters, among them {missing[:3]}.")
     load_plan = LoadPlan(wanted, heads) if all(map(_is_plain, wanted)) else None
-    return load_plan, _pages_of(layout, [plan for plan, _ in parameters])
+    return load_plan, _pages_of(layout, plans)
 
 
 def trained_layers(model: torch.nn.Module) -> set[int]:
@@ -234,7 +238,8 @@ def _checkpoint_format(model: torch.nn.Module) -> Iterator[list[tuple[ParameterP
     parameters: list[tuple[ParameterPlan, torch.Tensor]] = []
     try:
         for layer in model.modules():
-            held.append((layer, dict(layer._parameters), dict(layer._buffers), set(layer._non_persistent_buffers_set)))
+            non_persistent = set(layer._non_persistent_buffers_set)
+            held.append((layer, dict(layer._parameters), dict(layer._buffers), non_persistent))
             restore_layer_on_meta(layer, get_layerwise_info(layer))
             for name, parameter in layer._parameters.items():
                 if parameter is not None:

@@ -34,7 +34,7 @@ class Member:
         self.engine = engine
         self.connection: Connection | None = None
         self.is_left_out = False
-        """Whether the engine became unreachable in an update; a server that answers again joins the next update."""
+        """Whether the engine became unreachable in an update; a server that answers again joins the next."""
         self._is_updating = False
         self.num_restarts: int = getattr(engine, "num_restarts", 0)
         """Number of restarts of a server; a restarted one has lost its connections and updates."""
@@ -106,7 +106,7 @@ class Member:
             raise
 
     def commit(self, version: int) -> None:
-        """Load the received weights. Raises EngineError if there are none: old weights would get the new version."""
+        """Load the received weights. Raises EngineError without any: old weights would get the new version."""
         if not self._is_updating:
             raise EngineError("the engine received no weights in this update.")
         self.engine.finish_weight_update(version)
@@ -159,6 +159,3 @@ class AllWorkers:
     def update_weights(self, update_info: TransferInfo | list[TransferInfo]) -> None:
         """Let every engine take the weights."""
         self._each(self._members, lambda member: member.update_weights(update_info))
-
-    def finish_weight_update(self, weight_version: str | int | None = None) -> None:
-        """Do nothing; the group commits the engines."""

@@ -70,9 +70,10 @@ class NeededPages:
 
     def keep(self, buffer: torch.Tensor, part: torch.Tensor, start: int) -> None:
         """Copy the needed pages of `part`, the bytes from `start` (a multiple of `PAGE_SIZE`), into a `new_buffer`."""
-        for first, last in self._runs(start // PAGE_SIZE, -(-(start + part.numel()) // PAGE_SIZE)):
+        stop = start + part.numel()
+        for first, last in self._runs(start // PAGE_SIZE, -(-stop // PAGE_SIZE)):
             begin = first * PAGE_SIZE
-            end = min(last * PAGE_SIZE, start + part.numel())
+            end = min(last * PAGE_SIZE, stop)
             buffer[begin:end] = part[begin - start : end - start]
 
     def _runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:

@@ -12,7 +12,7 @@ from llmrl.engines.base import EngineError, PauseMode, UpdatableEngine
 from llmrl.engines.server.updates import FILES_BACKEND
 from llmrl.engines.vllm.arguments import ADAPTER_BACKEND, LLMRL_BACKEND
 from llmrl.weight_sync.adapters import AdapterChannel, AdapterWeights
-from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, take_file
+from llmrl.weight_sync.channels import Channel, FileChannel, MemoryChannel, located_file
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer
 from llmrl.weight_sync.engine_group import EngineGroup, held_for
 from llmrl.weight_sync.gloo import free_port, own_address
@@ -140,7 +140,8 @@ class VLLMDoubleBufferSyncScheme(VLLMWeightSyncScheme):
 
     def create_receiver(self, vllm_engine: UpdatableEngine | Sequence[UpdatableEngine]) -> DoubleBufferReader:
         """Create a reader for engines that the trainer cannot call; all of them get the same weights."""
-        group = EngineGroup(vllm_engine, pause_mode=self.pause_mode, reset_running_requests=self.reset_running_requests)
+        reset = self.reset_running_requests
+        group = EngineGroup(vllm_engine, pause_mode=self.pause_mode, reset_running_requests=reset)
         return DoubleBufferReader(group, self._worker_folder)
 
     @property
@@ -172,7 +173,7 @@ class DoubleBufferReader:
         group.call_before_serving(self._bring_up_to_date)
 
     def poll_and_apply(self) -> int | None:
-        """Load the current buffer if it has changed since the last call; return its version, or `None` if it has not.
+        """Load the current buffer and return its version; `None` if it has not changed since the last call.
 
         Raises EngineError if the buffer is damaged or does not fit; the engines keep their weights.
         """
@@ -195,10 +196,11 @@ class DoubleBufferReader:
     def _apply(self, members: list[Member], pointer: BufferPointer) -> None:
         def take(member: Member) -> None:
             member.init_weight_transfer_engine({"folder": self._folder})
-            take_file(member, self._folder, pointer)
+            member.start_weight_update()
+            member.update_weights(located_file(self._folder, pointer))
 
         def make_older(member: Member) -> None:
-            # Weights of another trainer may have this version, and an engine takes its own version as a cancellation.
+            # Another trainer's weights may have this version, and an engine's own version cancels an update.
             if member.engine.policy_version == pointer.version:
                 member.engine.policy_version = pointer.version - 1
 

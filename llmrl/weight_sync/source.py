@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _WRAPPER = r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 _WRAPPER_PARTS = re.compile(rf"^(?:{_WRAPPER})*(?:module\.)?(?:{_WRAPPER})*(?:base_model\.model\.)?|(?<=\.){_WRAPPER}")
 
+Weights: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
+"""A model, or tensors by checkpoint name."""
 ModelMetadata = dict[str, tuple[torch.dtype, torch.Size]]
 
 
@@ -32,9 +34,7 @@ def checkpoint_name(name: str) -> str:
     return _WRAPPER_PARTS.sub("", name)
 
 
-def get_model_metadata(
-    model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
-) -> ModelMetadata:
+def get_model_metadata(model: Weights, dtype: torch.dtype | None = None) -> ModelMetadata:
     """Return `(dtype, shape)` by name of each weight that an update sends; tied weights appear once.
 
     Names and shapes are those of the model's checkpoint. Floating-point weights get `dtype`, their own by default.
@@ -44,21 +44,22 @@ def get_model_metadata(
         >>> get_model_metadata(torch.nn.Linear(2, 1), dtype=torch.bfloat16)["weight"]
         (torch.bfloat16, torch.Size([1, 2]))
     """
-    return {meta.name: (meta.dtype, torch.Size(meta.shape)) for meta in ModelWeights(model_of(model), dtype).metadata()}
+    metadata = ModelWeights(model_of(model), dtype).metadata()
+    return {meta.name: (meta.dtype, torch.Size(meta.shape)) for meta in metadata}
 
 
-def model_of(
-    given: torch.nn.Module | Mapping[str, torch.Tensor],
-) -> torch.nn.Module | Mapping[str, torch.Tensor]:
+def model_of(given: Weights) -> Weights:
     """Return the model of a policy (`TransformersWrapper`), and anything else unchanged."""
     from tensordict.nn import TensorDictModuleBase  # may be missing in an engine's process
 
-    model = getattr(given, "model", None) if isinstance(given, TensorDictModuleBase) else None
-    return model if isinstance(model, torch.nn.Module) else given
+    model = getattr(given, "model", None)
+    if isinstance(given, TensorDictModuleBase) and isinstance(model, torch.nn.Module):
+        return model
+    return given
 
 
-def named_weights(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter, gathered (collective: every rank must iterate) and with adapters merged, in its own dtype.
+def named_weights(model: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter in its own dtype, gathered (every rank must iterate) and with adapters merged.
 
     Names are the model's own, without the parts that wrappers add; image encoders are left out.
     """
@@ -77,7 +78,7 @@ class WeightMeta(NamedTuple):
 class ModelWeights:
     """The trainer's weights, read anew at each iteration and cast to `dtype`; also vLLM's `WeightSource`."""
 
-    def __init__(self, model: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: Weights, dtype: torch.dtype | None = None) -> None:
         self._model = model
         self._dtype = dtype
         self.override: Mapping[str, torch.Tensor] = {}
@@ -105,18 +106,16 @@ class ModelWeights:
             if weights.converter is None:
                 converted: Mapping[str, torch.Tensor | LazyWeight] = {weights.name: parameters[weights.parameters[0]]}
             else:
-                empty = {
-                    name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in parameters.items()
-                }
+                with torch.device("meta"):
+                    empty = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in parameters.items()}
                 converted = weights.convert(empty)
-            metadata += [
-                WeightMeta(name, _sent_dtype(one, self._dtype), tuple(one.shape)) for name, one in converted.items()
-            ]
+            for name, one in converted.items():
+                metadata.append(WeightMeta(name, _sent_dtype(one, self._dtype), tuple(one.shape)))
         return metadata
 
     @property
     def _format(self) -> object:
-        """The unwrapped model, whose weights get its checkpoint's names; None if `override` has these names already."""
+        """The unwrapped model, for its checkpoint's names; None if `override` has these names already."""
         if self.override:
             known = {meta.name for meta in ModelWeights(self._model).metadata()}
             if known.issuperset(name for name, _ in self._named()):
@@ -158,7 +157,7 @@ class ModelWeights:
 
 
 def _unquantized_form(weight: torch.Tensor) -> torch.Tensor:
-    """Return an object with the dtype and shape of a weight, before quantization if it is quantized."""
+    """Return an object with the dtype and shape that a weight has without quantization."""
     form: torch.Tensor = weight.quant_state if is_quantized(weight) else weight  # type: ignore[attr-defined]
     return form
 
@@ -228,15 +227,13 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def base_of(model: object) -> object:
-    """Return a model without the wrappers of DDP, torch.compile and peft; other objects are returned unchanged."""
+    """Return a model without the wrappers of DDP, torch.compile and peft, or any other object unchanged."""
     model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
     model = getattr(model, "_orig_mod", model)
     return without_adapters(model)
 
 
-def _named_weights(
-    model: torch.nn.Module | Mapping[str, torch.Tensor],
-) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:
+def _named_weights(model: Weights) -> Iterator[tuple[str, torch.Tensor | LazyWeight]]:
     if isinstance(model, Mapping):
         named: Iterable[tuple[str, torch.Tensor | LazyWeight]] = _once(model)
     elif isinstance(model, torch.nn.Module):

@@ -43,7 +43,7 @@ class StreamChannel(Channel):
         self._rendezvous = rendezvous
 
     def stage(self, version: int | None) -> int:
-        """Wait for the optimizer step, because vLLM reads on other streams; with `ipc`, free memory for the engine."""
+        """Wait for the optimizer step, as vLLM reads on other streams; with `ipc`, free memory for the engine."""
         assert version is not None, "this channel needs an engine"
         if torch.accelerator.is_available():
             # Each thread starts with the first device as its current one, so the device is given.
@@ -88,7 +88,8 @@ class StreamChannel(Channel):
         sizes = [meta.dtype.itemsize * torch.Size(meta.shape).numel() for meta in self._source.metadata()]
         num_bytes = max([min(sum(sizes), DEFAULT_PACKED_BUFFER_SIZE_BYTES), *sizes])
         info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=num_bytes)
-        return IPCTrainerWeightTransferEngine.trainer_init(info, client=_PicklingClient(client), source=self._source)
+        pickling = _PicklingClient(client)
+        return IPCTrainerWeightTransferEngine.trainer_init(info, client=pickling, source=self._source)
 
 
 class _OnDevice:
@@ -114,7 +115,8 @@ class _TimedNCCL:
 
         self._client = client
         self._device = source.device
-        info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + client.num_workers)
+        world_size = 1 + client.num_workers
+        info = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=world_size)
         self._workers_opened: Future[None] = Future()
         self._workers_updated: Future[None] | None = None
 

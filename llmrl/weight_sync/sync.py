@@ -17,9 +17,11 @@ from llmrl.weight_sync.channels import Channel
 from llmrl.weight_sync.engine_group import EngineGroup, held_for
 from llmrl.weight_sync.int8 import Int8Weights
 from llmrl.weight_sync.member import Member
-from llmrl.weight_sync.source import ModelMetadata, ModelWeights, get_model_metadata, model_of
+from llmrl.weight_sync.source import ModelMetadata, ModelWeights, Weights, get_model_metadata, model_of
 
 logger = logging.getLogger(__name__)
+
+_NOT_CONNECTED = "the workers are not connected yet; call sender.init_all_workers_group(...) first."
 
 
 class WeightSyncError(EngineError):
@@ -61,7 +63,7 @@ class WeightSync:
         self._needs_engine = needs_engine
         self._pause_mode = pause_mode
         self._reset_running_requests = reset_running_requests
-        self._model: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
+        self._model: Weights | None = None
         self._source: ModelWeights | None = None
         self._group: EngineGroup | None = None
         self._channel: Channel | None = None
@@ -75,7 +77,7 @@ class WeightSync:
         """Seconds of each phase of the last update: `stage_s` (engines still generate), `pause_s`, `send_s` (workers
         receive and check), `load_s` (workers load and reset their prefix caches), `resume_s`."""
 
-    def register_model(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
+    def register_model(self, model: Weights) -> None:
         """Set the source of weights, read at each update: a model, its policy, or tensors by checkpoint name."""
         with self._lock:
             self._model = model_of(model)
@@ -146,14 +148,13 @@ class WeightSync:
         """
         with self._lock:
             if self._source is None:
-                raise RuntimeError("the workers are not connected yet; call sender.init_all_workers_group(...) first.")
+                raise RuntimeError(_NOT_CONNECTED)
             self._source.override = weights or {}
+            update = self._update_together if self._source.is_sharded else self._update
             while True:
                 try:
-                    return (
-                        self._update_together(self._source) if self._source.is_sharded else self._update(self._source)
-                    )
-                except ReplicaLostError as error:  # terminates, because each repetition has fewer engines or restarts
+                    return update(self._source)
+                except ReplicaLostError as error:  # each repetition has fewer engines or restarts
                     logger.warning("%s The update is repeated with the remaining engines.", error)
 
     def start_update(self, weights: Mapping[str, torch.Tensor] | None = None) -> Future[int]:
@@ -185,7 +186,7 @@ class WeightSync:
             group = self._group
             channel = self._channel
             if group is None or channel is None:
-                raise RuntimeError("the workers are not connected yet; call sender.init_all_workers_group(...) first.")
+                raise RuntimeError(_NOT_CONNECTED)
             version = max(one.policy_version for one in [*group.engines, engine])
             staged = channel.staged_version
             if staged is not None and staged <= self._last_version:  # the engines that loaded it may have died

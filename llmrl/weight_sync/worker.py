@@ -37,7 +37,7 @@ from llmrl.weight_sync.buffers import UNREACHABLE, PackedLayout, open_shared, re
 from llmrl.weight_sync.deadline import TRANSFER_SECONDS, TimedCommunicator
 from llmrl.weight_sync.double_buffer import BufferPointer, DoubleBuffer, FileWeights
 from llmrl.weight_sync.gloo import Receiver, open_group
-from llmrl.weight_sync.load_plan import STAYING, LoadPlan, make_load_plan, trained_layers
+from llmrl.weight_sync.load_plan import STAYING, LoadPlan, TiedHeads, make_load_plan, trained_layers
 from llmrl.weight_sync.partial import NeededPages
 
 
@@ -144,7 +144,7 @@ class WorkerEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: WorkerUpdateInfo) -> None:
-        """Receive all weights. Raises ValueError if they are not the announced weights, or do not fit the model."""
+        """Receive all weights. Raises ValueError if they were not announced, or do not fit the model."""
         self._taken = None
         if update_info.is_discarded:
             return
@@ -160,7 +160,7 @@ class WorkerEngine(WeightTransferEngine):
             self._layout = layout
 
     def finish_weight_update(self) -> None:
-        """Load the received weights. Raises ValueError if they were overwritten meanwhile, which leaves a mixture."""
+        """Load the received weights. Raises ValueError if they were overwritten, which leaves a mixture."""
         if self._taken is None:
             return
         layout, buffer, update_info = self._taken
@@ -178,10 +178,11 @@ class WorkerEngine(WeightTransferEngine):
             pointer = BufferPointer(**update_info.pointer)
             since = self._held
             self._held = None
-            has_deltas = pointer.anchor_every > 1  # deltas need the whole buffer
-            pages_of = None if has_deltas else self._pages_of
-            weights = DoubleBuffer(update_info.folder).read(pointer, since=since, pages_of=pages_of)
-            self._held = weights if has_deltas else None
+            files = DoubleBuffer(update_info.folder)
+            if pointer.anchor_every > 1:  # deltas need the whole buffer
+                weights = self._held = files.read(pointer, since=since)
+            else:
+                weights = files.read(pointer, pages_of=self._pages_of)
             return weights.layout, weights.buffer
         layout = PackedLayout.from_plain(update_info.names, update_info.dtype_names, update_info.shapes)
         if layout.num_bytes != update_info.num_bytes:
@@ -219,7 +220,8 @@ class WorkerEngine(WeightTransferEngine):
             raise ValueError("the trainer has opened no group; call init_weight_transfer_engine first.")
         if update_info.num_delta_bytes:
             return self._receiver.receive_delta(update_info.num_delta_bytes)
-        return self._receiver.receive(layout.num_bytes, pages=self._pages_of(layout), checksum=update_info.checksum)
+        pages = self._pages_of(layout)
+        return self._receiver.receive(layout.num_bytes, pages=pages, checksum=update_info.checksum)
 
     def _pages_of(self, layout: PackedLayout) -> NeededPages | None:
         """Return the pages that this worker's part of the model is loaded from; None if it needs all."""
@@ -273,9 +275,9 @@ class WorkerEngine(WeightTransferEngine):
         found = {}
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            if not info.can_load() or is_deferred_attention_layer(layer) or id(layer) in heads:
+            if not info.can_load() or is_deferred_attention_layer(layer):
                 continue
-            if id(layer) not in trained:
+            if id(layer) in heads or id(layer) not in trained:
                 continue
             own = [one for one, _ in layer.named_parameters(recurse=False) if one not in STAYING]
             if own and info.load_numel == 0 and info.load_numel_total:
@@ -286,8 +288,9 @@ class WorkerEngine(WeightTransferEngine):
         missing = list(self._untouched())
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
-            # Only vocabularies are padded, so a linear layer with missing elements lacks one of its fused weights.
-            if isinstance(layer, LinearBase) and info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
+            # Only vocabularies are padded: a linear layer with missing elements lacks one of its fused weights.
+            is_begun = info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
+            if is_begun and isinstance(layer, LinearBase):
                 missing.append(name)
         if missing:
             raise ValueError(f"the update lacks weights for {len(missing)} layers, among them {missing[:3]}.")
@@ -307,8 +310,8 @@ class WorkerEngine(WeightTransferEngine):
                 embedding.cpu_linear = head.cpu_linear
 
 
-def find_tied_heads(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Return pairs of an output head and the embedding that shares its weight."""
+def find_tied_heads(model: torch.nn.Module) -> TiedHeads:
+    """Return each output head that shares an embedding's weight, with the embedding."""
     embeddings = [
         module
         for module in model.modules()

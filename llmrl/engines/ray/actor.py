@@ -66,7 +66,7 @@ class EngineActor:
     """Ray actor that contains an engine and watches it."""
 
     async def start(self, make_engine: Callable[[], Engine]) -> EngineFacts:
-        """Start the engine and return its constants; a method, because Ray reports a constructor's errors as text."""
+        """Start the engine and return its constants; Ray reports the errors of a constructor as text only."""
         self._engine = await asyncio.to_thread(make_engine)
         return EngineFacts.of(self._engine)
 

@@ -154,12 +154,9 @@ class RayEngine:
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise ValueError for a grammar that the engine cannot follow; `generate` checks other parameters."""
-        if sampling.grammar is None:
-            return
-        try:
-            require("ray", extra="ray").get(self.actor.check_supported.remote(sampling))
-        except Exception as error:
-            raise self._translated(error) from error
+        if sampling.grammar is not None:
+            with self._raising_as_the_engine():
+                require("ray", extra="ray").get(self.actor.check_supported.remote(sampling))
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer."""
@@ -217,23 +214,19 @@ class RayEngine:
     @contextlib.contextmanager
     def _in_flight_as(self, request_id: str) -> Iterator[None]:
         """Count a request while it runs, and raise errors as the engine would."""
-        if not self.is_alive:
-            raise EngineError("The engine's actor is dead; start a new one.")
+        self._require_alive()
         self._in_flight.add(request_id)
         try:
-            yield
-        except Exception as error:
-            raise self._translated(error) from error
+            with self._raising_as_the_engine():
+                yield
         finally:
             self._in_flight.discard(request_id)
 
     async def abort(self, request_id: str) -> None:
         """Abort a request; its `generate` returns the tokens so far. Unknown ids are ignored."""
         if self.is_alive and request_id in self._in_flight:
-            try:
+            with self._raising_as_the_engine():
                 await self.actor.abort.remote(self._id_there(request_id))
-            except Exception as error:
-                raise self._translated(error) from error
 
     def _id_there(self, request_id: str) -> str:
         # The prefix makes ids unique: several clients use one actor, and requests of a killed client may remain.
@@ -241,10 +234,8 @@ class RayEngine:
 
     async def progress(self) -> int | None:
         """Return what `AsyncVLLM.progress` returns. Raises EngineError if the actor died."""
-        try:
+        with self._raising_as_the_engine():
             return await self.actor.progress.remote()
-        except Exception as error:
-            raise self._translated(error) from error
 
     def take_load(self, reader: str = METRICS) -> EngineLoad | None:
         """Return what `AsyncVLLM.take_load` returns; None if the load is unknown or the actor does not answer."""
@@ -309,24 +300,30 @@ class RayEngine:
         )
 
     def _call(self, method: str, *arguments: object, **options: object) -> Any:
-        if not self.is_alive:
-            raise EngineError("The engine's actor is dead; start a new one.")
-        try:
-            result, self._policy_version = require("ray", extra="ray").get(
-                self.actor.call.remote(method, *arguments, **options)
-            )
-        except Exception as error:
-            raise self._translated(error) from error
+        self._require_alive()
+        with self._raising_as_the_engine():
+            called = self.actor.call.remote(method, *arguments, **options)
+            result, self._policy_version = require("ray", extra="ray").get(called)
         return result
 
-    def _translated(self, error: Exception) -> Exception:
-        from ray.exceptions import RayError, RayTaskError
+    def _require_alive(self) -> None:
+        if not self.is_alive:
+            raise EngineError("The engine's actor is dead; start a new one.")
 
-        cause = _cause(error)
-        if isinstance(cause, EngineDiedError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError)):
-            self._is_dead.set()
-            return EngineError(f"The engine's actor died: {cause}")
-        return cause
+    @contextlib.contextmanager
+    def _raising_as_the_engine(self) -> Iterator[None]:
+        """Raise the engine's own error instead of Ray's, and EngineError if the actor died."""
+        try:
+            yield
+        except Exception as error:
+            from ray.exceptions import RayError, RayTaskError
+
+            cause = _cause(error)
+            is_lost = isinstance(error, RayError) and not isinstance(error, RayTaskError)
+            if is_lost or isinstance(cause, EngineDiedError):
+                self._is_dead.set()
+                cause = EngineError(f"The engine's actor died: {cause}")
+            raise cause from error
 
 
 def _cause(error: Exception) -> Exception:

@@ -87,18 +87,18 @@ class EngineRegistry:
             if (serving := _serving(replicas)) != published:
                 try:
                     self.publish_once(replicas)
-                except Exception as error:  # the cluster or the registry is gone; collectors detect this themselves
+                except Exception as error:  # the cluster or the registry is gone, which collectors detect
                     logger.warning("the registry of engines could not be written: %s", error)
                     return
                 published = serving
         watching.cancel()
 
     def connect(self) -> EngineReplicas:
-        """Return the engines that serve now; the replacement of a dead engine is awaited for up to ten minutes.
+        """Return the engines that serve now, which wait up to ten minutes for the replacement of a dead one.
 
         Raises EngineError if no engine serves.
         """
-        notices = [notice for notice in self._read() if notice is not None]
+        notices = self._read()
         if not notices:
             raise EngineError("the registry has no engine that serves.")
         held = dict(enumerate(notices))
@@ -109,7 +109,7 @@ class EngineRegistry:
             while time.monotonic() < deadline:
                 with claiming:
                     known = [notice.actor for notice in held.values()]
-                    fresh = [notice for notice in self._read() if notice is not None and notice.actor not in known]
+                    fresh = [notice for notice in self._read() if notice.actor not in known]
                     if fresh:
                         held[index] = fresh[0]
                         return RayEngine.reach(fresh[0])
@@ -118,8 +118,9 @@ class EngineRegistry:
 
         return EngineReplicas([RayEngine.reach(notice) for notice in notices], restart=successor)
 
-    def _read(self) -> list[EngineNotice | None]:
-        return require("ray", extra="ray").get(self.actor.read.remote())
+    def _read(self) -> list[EngineNotice]:
+        notices = require("ray", extra="ray").get(self.actor.read.remote())
+        return [notice for notice in notices if notice is not None]
 
 
 def _serving(replicas: EngineReplicas[Engine]) -> list[Engine]:

@@ -20,6 +20,7 @@ from llmrl.engines.server.messages import (
     LostWeightsError,
     check_sampling,
     completion_request,
+    entry_of,
     generate_request,
     is_plain,
     likeliest_distance,
@@ -199,7 +200,7 @@ class ServerEngine(ServerUpdates):
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         asked = self._request("POST", "/tokenize", body, budget=len(text))
         answer = await self._answer(asked)
-        ids = answer.get("tokens") if isinstance(answer, dict) else None
+        ids = entry_of(answer, "tokens")
         if not isinstance(ids, list) or any(type(number) is not int for number in ids):
             raise EngineError(f"{self._base_url}/tokenize answered without token ids: {str(answer)[:200]}")
         return ids
@@ -221,7 +222,7 @@ class ServerEngine(ServerUpdates):
             raise EngineError("The server engine was shut down.") from None
 
     def check_sampling(self, sampling: SamplingConfig) -> None:
-        """Raise ValueError for a grammar, or for top-p or min-p without top-k: a server cannot report the kept ids."""
+        """Raise ValueError if a server cannot report the kept ids: with a grammar, or top-p or min-p without top-k."""
         refuse_grammar(self, sampling)
         check_sampling(sampling)
 
@@ -351,15 +352,17 @@ class ServerEngine(ServerUpdates):
 
         async def call() -> object:
             try:
-                # A server that was busy for longer than its keep-alive time closes an idle connection even if a
-                # request has just arrived on it. These requests must not be sent twice, so each opens a connection.
+                # A server that was busy for longer than its keep-alive time closes an idle connection even if
+                # a request has just arrived on it. These requests must not be sent twice: each opens its own.
                 async with await _open_session(self._api_key) as session:
-                    status, text = await self._fetch(method, path, body, seconds, _NUM_BASE_BYTES, session=session)
+                    answer = self._fetch(method, path, body, seconds, _NUM_BASE_BYTES, session=session)
+                    status, text = await answer
             except EngineError:
                 self._is_left = True
                 raise
             if status != 200:
-                raise EngineError(f"{self._base_url}{path} refused ({status}): {text[:2000].decode(errors='replace')}")
+                shown = text[:2000].decode(errors="replace")
+                raise EngineError(f"{self._base_url}{path} refused ({status}): {shown}")
             return json.loads(text or b"null")
 
         try:

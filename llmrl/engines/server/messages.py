@@ -113,7 +113,7 @@ def read_response(
     token_ids = choice.get("token_ids")
     if token_ids is None:
         token_ids = _ids_of(columns.get("tokens"), server)
-    num_tokens = len(token_ids) if isinstance(token_ids, list) else 0
+    num_tokens = len(_list(token_ids))
     mask = None
     if top_k is not None and num_tokens:
         reported = []
@@ -130,7 +130,7 @@ def read_response(
 
 
 def likeliest_distance(response: object, server: str) -> float:
-    """Return the gap between the first token's two largest log-probs. Raises EngineError if there are fewer than two.
+    """Return the gap between the first token's two largest log-probs. Raises EngineError if one is missing.
 
     Example:
         >>> logprobs = {"top_logprobs": [{"a": -3.0, "b": -1.0, "c": -9999.0}]}
@@ -175,14 +175,15 @@ def _read_generated(
 ) -> Completion:
     choice, columns = _only_choice(response, server)
     token_ids = choice.get("token_ids") or []
-    content = [entry if isinstance(entry, dict) else {} for entry in _list(columns.get("content"))]
+    content = _list(columns.get("content"))
     mask = None
     if top_k is not None and token_ids:
         if choice.get("sampling_mask") is not None:  # vLLM was started with its own sampling mask
             mask = [array("i", ids) for ids in choice["sampling_mask"]]
         else:
-            kept = [[one for one in _list(entry.get("top_logprobs")) if _is_kept(one["logprob"])] for entry in content]
-            mask = _sampling_mask([[one["token_id"] for one in entries] for entries in kept], top_k, server)
+            reported = [_list(entry_of(entry, "top_logprobs")) for entry in content]
+            kept = [[one["token_id"] for one in entries if _is_kept(one["logprob"])] for entries in reported]
+            mask = _sampling_mask(kept, top_k, server)
     versions: list[int] = []
     for span in _list(choice.get("weight_versions")):
         label = str(span["version"])
@@ -192,12 +193,12 @@ def _read_generated(
         if span["start"] != len(versions) or num_tokens < 1:
             raise EngineError(f"{server} returned versions with gaps: {choice['weight_versions']!r:.200}")
         versions += [int(label)] * num_tokens
-    log_probs: list[Any] = [entry.get("logprob") for entry in content]
+    log_probs: list[Any] = [entry_of(entry, "logprob") for entry in content]
     return _completion(choice, token_ids, log_probs, versions, mask, server, budget, vocab_size)
 
 
 def _only_choice(response: object, server: str) -> tuple[JsonObject, JsonObject]:
-    choices = response.get("choices") if isinstance(response, dict) else None
+    choices = entry_of(response, "choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise EngineError(f"{server} returned an answer without exactly one choice: {str(response)[:200]}")
     [choice] = choices
@@ -262,7 +263,7 @@ def _sampling_mask(kept_ids: list[list[int]], top_k: int, server: str) -> list[a
 
 
 def _ids_of(tokens: object, server: str) -> list[int]:
-    written = [_TOKEN_ID.fullmatch(token) if isinstance(token, str) else None for token in _list(tokens)]
+    written = [_TOKEN_ID.fullmatch(str(token)) for token in _list(tokens)]
     found = [match[1] for match in written if match is not None]
     if not found or len(found) < len(written):
         raise EngineError(
@@ -272,15 +273,20 @@ def _ids_of(tokens: object, server: str) -> list[int]:
     return [int(digits) for digits in found]
 
 
+def entry_of(answer: object, name: str) -> Any:
+    """Return an entry of a JSON object; None if it has no such entry, or is no object."""
+    return answer.get(name) if isinstance(answer, dict) else None
+
+
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
 def read_models(response: object, server: str) -> dict[str, Mapping[str, object]]:
     """Return the server's models by id. Raises EngineError if the answer is not a list of models."""
-    entries = _list(response.get("data") if isinstance(response, dict) else None)
+    entries = _list(entry_of(response, "data"))
     models: dict[str, Mapping[str, object]] = {
-        entry["id"]: entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+        entry["id"]: entry for entry in entries if isinstance(entry_of(entry, "id"), str)
     }
     if not models or len(models) < len(entries):
         raise EngineError(f"{server}/v1/models did not list models: {str(response)[:200]}")

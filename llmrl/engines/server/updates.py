@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from llmrl.engines.base import EngineError, PauseMode, TransferInfo
+from llmrl.engines.server.messages import entry_of
 from llmrl.engines.vllm.arguments import LLMRL_BACKEND, NCCL_BACKEND
 from llmrl.engines.vllm.private import RELOAD_METHOD
 
@@ -92,7 +93,7 @@ class ServerUpdates(ABC):
     num_workers: int = 1
     """Number of worker processes that receive weights."""
     lacks_weights: bool = False
-    """Whether the server lost its weights, or an update was left unfinished; it then serves after the next update."""
+    """Whether the server lost its weights, or an update was left unfinished, until the next update."""
     num_restarts: int = 0
     """Number of times that the server was found without its weights."""
     info: ServerInfo | None = None
@@ -122,7 +123,7 @@ class ServerUpdates(ABC):
     def policy_version(self, version: int) -> None:
         """Set the version of the server's weights, and their label if the server takes weights."""
         if self.info is not None and version != self._version:
-            self._call("POST", "/update_weight_version", {"new_version": str(version)})
+            self._set_label(version)
         self._version = version
         self.lacks_weights = False
 
@@ -146,7 +147,8 @@ class ServerUpdates(ABC):
             answer = self._call("GET", "/version")
         except EngineError:
             return None
-        return str(answer["version"]) if isinstance(answer, dict) and "version" in answer else None
+        version = entry_of(answer, "version")
+        return None if version is None else str(version)
 
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """Stop stepping; `clear_cache` also drops the key-value blocks, including those of kept requests."""
@@ -165,8 +167,7 @@ class ServerUpdates(ABC):
     def reset_prefix_cache(self, *, reset_running_requests: bool = True) -> bool:
         """Drop cached key-value blocks; without `reset_running_requests`, keep those in use and return False."""
         query = f"reset_running_requests={str(reset_running_requests).lower()}"
-        answer = self._call("POST", f"/reset_prefix_cache?{query}")
-        return isinstance(answer, dict) and answer.get("success") is True
+        return entry_of(self._call("POST", f"/reset_prefix_cache?{query}"), "success") is True
 
     def init_weight_transfer_engine(self, init_info: TransferInfo) -> None:
         """Open the server's side of a weight transfer."""
@@ -202,7 +203,7 @@ class ServerUpdates(ABC):
             self._folder = str(PurePosixPath(str(update_info["folder"]), str(pointer["slot"])))
 
     def finish_weight_update(self, weight_version: str | int | None = None) -> int:
-        """Activate the weights and return their version, by default the next; the current version cancels an update."""
+        """Activate the weights and return their version, by default the next; the current one cancels an update."""
         version = self._version + 1 if weight_version is None else int(weight_version)
         is_to_files = self._require_info().backend == FILES_BACKEND
         if version == self._version:  # cancelled; no label is set, because the server may have lost its weights
@@ -216,10 +217,13 @@ class ServerUpdates(ABC):
             if self._folder is not None:
                 body = {"method": RELOAD_METHOD, "kwargs": {"weights_path": self._folder}}
                 self._call("POST", "/collective_rpc", body, takes_time=True)
-            self._call("POST", "/update_weight_version", {"new_version": str(version)})
+            self._set_label(version)
         self.lacks_weights = self._is_loading = False
         self._version = version
         return version
+
+    def _set_label(self, version: int) -> None:
+        self._call("POST", "/update_weight_version", {"new_version": str(version)})
 
     def _require_info(self) -> ServerInfo:
         if self.info is None:
@@ -244,20 +248,19 @@ class ServerUpdates(ABC):
             ) from error
         label = label_of(self._call("GET", "/weight_info"))
         if label is None:
-            self._call("POST", "/update_weight_version", {"new_version": str(self._version)})
+            self._set_label(self._version)
         else:
             self._version = label
-        paused = self._call("GET", "/is_paused")
-        self.lacks_weights = isinstance(paused, dict) and paused.get("is_paused") is True
+        self.lacks_weights = entry_of(self._call("GET", "/is_paused"), "is_paused") is True
         return self.info
 
     def _take_back(self) -> None:
-        """Synchronise with a server that answers again; a server that was restarted or was loading lacks weights."""
+        """Synchronise with a server that answers again; it lacks weights if it was restarted or was loading."""
         is_left = self._is_left
         try:
             label = label_of(self._call("GET", "/weight_info"))
             if label is None and self._version == self._first_version and not self.lacks_weights:
-                self._call("POST", "/update_weight_version", {"new_version": str(self._version)})
+                self._set_label(self._version)
             elif label != self._version or (is_left and self._is_loading):
                 self._lose_weights()
             if is_left and not self.lacks_weights:
@@ -286,12 +289,11 @@ class ServerUpdates(ABC):
                 raise
 
     def _require_loadable(self) -> None:
-        """Raise ValueError for a tied head on a CPU without a backend: vLLM would keep its packed copy of the head."""
+        """Raise ValueError for a tied head on a CPU without a backend: vLLM would keep its packed copy."""
         info = self._require_info()
         if info.backend != FILES_BACKEND or not info.is_cpu:
             return
-        answer = self._call("POST", "/weight_checker", {"action": "checksum"})
-        names = answer.get("checksums", {}) if isinstance(answer, dict) else {}
+        names = entry_of(self._call("POST", "/weight_checker", {"action": "checksum"}), "checksums") or ()
         if not any(name.endswith("lm_head.weight") for name in names):
             raise ValueError(
                 "its model ties its head to its embedding, and vLLM without llmrl's backend keeps the old head on a "
@@ -306,7 +308,7 @@ def label_of(weight_info: object) -> int | None:
         >>> label_of({"weight_version": "3"}), label_of({"weight_version": "default"})
         (3, None)
     """
-    label = str(weight_info.get("weight_version")) if isinstance(weight_info, dict) else ""
+    label = str(entry_of(weight_info, "weight_version"))
     return int(label) if label.isdecimal() else None
 
 

@@ -44,10 +44,8 @@ class DecodedSequence:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
 
-    def append(self, token_id: int, log_prob: float, version: int, kept_ids: array[int] | None = None) -> None:
+    def append(self, token_id: int, log_prob: float, version: int) -> None:
         """Append a sampled token, and set the finish reason if it is the last."""
-        if kept_ids is not None:
-            self.sampling_mask.append(kept_ids)
         self.token_ids.append(token_id)
         self.log_probs.append(log_prob)
         self.versions.append(version)
@@ -111,14 +109,11 @@ class DecodingBatch:
                 if one.generator is not None:
                     sampled[row] = torch.multinomial(probabilities[row], 1, generator=one.generator)[0]
         chosen = log_probs.gather(1, sampled[:, None])[:, 0]
-        kept = [
-            array("i", row.isfinite().nonzero()[:, 0].tolist()) if one.sampling.needs_sampling_mask else None
-            for one, row in zip(self.sequences, log_probs, strict=True)
-        ]
-        for one, token_id, log_prob, kept_ids in zip(
-            self.sequences, sampled.tolist(), chosen.tolist(), kept, strict=True
-        ):
-            one.append(token_id, log_prob, self._version, kept_ids)
+        columns = (self.sequences, sampled.tolist(), chosen.tolist(), log_probs)
+        for one, token_id, log_prob, row in zip(*columns, strict=True):
+            if one.sampling.needs_sampling_mask:
+                one.sampling_mask.append(array("i", row.isfinite().nonzero()[:, 0].tolist()))
+            one.append(token_id, log_prob, self._version)
 
     def advance(self, keep: Callable[[DecodedSequence], bool], *, version: int) -> None:
         """Drop the sequences that `keep` rejects, and compute the next logits of the others."""
@@ -149,7 +144,7 @@ class DecodingBatch:
         if choices and len(choices) == self._routers.num_layers:
             told = torch.stack([used for _, used in choices], 1).short().cpu().numpy()
             for one, experts in zip(self.sequences, np.split(told, len(self.sequences)), strict=True):
-                num_new = len(one.prompt_ids) if not one.routed_experts else 1
+                num_new = 1 if one.routed_experts else len(one.prompt_ids)
                 one.routed_experts.append(experts[len(experts) - num_new :])
         self._logits = output.logits[:, -1].float()
         # The next token is sampled from these logits even if other weights are loaded meanwhile.

@@ -123,7 +123,7 @@ class TransformersEngine:
         return self._tokenizer
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None) -> int:
-        """Copy weights into the model between two tokens, by the names of its `state_dict`, and return their version.
+        """Copy weights, by the names of the `state_dict`, into the model between two tokens; return their version.
 
         One name is enough for tied weights. Requests in flight continue with the old key-value cache; each token has
         the version that sampled it. Raises RuntimeError, and keeps the weights, if names or shapes do not match.
@@ -139,10 +139,9 @@ class TransformersEngine:
                 if not isinstance(weight, torch.Tensor) or (name in own and weight.shape != own[name].shape)
             }
             faults = {"missing": missing, "unknown": unknown, "not tensors of its shape": misshapen}
-            if any(faults.values()):  # `load_state_dict` would copy the other weights before it raises
-                named = [
-                    f"{len(names)} {fault}, such as {sorted(names)[:3]}" for fault, names in faults.items() if names
-                ]
+            found = [(fault, names) for fault, names in faults.items() if names]
+            if found:  # `load_state_dict` would copy the other weights before it raises
+                named = [f"{len(names)} {fault}, such as {sorted(names)[:3]}" for fault, names in found]
                 raise RuntimeError(f"the weights do not match the engine's model: {'; '.join(named)}.")
             self.model.load_state_dict(dict(weights), strict=False)
             self._policy_version = self._policy_version + 1 if version is None else version
@@ -169,7 +168,9 @@ class TransformersEngine:
             raise ValueError(f"prompt_ids has tokens outside the vocabulary of {self.vocab_size}.")
         if sampling.stop and self._tokenizer is None:
             raise ValueError("the request has stop strings, which need a tokenizer: pass tokenizer= to the engine.")
-        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos_token_ids)
+        stops = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= self._eos_token_ids
         generator = None
         if sampling.seed is not None:
             generator = torch.Generator(self._generator.device).manual_seed(sampling.seed)

@@ -67,26 +67,26 @@ class Routers:
     def __init__(self, model: PreTrainedModel) -> None:
         self._name = type(model).__name__
         config = text_config(model)
-        self._has_experts = any(
-            (getattr(config, name, None) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts")
-        )
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        self._has_experts = any((getattr(config, name, None) or 0) > 1 for name in names)
         self.num_layers = self.num_experts = self.top_k = 0
         layers = getattr(decoder_of(model), "layers", ())
         self._num_decoder_layers = len(layers)
         self._places: list[int] = []
         for place, layer in enumerate(layers):
             router = next(filter(_is_router, layer.modules()), None)
+            index = None
             if router is not None:
+                index = self.num_layers
+                self.num_layers += 1
                 self.num_experts = router.num_experts
                 self.top_k = router.top_k
                 self._places.append(place)
                 hook_once(router.register_forward_hook, router._forward_hooks, _after_router)
-            index = None if router is None else self.num_layers
-            self.num_layers += router is not None
             hook_once(layer.register_forward_pre_hook, layer._forward_pre_hooks, _before_layer, index)
 
     def checked(self, routed_experts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        """Return each row's experts, `[num_tokens, num_layers, top_k]`, for this model's routers; None if it has none.
+        """Return each row's experts, `[num_tokens, num_layers, top_k]`, for the routers; None if there are none.
 
         Raises TypeError if the model's routers are not recognised, and ValueError if the shapes do not match.
         """

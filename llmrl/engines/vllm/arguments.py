@@ -41,7 +41,7 @@ PLUGIN_NAME = "llmrl_weight_transfer"
 _DRAFTS = {"ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}}
 """vLLM's `speculative_config` for each value of `EngineOptions.speculative`."""
 _CPU_BLOCK = 32
-"""Tokens per key-value block. With vLLM's 128, short prefixes would not be shared; its kernels need multiples of 32."""
+"""Tokens per key-value block: with vLLM's 128, short prefixes are not shared; its kernels need multiples of 32."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM supports."""
 # Arguments that llmrl sets -> llmrl's option for it, or None; `engine_args` may not contain them.
@@ -228,9 +228,9 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     for name in engine_args:
         if name in _NAMED_AS_VLLM or name in _OWNED:
             instead = _OWNED.get(name, name)
-            advice = (
-                f"pass {instead}= to from_pretrained" if instead else "llmrl sets it, because log-probs depend on it"
-            )
+            advice = "llmrl sets it, because log-probs depend on it"
+            if instead:
+                advice = f"pass {instead}= to from_pretrained"
             raise TypeError(f"engine_args may not hold {name!r}: {advice}.")
     given = {name: value for name, value in options.items() if name in _NAMED_AS_VLLM and value is not None}
     arguments: dict[str, object] = {"seed": 0, "enable_prefix_caching": True, **given}
@@ -244,7 +244,8 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     enable_sleep = options.get("enable_sleep", False)
     if enable_sleep and (is_cpu or backend in (None, ADAPTER_BACKEND)):
         why = f"weight_transfer={weight_transfer!r} cannot give it weights when it wakes up"
-        why = "vLLM frees no memory on a CPU" if is_cpu else why
+        if is_cpu:
+            why = "vLLM frees no memory on a CPU"
         raise EngineError(f"enable_sleep=True is not supported: {why}.")
     arguments["enable_sleep_mode"] = enable_sleep
     if backend == ADAPTER_BACKEND:
@@ -269,9 +270,10 @@ def build_engine_args(folder: str, options: EngineOptions, *, is_cpu: bool) -> A
     if is_cpu:
         arguments["block_size"] = _CPU_BLOCK
     num_workers = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
+    is_on_one_host = engine_args.get("nnodes", 1) == 1
     if is_cpu and num_workers == 1:
         arguments["distributed_executor_backend"] = "uni"
-    elif num_workers > 1 and backend is not None and engine_args.get("nnodes", 1) == 1 and not _is_in_placement_group():
+    elif num_workers > 1 and backend is not None and is_on_one_host and not _is_in_placement_group():
         arguments["distributed_executor_backend"] = EXECUTOR
     return AsyncEngineArgs(
         model=folder,
@@ -296,7 +298,7 @@ def _half_dtype() -> str:
 
 
 def _adapter_args(engine_args: Mapping[str, Any]) -> dict[str, int]:
-    """Return vLLM's number and rank of adapters, the rank rounded up. Raises EngineError if one is out of range."""
+    """Return vLLM's number of adapters, and their rank rounded up. Raises EngineError if one is out of range."""
     max_loras = engine_args.get("max_loras", 4)
     rank = engine_args.get("max_lora_rank", 16)
     if max_loras < 2:

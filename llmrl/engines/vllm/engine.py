@@ -26,6 +26,7 @@ from llmrl.engines.base import (
 )
 from llmrl.engines.hang_detector import DEFAULT_HANG_TIMEOUT_SECONDS, HangWatch
 from llmrl.engines.load import METRICS, EngineLoad, LoadMeter
+from llmrl.engines.scores import TokenScores, check_scored
 from llmrl.engines.token_stream import TokenStream
 from llmrl.engines.vllm.arguments import (
     ADAPTER_BACKEND,
@@ -39,13 +40,15 @@ from llmrl.engines.vllm.passed_through import untested
 from llmrl.engines.vllm.private import close_llm, num_unfinished_tokens, pause_at_once
 from llmrl.engines.vllm.quantized import quantization_of
 from llmrl.engines.vllm.requests import (
+    answer_of,
     generate_one,
     is_cut_by_grammar_alone,
     num_reported,
+    read_prompt_scores,
     sampling_params,
+    scoring_params,
     unless_it_dies,
 )
-from llmrl.engines.vllm.scores import VLLMScores
 from llmrl.engines.vllm.start import start_vllm
 from llmrl.engines.vllm.updates import AdapterUpdates, WholeWeights
 
@@ -58,7 +61,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class AsyncVLLM(KnownArguments, VLLMScores):
+class AsyncVLLM(KnownArguments):
     """A vLLM engine that can replace its weights while requests are in flight; made by `AsyncVLLM.from_pretrained`.
 
     The engine core runs in a child process. `generate` may be awaited from any event loop,
@@ -83,7 +86,8 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._llm = llm
         self._background = background
         self._load = load
-        self._weight_transfer_backend = weight_transfer
+        self.weight_transfer_backend = weight_transfer
+        """vLLM's weight-transfer backend, or None."""
         self.start_s = start_s
         """Seconds from the call until the engine accepted requests."""
         self.max_model_len: int = llm.vllm_config.model_config.max_model_len
@@ -120,7 +124,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         num_replicas: int | None = None,
         **options: Unpack[EngineOptions],
     ) -> Self:
-        """Start an engine; `EngineReplicas.from_pretrained` starts several, also in Ray actors, with the same options.
+        """Start an engine; `EngineReplicas.from_pretrained` starts several with the same options, also in Ray.
 
         Args:
             model_name: folder or hub name.
@@ -139,17 +143,16 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         check_options(options)
         if num_replicas is not None:
             return cls.start_several(model_name, num_replicas, **options)
-        hang_timeout_seconds = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
-        HangWatch(hang_timeout_seconds)  # checks the value before the engine starts
+        hang_timeout = options.get("hang_timeout_seconds", DEFAULT_HANG_TIMEOUT_SECONDS)
+        HangWatch(hang_timeout)  # checks the value before the engine starts
         start = time.perf_counter()
         llm, background, load = start_vllm(os.fspath(model_name), options)
         config = llm.vllm_config.weight_transfer_config
         start_s = time.perf_counter() - start
         backend = None if config is None else config.backend.replace(NCCL_BACKEND, "nccl")
-        backend = backend if llm.vllm_config.lora_config is None else ADAPTER_BACKEND
-        engine = cls(
-            llm, background, load, weight_transfer=backend, start_s=start_s, hang_timeout_seconds=hang_timeout_seconds
-        )
+        if llm.vllm_config.lora_config is not None:
+            backend = ADAPTER_BACKEND
+        engine = cls(llm, background, load, weight_transfer=backend, start_s=start_s, hang_timeout_seconds=hang_timeout)
         engine.untested_arguments = untested(options.get("engine_args") or {})
         if options.get("speculative") and llm.vllm_config.device_config.device_type != "cpu":
             engine.untested_arguments += ("speculative",)
@@ -217,6 +220,34 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         self._num_tokens += len(completion.token_ids)
         return completion
 
+    async def score(self, token_ids: Sequence[int], *, top_k: int = 0) -> TokenScores:
+        """Return token scores as `ScoresTokens.score` does. Also raises EngineError if the engine sleeps.
+
+        vLLM computes all tokens anew, since its prefix cache has no log-probs.
+        """
+        check_scored(token_ids, top_k, self.max_model_len)
+        self._check_alive(and_awake=True)
+        request_id = f"{self._id_prefix}-{next(self._id_counter)}"
+        asked = answer_of(self._llm, list(token_ids), scoring_params(top_k), request_id, self._updates)
+        output, _ = await self._serve(request_id, asked)
+        self._num_tokens += 1
+        return read_prompt_scores(output, token_ids, top_k)
+
+    async def _serve(self, request_id: str, request: Coroutine[None, None, T]) -> T:
+        """Await a request on the engine's loop; it counts as in flight, and the engine is watched for hangs."""
+        self._in_flight.add(request_id)
+        self._watch.begin(self, self._background)
+        try:
+            return await self._background.wait(request)
+        except RuntimeError as error:
+            if self._watch.why:
+                raise EngineError(self._watch.why) from error
+            if isinstance(error, EngineError) or not self._background.is_closed:
+                raise
+            raise EngineError("The vLLM engine was shut down.") from error
+        finally:
+            self._in_flight.discard(request_id)
+
     def check_sampling(self, sampling: SamplingConfig) -> None:
         """Raise ValueError for values that vLLM does not support, or if vLLM cannot report the kept ids."""
         num_reported(sampling, self._llm.vllm_config.model_config)
@@ -264,11 +295,6 @@ class AsyncVLLM(KnownArguments, VLLMScores):
             raise EngineError("The engine sleeps: it has freed its weights, and serves after the next update.")
 
     # -- weights -------------------------------------------------------------------------------------------------
-
-    @property
-    def weight_transfer_backend(self) -> str | None:
-        """vLLM's weight-transfer backend, or None."""
-        return self._weight_transfer_backend
 
     def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = True) -> None:
         """Stop stepping; requests in flight are kept, finished first (`wait`) or aborted.
@@ -344,7 +370,7 @@ class AsyncVLLM(KnownArguments, VLLMScores):
         raise TypeError("AsyncVLLM holds a running process and cannot be pickled; start it where it is used.")
 
     def _require_weight_transfer(self) -> None:
-        if self._weight_transfer_backend is None:
+        if self.weight_transfer_backend is None:
             raise EngineError("This engine was started with weight_transfer=False; start it with weight_transfer=True.")
 
     def _control(self, coroutine: Coroutine[object, object, T]) -> T:

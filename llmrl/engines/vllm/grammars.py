@@ -60,7 +60,7 @@ class Grammars:
                 raise ValueError(f"the JSON schema cannot be compiled to a grammar: {error}") from error
 
     def masks(self, grammar: str, token_ids: Sequence[int], params: SamplingParams) -> list[array[int]]:
-        """Return an answer's sampling mask: the ids that the grammar kept at each token, or `~id` of each removed id.
+        """Return an answer's sampling mask: the ids that the grammar kept at each token, or `~id` of the removed.
 
         Equal masks share one array.
         """
@@ -89,8 +89,11 @@ def _listed(bits: np.ndarray, vocab_size: int) -> array[int]:
 
 def _schemas(value: Any) -> Iterator[dict[str, Any]]:
     """Yield the JSON schemas of a structural tag."""
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, entry in entries:
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return
+    for name, entry in value.items():
         if name == "json_schema" and isinstance(entry, dict):
             yield entry
         else:

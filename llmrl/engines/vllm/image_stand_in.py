@@ -24,13 +24,16 @@ _MESSAGE = (
 )
 
 
+def _make_name(_: object, name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Absent(name, (), {})
+
+
 class _Absent(type):
     """Type of the stand-in's names, which can be imported, compared and subclassed; calling them raises ImportError."""
 
-    def __getattr__(cls, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Absent(name, (), {})
+    __getattr__ = _make_name
 
     def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise ImportError(_MESSAGE)
@@ -38,15 +41,11 @@ class _Absent(type):
 
 class _StandIn(ModuleType):
     __version__ = "0"
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Absent(name, (), {})
+    __getattr__ = _make_name
 
 
 def stand_in_for_torchvision() -> bool:
-    """Make `import torchvision` succeed in this process if it is not installed; return whether the stand-in is used.
+    """Make `import torchvision` succeed where it is not installed; return whether the stand-in is used.
 
     transformers still reports torchvision as missing, and uses processors that do not need it. May be called again.
     """

@@ -98,9 +98,10 @@ def key_value_bytes(config: Config, dtype: str) -> int | None:
     size = getattr(torch, dtype, None)
     if text.get("model_type") not in _PLAIN_CACHES or not isinstance(size, torch.dtype):
         return None
-    heads = text["num_attention_heads"]
-    head_size = text.get("head_dim") or text["hidden_size"] // heads
-    return int(2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * head_size * size.itemsize)
+    num_heads = text["num_attention_heads"]
+    num_pairs = text["num_hidden_layers"] * (text.get("num_key_value_heads") or num_heads)
+    head_size = text.get("head_dim") or text["hidden_size"] // num_heads
+    return int(2 * num_pairs * head_size * size.itemsize)
 
 
 def _has_state(text: Config) -> bool:
@@ -109,7 +110,7 @@ def _has_state(text: Config) -> bool:
 
 
 def exact_length_of(config: Config) -> tuple[float, str]:
-    """Return the length of a row up to which vLLM computes the same as transformers, and the reason for the limit.
+    """Return the length up to which vLLM computes the same as transformers, and the reason for the limit.
 
     Example:
         >>> exact_length_of({"model_type": "cohere2", "sliding_window": 4096})[0]
@@ -122,9 +123,8 @@ def exact_length_of(config: Config) -> tuple[float, str]:
     if kind in ("cohere2", "cohere2_moe") and text.get("sliding_window"):
         return text["sliding_window"], "vLLM's windows are one token longer than transformers'"
     if kind == "llama4_text" and text.get("attn_temperature_tuning"):
-        return text.get(
-            "floor_scale", 8192
-        ), "vLLM does not scale attention by position unless max_model_len is above 32768"
+        length = text.get("floor_scale", 8192)
+        return length, "vLLM does not scale attention by position unless max_model_len is above 32768"
     return math.inf, ""
 
 

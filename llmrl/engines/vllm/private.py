@@ -177,7 +177,8 @@ def all_stop_token_ids(llm: AsyncLLM, params: SamplingParams) -> set[int]:
     """Return the tokens that end an answer to a request with these parameters."""
     resolved = params.clone()
     processor = llm.input_processor
-    resolved.update_from_generation_config(processor.generation_config_fields, processor.renderer.get_eos_token_id())
+    eos_token_id = processor.renderer.get_eos_token_id()
+    resolved.update_from_generation_config(processor.generation_config_fields, eos_token_id)
     return resolved.all_stop_token_ids
 
 
@@ -187,7 +188,7 @@ async def start_llm(arguments: AsyncEngineArgs, stat_logger: object) -> AsyncLLM
     manager = getattr(llm, "logger_manager", None)
     if manager is not None:  # only vLLM's own server shows its Prometheus metrics, which cost time in each step
         prometheus = _find("PrometheusStatLogger")
-        manager.stat_loggers[:] = [logger for logger in manager.stat_loggers if not isinstance(logger, prometheus)]
+        manager.stat_loggers[:] = [one for one in manager.stat_loggers if not isinstance(one, prometheus)]
     if "weight_versions" not in _find("CompletionOutput").__dataclass_fields__:
         _report_versions(llm)
     vars(llm)[_SEGMENTS] = _segments_of(llm)
@@ -294,7 +295,7 @@ async def _shut_down(llm: AsyncLLM) -> None:
 
 
 def put_files_into(folder: str) -> None:
-    """Make vLLM put the rendezvous file of an engine's workers into a folder; its other temporary files do not move."""
+    """Make vLLM put the rendezvous file of an engine's workers into a folder, but no other temporary file."""
     if "vllm" in sys.modules:
         network_utils = importlib.import_module("vllm.utils.network_utils")
         vars(network_utils)["tempfile"] = SimpleNamespace(gettempdir=lambda: folder)
@@ -333,7 +334,7 @@ def compute_int8_by_one_dnn() -> None:
 
 @functools.cache
 def replace_cpu_kernels() -> None:
-    """Replace functions of vLLM's CPU build that silently compute wrong results: sampling of drafts, rotary embedding.
+    """Replace functions of vLLM's CPU build that compute wrong results: sampling of drafts, rotary embedding.
 
     The kernel behind `expand_batch_to_tokens` writes temperature, top-k and top-p of drafted tokens into a 64-bit
     integer copy that it drops, so drafts are sampled with uninitialised values; with top-k, a step without drafts
@@ -350,7 +351,8 @@ def replace_cpu_kernels() -> None:
         values: torch.Tensor, ends: torch.Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
     ) -> torch.Tensor:
         counts = ends.diff(prepend=ends.new_zeros(1))
-        return values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+        replaced = values.masked_fill(values == replace_from, replace_to)
+        return replaced.repeat_interleave(counts, output_size=num_tokens)
 
     def rotate(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> object:
         has_heads = query.ndim > positions.ndim + 1

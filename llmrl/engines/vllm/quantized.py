@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -40,11 +40,13 @@ def quantization_of(config: VllmConfig) -> str | None:
 
 def is_int8(config: Mapping[str, object]) -> bool:
     """Return whether a `quantization_config` is that of an int8 checkpoint ("W8A8" of compressed-tensors)."""
-    groups = list(cast("Mapping[str, Mapping[str, Mapping[str, object]]]", config.get("config_groups", {})).values())
+    groups = cast("Mapping[str, Mapping[str, Any]]", config.get("config_groups", {}))
     if len(groups) != 1 or any(config.get(name) != _CONFIG[name] for name in ("ignore", "format")):
         return False
-    weights, activations = (groups[0].get(key) or {} for key in ("weights", "input_activations"))
-    return groups[0].get("targets") == ["Linear"] and _has(weights, _WEIGHTS) and _has(activations, _ACTIVATIONS)
+    [group] = groups.values()
+    weights, activations = (group.get(key) or {} for key in ("weights", "input_activations"))
+    has_values = _WEIGHTS.items() <= weights.items() and _ACTIVATIONS.items() <= activations.items()
+    return has_values and group.get("targets") == ["Linear"]
 
 
 def to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,9 +120,11 @@ def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = Path(source)
+    files = sorted(source.glob("*.safetensors"))
     index = source / "model.safetensors.index.json"
-    indexed = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else None
-    files = [file for file in sorted(source.glob("*.safetensors")) if indexed is None or file.name in indexed]
+    if index.is_file():
+        indexed = set(json.loads(index.read_text())["weight_map"].values())
+        files = [file for file in files if file.name in indexed]
     if not files or not (source / "config.json").is_file():
         raise ValueError(f"quantization={INT8!r} needs a folder with config.json and *.safetensors, got {source}.")
     config = json.loads((source / "config.json").read_text())
@@ -143,7 +147,3 @@ def write_int8_checkpoint(source: str | os.PathLike[str], target: Path) -> None:
         if path.is_file() and not is_weights:
             shutil.copyfile(path, target / path.name)
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": _CONFIG}))
-
-
-def _has(given: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
-    return all(given.get(name) == value for name, value in wanted.items())

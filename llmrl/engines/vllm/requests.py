@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
+
 from llmrl.engines.base import Completion, EngineError, FinishReason, SamplingConfig
+from llmrl.engines.scores import TokenScores, read_scores
 from llmrl.engines.token_stream import TokenStream
 
 T = TypeVar("T")
@@ -47,7 +50,7 @@ def is_cut_by_grammar_alone(sampling: SamplingConfig) -> bool:
 def sampling_params(
     sampling: SamplingConfig, budget: int, *, num_log_probs: int = 0, is_streamed: bool = False
 ) -> SamplingParams:
-    """Return vLLM's parameters for one completion of `budget` tokens, with `num_log_probs` likeliest ids per token.
+    """Return vLLM's parameters for a completion of `budget` tokens, each with `num_log_probs` likeliest ids.
 
     Raises ValueError if vLLM does not support a value, such as a temperature above 2, or a seed on CPU.
     """
@@ -124,7 +127,7 @@ async def answer_of(
     weights: WholeWeights,
     stream: TokenStream | None = None,
 ) -> tuple[RequestOutput, int | None]:
-    """Await one request on the engine's own loop; also return the version of its weights, if vLLM does not report it.
+    """Await one request on the engine's own loop; also return its weights' version, if vLLM does not report it.
 
     Raises ValueError if vLLM refuses the request, and EngineError if the engine died or did not finish it.
     """
@@ -169,9 +172,12 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
         raise EngineError(
             f"vLLM returned {len(token_ids)} tokens with {len(log_probs)} log-probs; one per token is needed."
         )
-    versions = [] if version is None else [version] * len(token_ids)
-    for span in (sample.weight_versions or ()) if version is None else ():
-        versions.extend([0 if span.version == "default" else int(span.version)] * (span.end - span.start))
+    if version is None:
+        spans = sample.weight_versions or ()
+        labels = [span.version for span in spans for _ in range(span.start, span.end)]
+        versions = [0 if label == "default" else int(label) for label in labels]
+    else:
+        versions = [version] * len(token_ids)
     if len(versions) != len(token_ids):
         raise EngineError(
             f"vLLM returned {len(token_ids)} tokens with {len(versions)} versions; one per token is needed."
@@ -187,6 +193,16 @@ def read_completion(output: RequestOutput, vocab_size: int, *, version: int | No
         routed_experts=None if sample.routed_experts is None else sample.routed_experts.astype("int16"),
         metrics={"num_cached_tokens": float(output.num_cached_tokens or 0)},
     )
+
+
+def read_prompt_scores(output: RequestOutput, token_ids: Sequence[int], top_k: int) -> TokenScores:
+    """Read vLLM's answer to a request with `scoring_params`. Raises EngineError if a token lacks its log-prob."""
+    flat: Any = output.prompt_logprobs
+    shape = (len(token_ids) - 1, 1 + top_k)
+    if flat is None or len(flat.logprobs) != shape[0] * shape[1]:
+        raise EngineError("vLLM ended the request without the log-probs of its tokens; try again.")
+    ids, log_probs = (torch.tensor(column).view(shape) for column in (flat.token_ids, flat.logprobs))
+    return read_scores(token_ids, ids, log_probs, engine="vLLM")
 
 
 def _sampling_mask(sample: CompletionOutput, vocab_size: int) -> list[array[int]] | None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
+from llmrl._utils.arguments import check_least
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.garbage import search_rarely
 from llmrl.engines.base import EngineError
@@ -27,8 +28,7 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
     log_level = options.get("log_level", "ERROR")
     cpu_threads = options.get("cpu_threads")
     weight_transfer = options.get("weight_transfer", True)
-    if cpu_threads is not None and cpu_threads < 1:
-        raise ValueError(f"cpu_threads must be at least 1, got {cpu_threads}.")
+    check_least(1, cpu_threads=cpu_threads)
     logging.getLogger("vllm").setLevel(log_level)
     with starting_environment({"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}):
         try:
@@ -40,7 +40,8 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
 
     is_cpu = bool(current_platform.is_cpu())
     is_eager = options.get("enforce_eager")
-    is_eager = is_cpu if is_eager is None else is_eager
+    if is_eager is None:
+        is_eager = is_cpu
     threads = (cpu_threads or available_cores()) if is_cpu else None
     variables = engine_variables(log_level=log_level, cpu_threads=threads, is_eager=is_eager)
     takes_adapters = weight_transfer == ADAPTER_BACKEND
@@ -49,18 +50,18 @@ def start_vllm(model: str, options: EngineOptions) -> tuple[AsyncLLM, Background
         load = LoadMeter()
         stack = contextlib.ExitStack()
         try:
-            variables |= transfer_variables(weight_transfer) | {FOLDER_VARIABLE: stack.enter_context(engine_folder())}
+            variables |= transfer_variables(weight_transfer)
+            variables[FOLDER_VARIABLE] = stack.enter_context(engine_folder())
             background.submit(_hold(stack))
             with starting_environment(variables):
                 background.run(_import_vllm())
                 arguments = build_engine_args(folder, options, is_cpu=is_cpu)
-                is_updated = weight_transfer is not False
                 check_model(
                     folder,
                     arguments.max_model_len,
                     dtype=str(arguments.dtype),
                     is_cpu=is_cpu,
-                    is_updated=is_updated,
+                    is_updated=weight_transfer is not False,
                     is_drafting=arguments.speculative_config is not None,
                 )
                 return background.run(start_llm(arguments, load)), background, load

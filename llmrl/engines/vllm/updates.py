@@ -98,7 +98,7 @@ class AdapterUpdates(WholeWeights):
             self._one_has_ended.set()
 
     async def open_transfer(self, info: TransferInfo) -> None:
-        """Compare the trainer's model and adapters with the engine's, and load an initial adapter that adds nothing.
+        """Compare the trainer's model and adapters with the engine's, and load an adapter that adds nothing.
 
         Raises ValueError if the models or their layers differ, the rank is too high, or a model on a CPU has experts.
         """

@@ -7,15 +7,19 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
-
-import torch
 
 from llmrl.engines import Completion, EngineError, SamplingConfig
 from llmrl.engines.base import check_request, completion_budget
-from llmrl.engines.scores import TokenScores, check_scored, read_scores
-from llmrl.engines.vllm.requests import num_reported, read_completion, sampling_params, scoring_params
+from llmrl.engines.scores import TokenScores, check_scored
+from llmrl.engines.vllm.requests import (
+    num_reported,
+    read_completion,
+    read_prompt_scores,
+    sampling_params,
+    scoring_params,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,7 +134,5 @@ class GivenLLM:
         """Return token scores as `ScoresTokens.score` does."""
         check_scored(token_ids, top_k, self.max_model_len)
         self.check_sampling(SamplingConfig())
-        flat: Any = (await self._answer(token_ids, scoring_params(top_k))).prompt_logprobs
-        shape = (len(token_ids) - 1, 1 + top_k)
-        ids, log_probs = (torch.tensor(column).view(shape) for column in (flat.token_ids, flat.logprobs))
-        return read_scores(token_ids, ids, log_probs, engine="vLLM")
+        output = await self._answer(token_ids, scoring_params(top_k))
+        return read_prompt_scores(output, token_ids, top_k)
