@@ -23,12 +23,16 @@ class MovedClock:
         self.loops: set[asyncio.AbstractEventLoop] = set()
 
     def pass_limit(self, seconds):
-        """Let a limit pass as soon as it counts, in seconds: what it limits may begin before, in another loop."""
+        """Let a limit pass as soon as it counts, in seconds: what it limits may begin before, in another loop.
+
+        The limit of an earlier step stays among its loop's timers when the step has ended in time.
+        """
         wait_until(lambda: any(seconds / 2 <= left <= seconds for left in self._seconds_left()))
         self.move(seconds)
 
     def _seconds_left(self):
-        return [timer.when() - loop.time() for loop in list(self.loops) for timer in list(loop._scheduled)]
+        timers = [(loop, timer) for loop in list(self.loops) for timer in list(loop._scheduled)]
+        return [timer.when() - loop.time() for loop, timer in timers if not timer.cancelled()]
 
     def move(self, seconds):
         """Let so many seconds have passed; may be called in any thread."""
