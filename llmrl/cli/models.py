@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -104,12 +104,14 @@ class ChatModel:
             )
         return cls(path, min(max_model_len, longest), make_chat_renderer(path, chat_template))
 
-    def start_engine(self, console: Console, **options: Any) -> AsyncVLLM:
-        """Start vLLM with this model and further options of `AsyncVLLM.from_pretrained`."""
+    def start_engine(self, console: Console, *, seed: int = 0, num_replicas: int | None = None) -> AsyncVLLM:
+        """Start vLLM with this model, several times with `num_replicas`."""
         from llmrl.engines import AsyncVLLM
 
         console.print(f"vLLM starts with {self.path}", soft_wrap=True)
-        return AsyncVLLM.from_pretrained(self.path, max_model_len=self.max_model_len, **options)
+        return AsyncVLLM.from_pretrained(
+            self.path, num_replicas=num_replicas, max_model_len=self.max_model_len, seed=seed
+        )
 
 
 def make_chat_renderer(path: str, chat_template: Path | None) -> Renderer:

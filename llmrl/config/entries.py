@@ -32,7 +32,7 @@ _KINDS: dict[object, str] = {
 
 
 # What is converted to each type, and what is not although it is an instance of that.
-_CONVERTED: dict[type, tuple[Any, Any]] = {int: (Integral, bool), float: (Real, bool), list: (Sequence, str)}
+_CONVERTED: dict[type, tuple[type, type]] = {int: (Integral, bool), float: (Real, bool), list: (Sequence, str)}
 
 
 class EntryError(ValueError):

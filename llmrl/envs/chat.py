@@ -158,7 +158,7 @@ class ChatEnv(KnownArguments, EnvBase):
             prompt = non_tensor(plain(prompt))
         return container_of(_TURNS[self.input_mode], {"prompt": prompt})
 
-    def _first_prompt(self, query: Any) -> object:
+    def _first_prompt(self, query: object) -> object:
         if self.input_mode == "history":
             return History.from_chats(self.opening_messages(query))
         if self.input_mode == "text":

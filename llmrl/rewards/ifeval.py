@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.imports import require
@@ -30,6 +30,19 @@ class _Instruction(Protocol):
     def build_description(self, **arguments: object) -> str: ...
     def get_instruction_args(self) -> dict[str, object] | None: ...
     def check_following(self, value: str) -> bool: ...
+
+
+class _Detector(Protocol):
+    def append(self, text: str) -> None: ...
+    def detect(self) -> str: ...
+
+
+class _DetectorFactory(Protocol):
+    def create(self) -> _Detector: ...
+
+
+class _SentenceTokenizer(Protocol):
+    def tokenize(self, text: str) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +143,7 @@ def _known_checks() -> Mapping[str, type[_Instruction]]:
 
 
 @functools.cache
-def _languages() -> Any:
+def _languages() -> _DetectorFactory:
     langdetect = require("langdetect.detector_factory", extra="envs")
     factory = langdetect.DetectorFactory()
     # Detection is random: without a seed, the reward would not be deterministic.
@@ -158,7 +171,7 @@ def _english_lowercase() -> Callable[[str], bool]:
 
 
 @functools.cache
-def _sentence_tokenizer() -> Any:
+def _sentence_tokenizer() -> _SentenceTokenizer:
     punkt = require("nltk.tokenize.punkt", extra="envs")
     parameters = punkt.PunktParameters()
     parameters.abbrev_types = set(_ABBREVIATIONS.split())

@@ -237,7 +237,6 @@ def uses_of_any(path: Path) -> int:
     return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(path.read_text())))
 
 
-@pytest.mark.slow
 def test_a_modules_logger_has_its_name():
     made = {}
     for path in (ROOT / "llmrl").rglob("*.py"):
@@ -247,6 +246,7 @@ def test_a_modules_logger_has_its_name():
     assert made and set(made.values()) == {"logger = logging.getLogger(__name__)"}
 
 
+@pytest.mark.slow
 def test_annotations_say_more_than_any():
     lines, uses = Counter(), Counter()
     for path in SOURCES:
