@@ -78,7 +78,9 @@ def value_of(row: Row, column: str) -> object:
         return row[column]
     name, _, key = column.partition(".")
     outer = row.get(name)
-    return outer.get(key) if isinstance(outer, Mapping) else None
+    if not isinstance(outer, Mapping):
+        return None
+    return outer.get(key)
 
 
 def _texts(rows: Sequence[Row], column: str) -> list[str | None]:
@@ -94,7 +96,9 @@ def _text_of(query: object) -> str:
     """Return a question as text: the text itself, or the last message's."""
     if isinstance(query, Sequence) and not isinstance(query, str) and query:
         query = query[-1]
-    return text_of(query.get("content")) if isinstance(query, Mapping) else str(query)
+    if isinstance(query, Mapping):
+        return text_of(query.get("content"))
+    return str(query)
 
 
 def _another(texts: Sequence[str | None], index: int) -> str | None:

@@ -228,7 +228,9 @@ def _answers_of(drawing: DatasetChatEnv | DataLoadingPrimer) -> list[Answer]:
 
 
 def _text(value: object) -> str:
-    return str(value)[:MAX_COLUMN_CHARS] if isinstance(value, str | int | float) else ""
+    if not isinstance(value, str | int | float):
+        return ""
+    return str(value)[:MAX_COLUMN_CHARS]
 
 
 def _is_late(rollout: Rollout) -> bool:

@@ -174,7 +174,9 @@ def drawing_of(env: EnvBase) -> DatasetChatEnv | DataLoadingPrimer:
 
 def _rows_of(env: EnvBase) -> list[Row]:
     drawing = dataset_env_of(env)
-    return [] if drawing is None else list(islice(drawing.prompts.items, MAX_COMPARED))
+    if drawing is None:
+        return []
+    return list(islice(drawing.prompts.items, MAX_COMPARED))
 
 
 def _play(

@@ -110,9 +110,13 @@ def is_conversation(value: Chats) -> TypeGuard[Sequence[Message]]:
 
 def map_nested(value: Nested[Item], function: Callable[[Item], Result]) -> Nested[Result]:
     """Apply a function to each item, and return the results with the same nesting."""
-    return [map_nested(item, function) for item in value] if isinstance(value, list) else function(value)
+    if isinstance(value, list):
+        return [map_nested(item, function) for item in value]
+    return function(value)
 
 
 def flatten(value: Nested[Item]) -> list[Item]:
     """Return the items of a batch of any shape as a flat list."""
-    return [one for item in value for one in flatten(item)] if isinstance(value, list) else [value]
+    if not isinstance(value, list):
+        return [value]
+    return [one for item in value for one in flatten(item)]

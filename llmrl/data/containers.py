@@ -152,7 +152,9 @@ class _Ragged(TensorClass["nocast"]):  # type: ignore[name-defined]
 
     def as_list(self, key: str) -> list[torch.Tensor]:
         """Return one entry as a list with one tensor `[num_tokens]` per conversation."""
-        return list(self.get(key, as_list=True)) if self.batch_size else [self.get(key)]
+        if self.batch_size:
+            return list(self.get(key, as_list=True))
+        return [self.get(key)]
 
     def as_padded_tensor(self, key: str, *, padding_value: float = 0, padding_side: str = "right") -> torch.Tensor:
         """Return one entry as `[*batch, max_num_tokens]`; raise ValueError for an unknown `padding_side`."""
@@ -297,7 +299,9 @@ _TURN = ("prompt", "response", "full")
 
 def _num_within(entry: History | torch.Tensor | str | list[str]) -> int | None:
     if isinstance(entry, History):
-        return len(entry) if entry.conversation_shape else None
+        if not entry.conversation_shape:
+            return None
+        return len(entry)
     is_several = entry.ndim > 1 if isinstance(entry, torch.Tensor) else isinstance(entry, list)
     return len(entry) if is_several else None
 
@@ -308,4 +312,6 @@ def _joined(column: list) -> object:
     if not isinstance(column[0], torch.Tensor):
         return column
     is_even = len({len(ids) for ids in column}) == 1
-    return torch.stack(column) if is_even else torch.nested.as_nested_tensor(column, layout=torch.jagged)
+    if is_even:
+        return torch.stack(column)
+    return torch.nested.as_nested_tensor(column, layout=torch.jagged)

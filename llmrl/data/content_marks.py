@@ -94,7 +94,9 @@ class ContentMarks:
             marked = value
             for start in reversed(self.find(value)):
                 marked = marked[: start + 1] + mark + marked[start + 1 :]
-            return mark.join(value) if self._is_hidden(marked) else marked
+            if not self._is_hidden(marked):
+                return marked
+            return mark.join(value)
         if isinstance(value, Mapping):
             return {self._marked(key, mark): self._marked(entry, mark) for key, entry in value.items()}
         if isinstance(value, list | tuple):
@@ -146,7 +148,9 @@ class ContentMarks:
 
 def with_plain_marks(text: str, mark: str) -> str:
     """Return a rendering in which marks that the template escaped as JSON, for example in arguments, are plain."""
-    return text.replace(json.dumps(mark)[1:-1], mark) if mark else text
+    if not mark:
+        return text
+    return text.replace(json.dumps(mark)[1:-1], mark)
 
 
 def _refusal(reason: str) -> RenderingError:

@@ -148,7 +148,9 @@ class History(TensorClass["nocast"]):  # type: ignore[name-defined]
     def _each(self, read: Callable[[Message], Result]) -> Nested[list[Result]] | Result:
         leaves = self._leaves
         found = map_nested(conversations(leaves), lambda chat: [read(message) for message in chat])
-        return found[0] if isinstance(leaves, Chat) and leaves.is_message else found
+        if not (isinstance(leaves, Chat) and leaves.is_message):
+            return found
+        return found[0]
 
     @property
     def role(self) -> Nested[list[str]] | str:

@@ -135,7 +135,9 @@ class ChatRendering:
         rows = map_nested(chats, self.tokens)
         if self.padding:
             rows = self._padded(rows)
-        return _stacked(rows) if is_dict else map_nested(rows, lambda row: row["input_ids"].reshape(1, -1))
+        if is_dict:
+            return _stacked(rows)
+        return map_nested(rows, lambda row: row["input_ids"].reshape(1, -1))
 
     def _padded(self, rows: Nested[TensorDict]) -> Nested[TensorDict]:
         is_left = getattr(self.tokenizer, "padding_side", "right") == "left"
@@ -155,7 +157,9 @@ class ChatRendering:
 
 
 def _stacked(rows: Nested[TensorDict]) -> TensorDictBase:
-    return lazy_stack([_stacked(row) for row in rows]) if isinstance(rows, list) else rows
+    if not isinstance(rows, list):
+        return rows
+    return lazy_stack([_stacked(row) for row in rows])
 
 
 def _mask(

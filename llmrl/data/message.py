@@ -78,7 +78,9 @@ def encodable(value: Value) -> Value:
         >>> encodable("a\ud800b"), encodable({"a": ["\udfff"]})
         ('a?b', {'a': ['?']})
     """
-    return value if _is_encodable(value) else cast(Value, _encodable(value))
+    if _is_encodable(value):
+        return value
+    return cast(Value, _encodable(value))
 
 
 def _is_encodable(value: object) -> bool:
@@ -131,7 +133,9 @@ def _copied(value: object) -> object:
         return copy.deepcopy(value)
     if isinstance(value, tuple):
         entries = [_copied(entry) for entry in value]
-        return value._make(entries) if hasattr(value, "_make") else tuple(entries)
+        if hasattr(value, "_make"):
+            return value._make(entries)
+        return tuple(entries)
     if isinstance(value, (set, bytearray)):  # the items of a set are immutable
         return value.copy()
     if isinstance(value, dict | list):  # a subclass, which may have more state than its entries

@@ -86,13 +86,17 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
     def length(self: _Messages) -> int:
         if self.is_message:
             raise TypeError("a single message has no length.")
-        return self.batch_size[0] if self.batch_dims else len(self.chats)
+        if self.batch_dims:
+            return self.batch_size[0]
+        return len(self.chats)
 
     def iterate(self: _Messages) -> Iterator[_Messages]:
         return (get(self, place) for place in range(length(self)))
 
     def unbind(self: _Messages, dim: int = 0) -> tuple[_Messages, ...]:
-        return generated_unbind(self, dim) if self.batch_dims or self.is_message else tuple(iterate(self))
+        if self.batch_dims or self.is_message:
+            return generated_unbind(self, dim)
+        return tuple(iterate(self))
 
     def represent(self: _Messages) -> str:
         body = "\n--\n".join(
@@ -136,7 +140,9 @@ def array_of_messages(cls: type[Container]) -> type[Container]:
 
 def leaf_of(leaves: Nested[Chat]) -> NonTensorData | NonTensorStack:
     """Return nested chats as one leaf of a TensorDict."""
-    return non_tensor(leaves) if isinstance(leaves, Chat) else NonTensorStack(*map(leaf_of, leaves))
+    if isinstance(leaves, Chat):
+        return non_tensor(leaves)
+    return NonTensorStack(*map(leaf_of, leaves))
 
 
 def messages_of(
@@ -176,7 +182,9 @@ def _spread(name: str, value: object, size: int) -> Sequence[object]:
 
 
 def _call(call: object) -> object:
-    return dict(call) if isinstance(call, Mapping) else call
+    if not isinstance(call, Mapping):
+        return call
+    return dict(call)
 
 
 def message_index(index: object, num_batch_dims: int) -> tuple[tuple[object, ...], object] | None:
@@ -194,13 +202,17 @@ def message_index(index: object, num_batch_dims: int) -> tuple[tuple[object, ...
         num_indexed = num_batch_dims + 1
     if num_indexed > num_batch_dims + 1:
         raise IndexError(f"{num_indexed} indices for {num_batch_dims} dimensions of conversations and one of messages.")
-    return (tuple(parts[:-1]), parts[-1]) if num_indexed > num_batch_dims else None
+    if num_indexed <= num_batch_dims:
+        return None
+    return tuple(parts[:-1]), parts[-1]
 
 
 def _num_dims(part: object) -> int:
     if part is None or part is Ellipsis:
         return 0
-    return part.ndim if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1
+    if not (isinstance(part, torch.Tensor) and part.dtype == torch.bool):
+        return 1
+    return part.ndim
 
 
 def at(chat: tuple[Message, ...], index: object) -> Chat:

@@ -20,7 +20,9 @@ def flat_batch(tensordict: TensorDictBase) -> TensorDictBase:
     """Return the batch with exactly one batch dimension."""
     if tensordict.ndim == 1:
         return tensordict
-    return tensordict.unsqueeze(0) if tensordict.ndim == 0 else tensordict.reshape(-1)
+    if tensordict.ndim == 0:
+        return tensordict.unsqueeze(0)
+    return tensordict.reshape(-1)
 
 
 def has_entry(tensordict: TensorDictBase, key: NestedKey) -> bool:

@@ -109,7 +109,9 @@ def template_named(name: str) -> str:
     if family is None:
         known = sorted([*FAMILIES, *_ALIASES, *_TEMPLATES])
         raise ValueError(f"chat_template_name must be one of {known}, got {name!r}.")
-    return family.chat_template if name in _ALIASES else _GENERATION_MARKS.sub("", family.chat_template)
+    if name in _ALIASES:
+        return family.chat_template
+    return _GENERATION_MARKS.sub("", family.chat_template)
 
 
 def has_generation_marks(template: str) -> bool:

@@ -78,7 +78,9 @@ def restacked(elements: Sequence[TensorDictBase], shape: torch.Size) -> TensorDi
     if not elements:
         raise ValueError(f"a batch of shape {list(shape)} has no conversation; give at least one.")
     stacked = lazy_stack(list(elements), 0)
-    return stacked if len(shape) == 1 else stacked.reshape(shape)
+    if len(shape) == 1:
+        return stacked
+    return stacked.reshape(shape)
 
 
 # A turn creates a dozen small containers. The public constructors validate them, which costs four
@@ -115,4 +117,6 @@ def dataset_columns(element: TensorDictBase) -> dict[str, object]:
         key: plain(value) for key, value in element.items() if key not in RESERVED_ENTRIES and is_non_tensor(value)
     }
     apart = element.get("columns", None)
-    return columns if apart is None else {**columns, **{key: plain(value) for key, value in apart.items()}}
+    if apart is None:
+        return columns
+    return {**columns, **{key: plain(value) for key, value in apart.items()}}

@@ -224,4 +224,6 @@ class _Sink(NullEngine):
 
 def whole(number: torch.Tensor) -> torch.Tensor:
     """Return the full value of a scalar that was computed from tensors, which may be sharded."""
-    return number.full_tensor() if isinstance(number, DTensor) else number
+    if not isinstance(number, DTensor):
+        return number
+    return number.full_tensor()

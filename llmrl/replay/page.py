@@ -97,7 +97,9 @@ def _changed(record: Record, step: ChangedStep) -> Record:
         before, after = step.advantages[name]
         columns["advantage"] = f"{before:.4g} → {after:.4g}"
     changed = cast(Record, {**record, "columns": columns})
-    return _with_reward(changed, step.rewards) if step.rewards else changed
+    if not step.rewards:
+        return changed
+    return _with_reward(changed, step.rewards)
 
 
 def _with_reward(record: Record, rewards: Mapping[str, float]) -> Record:

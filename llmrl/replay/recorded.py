@@ -101,7 +101,9 @@ class RecordedRun:
         Raises FileNotFoundError if the file of the rows is missing, and DamagedFileError if it is damaged.
         """
         is_stored = (step, "train") in self.folder.tokens.steps()
-        return self.folder.tokens.read(step) if is_stored or self.metrics(step).get("num_rows") else []
+        if not (is_stored or self.metrics(step).get("num_rows")):
+            return []
+        return self.folder.tokens.read(step)
 
     def config(self, changes: Sequence[str] = ()) -> GRPOConfig:
         """Return the run's configuration, changed by entries such as `train.clip_epsilon=0.3`, for this machine.
@@ -157,11 +159,15 @@ class RecordedRun:
 
     def start_of(self, step: int) -> StateDict | None:
         """Return the checkpoint from which to reach a step; None: from the initial model."""
-        return self.folder.load_checkpoint() if 0 < self._checkpoint_step < step else None
+        if not 0 < self._checkpoint_step < step:
+            return None
+        return self.folder.load_checkpoint()
 
     def checkpoint_of(self, step: int) -> StateDict | None:
         """Return the checkpoint that was saved after a step, or None if there is none."""
-        return self.folder.load_checkpoint() if self._checkpoint_step == step else None
+        if self._checkpoint_step != step:
+            return None
+        return self.folder.load_checkpoint()
 
 
 def _check_is_there(path: Path) -> None:
@@ -178,4 +184,6 @@ def _on_this_machine(train: GRPOTrainConfig) -> GRPOTrainConfig:
     else:
         are_enough = train.device == "cpu" and train.num_ranks <= (os.cpu_count() or 1)
         here = replace(train, device="cpu", head_kernel="torch")
-    return here if are_enough else replace(here, num_ranks=1, context_ranks=1)
+    if are_enough:
+        return here
+    return replace(here, num_ranks=1, context_ranks=1)

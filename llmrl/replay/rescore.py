@@ -97,7 +97,9 @@ def rescore(source: RecordedRun | str | Path, reward: str) -> Rescored:
 
 def _signal(groups: Iterable[list[tuple[float, float]]], side: int) -> float:
     several = [group for group in groups if len(group) > 1]
-    return fmean(len({pair[side] for pair in group}) > 1 for group in several) if several else 0.0
+    if not several:
+        return 0.0
+    return fmean(len({pair[side] for pair in group}) > 1 for group in several)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:

@@ -275,7 +275,9 @@ def _float32(value: float) -> float:
 
 def normalization_of(run: RecordedRun) -> Normalization:
     """Return the normalisation of a run's advantages."""
-    return run.config().normalization if run.entries.get("algorithm") == "grpo" else "std"
+    if run.entries.get("algorithm") != "grpo":
+        return "std"
+    return run.config().normalization
 
 
 def _compare_log_probs(run: RecordedRun, computed: ComputedStep) -> Compared:

@@ -196,7 +196,9 @@ def _shortened(text: str, length: int, *, is_end: bool = False) -> str:
     part = " ".join((text[-4 * length :] if is_end else text[: 4 * length]).split())
     if len(part) <= length:
         return part
-    return f"…{part[-length:]}" if is_end else f"{part[:length]}…"
+    if is_end:
+        return f"…{part[-length:]}"
+    return f"{part[:length]}…"
 
 
 def _details(run: RunData, record: Record) -> Mapping[str, object]:
