@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from llmrl._utils.types import Row
-from llmrl.data import Message
+from llmrl.data.message import Message, system_messages
 from llmrl.endpoint.dialects.reading import OTHER_ROLES, TEXTS, arguments_of, function_of, text_parts, tools_of
 from llmrl.endpoint.dialects.responses import messages_of
 from llmrl.endpoint.requests import REFERENCES, RefusedRequest
@@ -68,7 +68,7 @@ def _read_responses(request: Row, response: object) -> tuple[list[Json], list[Js
             raise ValueError(
                 f"its request continues {name}={request[name]!r:.80}, which is not in the row; log the whole input."
             )
-    opening = [{"role": "system", "content": request["instructions"]}] if request.get("instructions") else []
+    opening = system_messages(request.get("instructions") or None)
     given = request["input"]
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     messages = messages_of([*(items or ()), *output])

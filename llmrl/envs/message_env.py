@@ -244,11 +244,6 @@ def _with_env(step: TensorDictBase, message_env: MessageEnv | None) -> TensorDic
     return step.update({key: non_tensor(value) for key, value in entries.items()})
 
 
-def system_messages(prompt: str | None) -> list[Message]:
-    """Return the message with a system prompt, or nothing if there is none."""
-    return [] if prompt is None else [{"role": "system", "content": prompt}]
-
-
 async def _answer(message_env: MessageEnv, message: Message) -> MessageStep:
     answer = await message_env.step(copied(message))
     if not isinstance(answer, MessageStep):

@@ -14,8 +14,8 @@ from torchrl.envs import TransformedEnv
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Row
 from llmrl.data import Message
-from llmrl.data.message import copied, text_of
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened, system_messages
+from llmrl.data.message import copied, system_messages, text_of
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
 from llmrl.envs.sampler import DrawOptions
 from llmrl.envs.sources import load_rows
 from llmrl.rewards import RewardFn, Rubric

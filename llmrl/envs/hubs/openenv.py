@@ -17,8 +17,8 @@ from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
-from llmrl.data.message import copied
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, system_messages
+from llmrl.data.message import copied, system_messages
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.sampler import DrawOptions
 
 if TYPE_CHECKING:
