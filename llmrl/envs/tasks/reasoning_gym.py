@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
-from llmrl._utils.arguments import check_least, nearest, refuse_unknown
+from llmrl._utils.arguments import check_least, near_or_all, refuse_unknown
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
 from llmrl.envs.dataset import DatasetChatEnv
@@ -152,8 +152,7 @@ class ReasoningGymProblems:
 def _check_names(known: Row, tasks: Mapping[str, float], config: Mapping[str, Row]) -> None:
     for task in tasks:
         if task not in known:
-            near = nearest(task, known)
-            hint = f"did you mean {near!r}?" if near else f"it has {sorted(known)}."
+            hint = near_or_all(task, known, f"it has {sorted(known)}.")
             raise ValueError(f"reasoning-gym has no task {task!r}; {hint}")
     for task, arguments in config.items():
         if task not in tasks:
