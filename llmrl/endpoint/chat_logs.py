@@ -60,8 +60,7 @@ def _read_completions(request: Row, response: object) -> tuple[list[Json], list[
 
 def _read_responses(request: Row, response: object) -> tuple[list[Json], list[Json]]:
     """Return the messages and the tools."""
-    output = response.get("output") if isinstance(response, Mapping) else None
-    if not isinstance(output, list):
+    if not isinstance(response, Mapping) or not isinstance(output := response.get("output"), list):
         raise ValueError(f"its 'response' has no list of 'output' items, got {response!r:.200}.")
     for name in ("previous_response_id", "conversation"):
         if request.get(name) is not None:
@@ -69,8 +68,9 @@ def _read_responses(request: Row, response: object) -> tuple[list[Json], list[Js
                 f"its request continues {name}={request[name]!r:.80}, which is not in the row; log the whole input."
             )
     opening = system_messages(request.get("instructions") or None)
-    given = request["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = request["input"]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
     messages = messages_of([*(items or ()), *output])
     if any(REFERENCES in message for message in messages):
         raise ValueError("its input has an item_reference to an item that is not in the row; log the whole input.")
@@ -92,8 +92,9 @@ def _read(message: object, where: str) -> object:
         read["content"] = read.pop("refusal")
     elif isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") in TEXTS for part in content):
         read["content"] = text_parts(content, where=f"{where}.content", kinds=TEXTS)
-    legacy = read.pop("function_call", None)
-    calls = read.pop("tool_calls", None) or ([{"function": legacy}] if legacy else [])
+    calls = read.pop("tool_calls", None)
+    if (legacy := read.pop("function_call", None)) and not calls:
+        calls = [{"function": legacy}]
     if calls:
         read["tool_calls"] = [_with_arguments(call, where) for call in calls]
     return read

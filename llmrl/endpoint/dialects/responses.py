@@ -118,7 +118,7 @@ def messages_of(items: Json) -> list[Message]:
             if role == "assistant":
                 answer()["content"] += content
             else:
-                messages.append({"role": "system" if role == "developer" else role, "content": content})
+                messages.append({"role": {"developer": "system"}.get(role, role), "content": content})
                 is_answer_open = False
         else:
             raise RefusedRequest(f"{where} is of type {kind!r:.80}, which is not supported here.")
