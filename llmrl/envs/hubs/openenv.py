@@ -72,9 +72,10 @@ class OpenEnvChatEnv(MessageChatEnv):
     ) -> None:
         check_positive(timeout=timeout)
         require("aiohttp", extra="server")
-        address = url if "://" in url else f"http://{url}"
+        if "://" not in url:
+            url = f"http://{url}"
         server = _Server(
-            f"http{address.removeprefix('http').removeprefix('ws')}".rstrip("/"),
+            f"http{url.removeprefix('http').removeprefix('ws')}".rstrip("/"),
             action_adapter,
             observation_adapter or (lambda observation: observation),
             history_content_adapter or _content_of,
