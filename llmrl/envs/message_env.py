@@ -129,9 +129,8 @@ class MessageChatEnv(DatasetChatEnv):
         self.observation_spec = Composite(observation_spec, shape=shape)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        opened = None if tensordict is None else plain(tensordict.get("message_env", None))
-        if isinstance(opened, Opened):  # `before_reset` opened it
-            return self._opened_step(opened)
+        if tensordict is not None and isinstance(opened := plain(tensordict.get("message_env", None)), Opened):
+            return self._opened_step(opened)  # `before_reset` opened it
         return super()._reset(tensordict, **kwargs)
 
     async def before_reset(self, drawn: Drawn) -> TensorDictBase:

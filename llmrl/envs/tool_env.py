@@ -101,8 +101,9 @@ class _Opening(MessageEnv):
 
     async def init(self) -> Sequence[Message]:
         prompt = self._row[self._column]
-        given: Sequence[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = [*system_messages(self._system_prompt), *given]
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        messages = [*system_messages(self._system_prompt), *prompt]
         instance, said = await self._instances.open(self.session.id, copied(self._row))
         self.session.states[self._instances.state_name] = instance
         if said is None and messages:
