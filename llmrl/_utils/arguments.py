@@ -59,6 +59,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
 
 
+def near_or_all(name: str, known: Collection[str], listed: str) -> str:
+    """Return a question with the nearest known name, or `listed`, a sentence with all of them, if no name is near."""
+    near = nearest(name, known)
+    return f"did you mean {near!r}?" if near else listed
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question with the nearest known name, to append to a sentence; empty if no name is near.
 

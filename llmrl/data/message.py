@@ -159,6 +159,11 @@ def prompt_of(messages: Iterable[Message]) -> list[Message]:
     return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
+def system_messages(prompt: str | None) -> list[Message]:
+    """Return the message with a system prompt, or nothing if there is none."""
+    return [] if prompt is None else [{"role": "system", "content": prompt}]
+
+
 def text_of(content: object) -> str:
     """Return the text of a message's content: the string, or the joined text parts of a multi-modal list.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from llmrl._utils.types import Row
-from llmrl.data import Message
+from llmrl.data.message import Message, system_messages
 from llmrl.endpoint.dialects.reading import OTHER_ROLES, TEXTS, arguments_of, function_of, text_parts, tools_of
 from llmrl.endpoint.dialects.responses import messages_of
 from llmrl.endpoint.requests import REFERENCES, RefusedRequest
@@ -60,17 +60,17 @@ def _read_completions(request: Row, response: object) -> tuple[list[Json], list[
 
 def _read_responses(request: Row, response: object) -> tuple[list[Json], list[Json]]:
     """Return the messages and the tools."""
-    output = response.get("output") if isinstance(response, Mapping) else None
-    if not isinstance(output, list):
+    if not isinstance(response, Mapping) or not isinstance(output := response.get("output"), list):
         raise ValueError(f"its 'response' has no list of 'output' items, got {response!r:.200}.")
     for name in ("previous_response_id", "conversation"):
         if request.get(name) is not None:
             raise ValueError(
                 f"its request continues {name}={request[name]!r:.80}, which is not in the row; log the whole input."
             )
-    opening = [{"role": "system", "content": request["instructions"]}] if request.get("instructions") else []
-    given = request["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    opening = system_messages(request.get("instructions") or None)
+    items = request["input"]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
     messages = messages_of([*(items or ()), *output])
     if any(REFERENCES in message for message in messages):
         raise ValueError("its input has an item_reference to an item that is not in the row; log the whole input.")
@@ -92,8 +92,9 @@ def _read(message: object, where: str) -> object:
         read["content"] = read.pop("refusal")
     elif isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") in TEXTS for part in content):
         read["content"] = text_parts(content, where=f"{where}.content", kinds=TEXTS)
-    legacy = read.pop("function_call", None)
-    calls = read.pop("tool_calls", None) or ([{"function": legacy}] if legacy else [])
+    calls = read.pop("tool_calls", None)
+    if (legacy := read.pop("function_call", None)) and not calls:
+        calls = [{"function": legacy}]
     if calls:
         read["tool_calls"] = [_with_arguments(call, where) for call in calls]
     return read

@@ -72,8 +72,9 @@ class ModelRequest:
     @property
     def known_id(self) -> str | None:
         """Id of an earlier reply, or of an item of one, that the request names."""
-        named = (name for message in self.messages for name in message.get(REFERENCES, ()))
-        return next(named, None) if self.previous_id is None else self.previous_id
+        if self.previous_id is not None:
+            return self.previous_id
+        return next((name for message in self.messages for name in message.get(REFERENCES, ())), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -365,5 +365,7 @@ def _lines(events: Iterable[Event]) -> bytes:
     for name, data in events:
         if name is not None:
             lines.append(f"event: {name}\n")
-        lines.append(f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n")
+        if not isinstance(data, str):
+            data = json.dumps(data)
+        lines.append(f"data: {data}\n\n")
     return "".join(lines).encode()

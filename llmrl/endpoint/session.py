@@ -138,8 +138,9 @@ class Session:
         self.overridden.update(request.overridden)
         if not self._does_client_sample:
             self.overridden.update(request.sampling.keys())
-        num_counted = 0 if self._is_aside(request) else request.num_answers
-        if not num_counted:
+        num_counted = request.num_answers
+        if self._is_aside(request):
+            num_counted = 0
             self.counts["num_aside"] += 1
         self._num_begun += num_counted
         exchange = Exchange(request, num_troubles=self._num_troubles)

@@ -140,7 +140,9 @@ class TurnTree:
     def _cut_stopped(self, prompt_key: ChainKey, message: Message) -> RecordedTurn | None:
         """Return the stopped turn that begins with this answer, cut where the answer ends."""
         seen = text_of(message.get("content")).strip()
-        for turn, prompted, text in self._stopped.get(prompt_key, ()) if seen else ():
+        if not seen:
+            return None
+        for turn, prompted, text in self._stopped.get(prompt_key, ()):
             place = text.content.find(seen)
             is_continued = any(other.node.parent is turn.node for other in self.turns)
             if place < 0 or text.content[:place].strip() or is_continued:
@@ -280,7 +282,7 @@ def _message_key(message: Message) -> int:
         return hash((message["role"], content, message.get("tool_call_id"), message.get("name")))
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     reasoning = (message.get("reasoning_content") or "").strip()
-    return hash(("assistant", content.strip(), reasoning, _sorted_json(calls) if calls else ""))
+    return hash(("assistant", content.strip(), reasoning, _sorted_json(calls)))
 
 
 def _sorted_json(value: object) -> str:

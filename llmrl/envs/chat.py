@@ -92,8 +92,9 @@ class ChatEnv(KnownArguments, EnvBase):
                 f"system_prompt has no effect with input_mode={input_mode!r} unless a template writes it: pass "
                 "tokenizer=."
             )
-        sizes = [batch_size] if isinstance(batch_size, int) else batch_size
-        shape = torch.Size(sizes or ())
+        if isinstance(batch_size, int):
+            batch_size = [batch_size]
+        shape = torch.Size(batch_size or ())
         super().__init__(batch_size=shape, device=device, allow_done_after_reset=True)
         self._batch_locked = batch_size is not None
         self.input_mode = input_mode

@@ -19,9 +19,9 @@ from llmrl._utils.failure import describe
 from llmrl._utils.numbers import finite_number
 from llmrl._utils.types import Row
 from llmrl.data import Message, StopReason, text_of
-from llmrl.data.message import copied
+from llmrl.data.message import copied, system_messages
 from llmrl.data.tensordicts import plain
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened, system_messages
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
 from llmrl.envs.sampler import Drawn, OrderOptions
 
 Opponent: TypeAlias = Callable[[Sequence[Message]], str | Awaitable[str]]

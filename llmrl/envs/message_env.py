@@ -129,9 +129,8 @@ class MessageChatEnv(DatasetChatEnv):
         self.observation_spec = Composite(observation_spec, shape=shape)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        opened = None if tensordict is None else plain(tensordict.get("message_env", None))
-        if isinstance(opened, Opened):  # `before_reset` opened it
-            return self._opened_step(opened)
+        if tensordict is not None and isinstance(opened := plain(tensordict.get("message_env", None)), Opened):
+            return self._opened_step(opened)  # `before_reset` opened it
         return super()._reset(tensordict, **kwargs)
 
     async def before_reset(self, drawn: Drawn) -> TensorDictBase:
@@ -242,11 +241,6 @@ class MessageChatEnv(DatasetChatEnv):
 def _with_env(step: TensorDictBase, message_env: MessageEnv | None) -> TensorDictBase:
     entries = {"message_env": message_env, "env_error": "", "env_traceback": "", "env_info": None}
     return step.update({key: non_tensor(value) for key, value in entries.items()})
-
-
-def system_messages(prompt: str | None) -> list[Message]:
-    """Return the message with a system prompt, or nothing if there is none."""
-    return [] if prompt is None else [{"role": "system", "content": prompt}]
 
 
 async def _answer(message_env: MessageEnv, message: Message) -> MessageStep:

@@ -76,7 +76,9 @@ class MixedPrompts:
         names = [name for name in self._names if name not in self._ended]
         if not names:
             return None
-        weights = self._weights(self.progress) if callable(self._weights) else self._weights
+        weights = self._weights
+        if callable(weights):
+            weights = weights(self.progress)
         shares = self._shares(weights, names)
         for name in names:
             self._credits[name] += shares[name]

@@ -222,7 +222,9 @@ class _SharedPrompts:
 
 def _rows(source: Source) -> Sequence[Row]:
     """Return the rows of a source, or the batches of a loader as rows."""
-    rows = load_rows(rows_of_loader(source) if isinstance(source, DataLoader) else source)
+    if isinstance(source, DataLoader):
+        source = rows_of_loader(source)
+    rows = load_rows(source)
     return [{"query": row} for row in rows] if isinstance(rows[0], str) else rows
 
 

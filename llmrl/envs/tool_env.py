@@ -14,8 +14,8 @@ from torchrl.envs import TransformedEnv
 from llmrl._utils.arguments import KnownArguments
 from llmrl._utils.types import Row
 from llmrl.data import Message
-from llmrl.data.message import copied, text_of
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened, system_messages
+from llmrl.data.message import copied, system_messages, text_of
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, Opened
 from llmrl.envs.sampler import DrawOptions
 from llmrl.envs.sources import load_rows
 from llmrl.rewards import RewardFn, Rubric
@@ -101,8 +101,9 @@ class _Opening(MessageEnv):
 
     async def init(self) -> Sequence[Message]:
         prompt = self._row[self._column]
-        given: Sequence[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = [*system_messages(self._system_prompt), *given]
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        messages = [*system_messages(self._system_prompt), *prompt]
         instance, said = await self._instances.open(self.session.id, copied(self._row))
         self.session.states[self._instances.state_name] = instance
         if said is None and messages:

@@ -206,7 +206,9 @@ def _blocks(answer: ModelAnswer) -> list[dict[str, Json]]:
 
 def _stop(answer: ModelAnswer) -> dict[str, Json]:
     reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-    reason = "stop_sequence" if answer.stop_string is not None else reasons[answer.finish_reason]
+    reason = reasons[answer.finish_reason]
+    if answer.stop_string is not None:
+        reason = "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": answer.stop_string}
 
 

@@ -93,10 +93,11 @@ def object_of(value: Json, *, where: str) -> Body:
     return value
 
 
-def arguments_of(text: Json, *, where: str) -> Json:
+def arguments_of(arguments: Json, *, where: str) -> Json:
     """Return a call's arguments, given as JSON. Raises RefusedRequest if they are not an object."""
     try:
-        arguments = json.loads(text or "{}") if isinstance(text, str) or text is None else text
+        if arguments is None or isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
     except (ValueError, RecursionError) as error:
         raise RefusedRequest(f"{where} is not valid JSON: {error}.") from error
     check_depth(arguments)
@@ -133,9 +134,10 @@ def function_of(body: Body, parameters: str, *, where: str) -> ToolSchema:
     if not name:
         raise RefusedRequest(f"{where}name is missing.")
     schema = entry_of(body, parameters, dict, where=where, default={"type": "object", "properties": {}})
-    description = entry_of(body, "description", str, where=where)
-    described = {} if description is None else {"description": description}
-    return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
+    function = {"name": name}
+    if (description := entry_of(body, "description", str, where=where)) is not None:
+        function["description"] = description
+    return {"type": "function", "function": {**function, "parameters": schema}}
 
 
 def stops_of(value: Json, name: str) -> tuple[str, ...]:
@@ -221,7 +223,9 @@ def _choice_of(choice: Json) -> tuple[Json, Json]:
     if not isinstance(choice, dict):
         return choice, None
     named = choice.get("function")
-    return choice.get("type"), (named if isinstance(named, dict) else choice).get("name")
+    if not isinstance(named, dict):
+        named = choice
+    return choice.get("type"), named.get("name")
 
 
 def form_of(body: Body, wanted: Body, option: str, tools: Sequence[ToolSchema]) -> AnswerForm | None:

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator
 
-from llmrl.data import Message
+from llmrl.data.message import Message, system_messages
 from llmrl.endpoint.dialects.reading import (
     TEXTS,
     Body,
@@ -51,8 +51,7 @@ def read(body: Body) -> ModelRequest:
     tools = tuple(function_of(tool, "parameters", where="tools[].") for tool in described)
     if body.get("background") or body.get("conversation") is not None:
         raise RefusedRequest("background and conversation are not supported; send the input, or previous_response_id.")
-    instructions = entry_of(body, "instructions", str, default="")
-    opening: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    opening = system_messages(entry_of(body, "instructions", str) or None)
     previous = entry_of(body, "previous_response_id", str)
     return ModelRequest(
         messages=checked([*opening, *messages_of(body.get("input"))]),
@@ -119,7 +118,7 @@ def messages_of(items: Json) -> list[Message]:
             if role == "assistant":
                 answer()["content"] += content
             else:
-                messages.append({"role": "system" if role == "developer" else role, "content": content})
+                messages.append({"role": {"developer": "system"}.get(role, role), "content": content})
                 is_answer_open = False
         else:
             raise RefusedRequest(f"{where} is of type {kind!r:.80}, which is not supported here.")

@@ -10,9 +10,9 @@ from llmrl._utils.arguments import check_least
 from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row
-from llmrl.data import Message, text_of
+from llmrl.data.message import Message, system_messages, text_of
 from llmrl.envs.hubs.gymnasium_spaces import NoAction, about, action_of, action_words, drawn, observation_text
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, system_messages
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.sampler import DrawOptions
 from llmrl.envs.tasks.task import Split, first_seed
 

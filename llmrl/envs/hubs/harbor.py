@@ -202,14 +202,15 @@ class _Place:
 
     async def upload(self, source: Path, target: str) -> None:
         """Copy a file, or the content of a folder without `__pycache__`, to an absolute path."""
-        is_folder = target.endswith("/") or source.is_dir()
-        files = sorted(source.iterdir()) if source.is_dir() else [source]
+        folder, name = posixpath.split(target)
+        files = [source]
+        if source.is_dir():
+            folder, name, files = target, "", sorted(source.iterdir())
         packed = io.BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as archive:
             for file in files:
-                name = file.name if is_folder else posixpath.basename(target)
-                archive.add(file, name, filter=_without_caches)
-        await self.unpack(packed.getvalue(), target if is_folder else posixpath.dirname(target))
+                archive.add(file, name or file.name, filter=_without_caches)
+        await self.unpack(packed.getvalue(), folder)
 
     async def unpack(self, data: bytes, folder: str) -> None:
         """Unpack an archive into a folder."""
@@ -347,8 +348,9 @@ def _read_text(text: str, what: str) -> dict[str, float]:
 
 def _read_json(text: str, what: str) -> dict[str, float]:
     try:
-        read = json.loads(text)
-        entries = read if isinstance(read, dict) else {"reward": read}
+        entries = json.loads(text)
+        if not isinstance(entries, dict):
+            entries = {"reward": entries}
         rewards = {str(name): finite_number(value, f"{name!r} in {what}") for name, value in entries.items()}
     except (ValueError, TypeError, RecursionError) as error:
         raise VerifierError(f"{what} must have finite numbers by name: {error}") from None
@@ -360,7 +362,9 @@ def _read_json(text: str, what: str) -> dict[str, float]:
 def _pytest_reward(output: str) -> float:
     """Return 1 if `pytest -rA` lists tests, all of which passed, were skipped or failed as expected, else 0."""
     parts = _SUMMARY.split(output)
-    statuses = _STATUS.findall(parts[-1]) if len(parts) > 1 else []
+    if len(parts) == 1:
+        return 0.0
+    statuses = _STATUS.findall(parts[-1])
     return float(bool(statuses) and all(status in _GOOD for status in statuses))
 
 

@@ -265,9 +265,10 @@ def _of_dockerfile(dockerfile: Path, given: Mapping[str, str], given_workdir: st
             case "ENV" if parts and all("=" in part for part in parts):
                 variables |= dict(part.replace('"', "").split("=", 1) for part in parts)
             case "COPY" if len(parts) == 2 and not rest.startswith("--") and (place / parts[0]).exists():
-                is_folder = parts[1].endswith("/") or posixpath.basename(parts[1]) in (".", "..")
                 target = posixpath.normpath(posixpath.join(workdir, parts[1]))
-                copies.append((place / parts[0], f"{target}/" if is_folder else target))
+                if parts[1].endswith("/") or posixpath.basename(parts[1]) in (".", ".."):  # into this folder
+                    target += "/"
+                copies.append((place / parts[0], target))
             case _:
                 why = why or f"its Dockerfile has {line[:60]!r}"
     if workdir == "/":

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
-from llmrl._utils.arguments import check_least, nearest
+from llmrl._utils.arguments import check_least, near_or_all
 from llmrl._utils.numbers import finite_number
 from llmrl._utils.types import Row
 from llmrl.envs.hubs.virtual_env import python_with
@@ -130,8 +130,7 @@ class MiniWoBEnv(ToolEnv):
         self.tasks = (tasks,) if isinstance(tasks, str) else tuple(tasks)
         for task in self.tasks:
             if task not in known:
-                near = nearest(task, known)
-                hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known)}."
+                hint = near_or_all(task, known, f"it has {', '.join(known)}.")
                 raise ValueError(f"MiniWoB has no task {task!r}; {hint}")
         first = first_seed(split)
         rows: list[Row] = [

@@ -36,8 +36,11 @@ def find_command(reply: str) -> str | None:
     parts = reply.split("```")
     if len(parts) < 3:
         return None
-    first, newline, rest = parts[-2 if len(parts) % 2 else -3].partition("\n")
-    return (rest if newline and " " not in first.strip() else first + newline + rest).strip() or None
+    block = parts[-2 if len(parts) % 2 else -3]
+    first, newline, rest = block.partition("\n")
+    if newline and " " not in first.strip():
+        block = rest
+    return block.strip() or None
 
 
 def score_gain(observation: str) -> float:
@@ -109,8 +112,9 @@ class MLGymWrapper(MessageEnv):
         reward = float(reward or 0.0) + score_gain(observation)
         if is_done:
             return MessageStep(reward=reward, is_done=True, info=info)
-        has_output = bool(observation.strip())
-        template = self.config.next_step_template if has_output else self.config.next_step_no_output_template
+        template = self.config.next_step_template
+        if not observation.strip():
+            template = self.config.next_step_no_output_template
         return MessageStep([{"role": "user", "content": self._say([template], observation)}], reward, info=info)
 
     async def close(self) -> None:

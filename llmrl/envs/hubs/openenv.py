@@ -17,8 +17,8 @@ from llmrl._utils.failure import describe
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row
 from llmrl.data import Message, text_of
-from llmrl.data.message import copied
-from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep, system_messages
+from llmrl.data.message import copied, system_messages
+from llmrl.envs.message_env import MessageChatEnv, MessageEnv, MessageStep
 from llmrl.envs.sampler import DrawOptions
 
 if TYPE_CHECKING:
@@ -72,9 +72,10 @@ class OpenEnvChatEnv(MessageChatEnv):
     ) -> None:
         check_positive(timeout=timeout)
         require("aiohttp", extra="server")
-        address = url if "://" in url else f"http://{url}"
+        if "://" not in url:
+            url = f"http://{url}"
         server = _Server(
-            f"http{address.removeprefix('http').removeprefix('ws')}".rstrip("/"),
+            f"http{url.removeprefix('http').removeprefix('ws')}".rstrip("/"),
             action_adapter,
             observation_adapter or (lambda observation: observation),
             history_content_adapter or _content_of,

@@ -287,12 +287,15 @@ class OpenEnvServer:
         conversation.is_done = any(bool(step[key].any()) for key in ("done", "terminated", "truncated"))
         chat = step.get(("history", "prompt")).chats
         new = chat[len(full.chats) :]
-        reward = float(step["reward"].sum())
-        metadata = _outcome(step) if conversation.is_done else {}
-        is_scored = "is_scored" not in step or bool(step["is_scored"].all())
+        reward: float | None = float(step["reward"].sum())
+        metadata: dict[str, JSON] = {}
+        if conversation.is_done:
+            metadata = _outcome(step)
+            if "is_scored" in step and not bool(step["is_scored"].all()):
+                reward = None
         return {
             "observation": {"messages": as_json(new), "metadata": metadata},
-            "reward": None if conversation.is_done and not is_scored else reward,
+            "reward": reward,
             "done": conversation.is_done,
             "metadata": metadata,
         }
@@ -338,8 +341,8 @@ def _read(text: str) -> tuple[str, dict[str, JSON]]:
         message = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _Refused("INVALID_JSON", f"Invalid JSON: {error}") from None
-    data = message.get("data", {}) if isinstance(message, dict) else None
-    if not isinstance(data, dict) or not isinstance(message.get("type"), str):
+    is_valid = isinstance(message, dict) and isinstance(message.get("type"), str)
+    if not is_valid or not isinstance(data := message.get("data", {}), dict):
         raise _Refused("VALIDATION_ERROR", f'a message must be {{"type": …, "data": {{…}}}}, got {text!r:.80}.')
     return message["type"], data
 

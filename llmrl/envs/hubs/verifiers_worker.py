@@ -94,7 +94,8 @@ class ChatHarness(Harness[HarnessConfig]):
                     content = None
                     if tool_interception_url:
                         decision = await gate_tool_call(client._client, tool_interception_url, secret, call)
-                        content = decision["message"] if decision["action"] == "deny" else None
+                        if decision["action"] == "deny":
+                            content = decision["message"]
                     if content is None:
                         content = await _called(call.function, dispatch, connections)
                     if isinstance(content, dict):  # a denial is a whole message
@@ -253,7 +254,9 @@ def _error(error: vf.Error) -> dict[str, str]:
 def _short(value: object) -> object:
     """Convert a value to JSON types; a long value becomes a truncated JSON text."""
     text = json.dumps(value, default=str, skipkeys=True)
-    return json.loads(text) if len(text) <= _MAX_INFO_BYTES else text[:_MAX_INFO_BYTES] + "…"
+    if len(text) > _MAX_INFO_BYTES:
+        return text[:_MAX_INFO_BYTES] + "…"
+    return json.loads(text)
 
 
 async def open_player(

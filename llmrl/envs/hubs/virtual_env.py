@@ -62,8 +62,10 @@ def _make(folder: Path, python: Path, requirements: Sequence[str], version: str)
         _run([sys.executable, "-m", "venv", str(folder)])
         install = [str(python), "-m", "pip", "install", "--quiet", "--no-input"]
     else:
-        is_this_one = not version or platform.python_version() in SpecifierSet(version)
-        _run([uv, "venv", "--quiet", "--python", sys.executable if is_this_one else version, str(folder)])
+        interpreter = version
+        if not version or platform.python_version() in SpecifierSet(version):
+            interpreter = sys.executable
+        _run([uv, "venv", "--quiet", "--python", interpreter, str(folder)])
         install = [uv, "pip", "install", "--quiet", "--python", str(python)]
     lines = []
     for number, line in enumerate(requirements):

@@ -266,8 +266,9 @@ def _receive(me: weakref.ref[WorkerProcess], channel: socket.socket) -> None:
             # Wait for the end of the process, and read the rest of its output.
             code = worker._process.wait()
             worker._drain.join(_TERM_SECONDS)
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            reason = f"the worker ended {how}."
+            reason = f"the worker ended with exit code {code}."
+            if code < 0:
+                reason = f"the worker ended by {signal.Signals(-code).name}."
         if reason:
             worker.fail(reason)
         del worker

@@ -20,7 +20,7 @@ def addition_problems(split: Split = "train", *, num_digits: int = 1) -> list[di
     """
     if not 1 <= num_digits <= 3:
         raise ValueError(f"num_digits must be 1, 2 or 3, got {num_digits}.")
-    numbers = range(0 if num_digits == 1 else 10 ** (num_digits - 1), 10**num_digits)
+    numbers = [number for number in range(10**num_digits) if len(str(number)) == num_digits]
     problems = [{"query": f"{a} + {b} =", "answer": str(a + b)} for a in numbers for b in numbers]
     random.Random(0).shuffle(problems)
     return part_of(problems, split)

@@ -131,7 +131,9 @@ class CodeReward(RubricReward):
     def __init__(self, *, reasoning: bool = False) -> None:
         async def tests(completion: str, hidden: Sequence[object], expected: Sequence[str]) -> float:
             code = code_of(completion, reasoning=reasoning)
-            return 0.0 if code is None else partial_credit(await run_tests(code, hidden, expected), expected)
+            if code is None:
+                return 0.0
+            return partial_credit(await run_tests(code, hidden, expected), expected)
 
         _interpreters()  # raises IsolationError here instead of for every answer
         super().__init__(Rubric(RewardFn(tests), truncation_reward=0.0))

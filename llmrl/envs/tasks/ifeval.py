@@ -89,7 +89,7 @@ class IfEvalScorer(RubricReward):
 
 
 def _mean(values: Sequence[bool]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return sum(values) / max(len(values), 1)
 
 
 _SHARES: dict[str, Callable[[IFEvalScoreData], float]] = {

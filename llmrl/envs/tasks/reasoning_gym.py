@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
-from llmrl._utils.arguments import check_least, nearest, refuse_unknown
+from llmrl._utils.arguments import check_least, near_or_all, refuse_unknown
 from llmrl._utils.imports import require
 from llmrl._utils.types import Row, StateDict
 from llmrl.envs.dataset import DatasetChatEnv
@@ -59,7 +59,9 @@ class ReasoningGymProblems:
     ) -> None:
         factory = require("reasoning_gym.factory", extra="envs")
         check_least(1, num_problems=num_problems, window=window)
-        self.weights = {tasks: 1.0} if isinstance(tasks, str) else dict(tasks)
+        if isinstance(tasks, str):
+            tasks = {tasks: 1.0}
+        self.weights = dict(tasks)
         _check_names(factory.DATASETS, self.weights, config or {})
         if not self.weights or min(self.weights.values()) < 0 or not sum(self.weights.values()) > 0:
             raise ValueError(f"tasks must have non-negative weights with a positive sum, got {self.weights}.")
@@ -106,7 +108,8 @@ class ReasoningGymProblems:
     def _generate(self, index: int, level: int | None) -> Row:
         generator = random.Random(f"{self.seed}/{index}")
         task = generator.choices(list(self.weights), list(self.weights.values()))[0]
-        level = self.levels[task] if level is None else level
+        if level is None:
+            level = self.levels[task]
         for _ in range(_MAX_DRAWS):  # bounded, because all questions of a task may be equal
             # Training uses even seeds, the test split odd ones.
             entry = self._dataset(task, level, seed=2 * generator.randrange(2**30) + (self.split == "test"))[0]
@@ -152,8 +155,7 @@ class ReasoningGymProblems:
 def _check_names(known: Row, tasks: Mapping[str, float], config: Mapping[str, Row]) -> None:
     for task in tasks:
         if task not in known:
-            near = nearest(task, known)
-            hint = f"did you mean {near!r}?" if near else f"it has {sorted(known)}."
+            hint = near_or_all(task, known, f"it has {sorted(known)}.")
             raise ValueError(f"reasoning-gym has no task {task!r}; {hint}")
     for task, arguments in config.items():
         if task not in tasks:

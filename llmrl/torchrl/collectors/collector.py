@@ -23,6 +23,7 @@ class LLMCollector(collectors.LLMCollector):
             options.setdefault("max_concurrent_rollouts", env.num_envs)
             if options.get("yield_completed_trajectories") or options.get("yield_only_last_steps"):
                 options["dialog_turns_per_batch"] = 1
-            first = env.env_makers[0]
-            env = first if isinstance(first, EnvBase) else first()
+            env = first = env.env_makers[0]
+            if not isinstance(first, EnvBase):
+                env = first()
         super().__init__(env, *arguments, **options)  # type: ignore[arg-type]

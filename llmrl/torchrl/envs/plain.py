@@ -178,8 +178,7 @@ class LLMHashingEnv(KnownArguments, EnvBase):
         return self.reset(TensorDict({self.observation_key: tokens}, batch_size=tokens.shape[:-1]))
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
-        tokens = None if tensordict is None else tensordict.get(self.observation_key, None)
-        if tokens is None:
+        if tensordict is None or (tokens := tensordict.get(self.observation_key, None)) is None:
             raise ValueError(f"reset needs a tensordict with tokens in {self.observation_key!r}; see make_tensordict.")
         return self._observed(tokens, self._hashed(tokens))
 

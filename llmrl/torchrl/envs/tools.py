@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import re
@@ -79,11 +80,11 @@ class XMLBlockParser:
 
     def __call__(self, response: str | Mapping[str, object]) -> ParseResult:
         """Return the text without its calls, and the calls."""
-        text = response if isinstance(response, str) else str(response.get("text", ""))
-        calls = [
-            ToolCall(name, _arguments(body), tag) for name, tag, body in map(re.Match.groups, _BLOCK.finditer(text))
-        ]
-        return _parsed(_BLOCK.sub("", text).strip(), calls)
+        if not isinstance(response, str):
+            response = str(response.get("text", ""))
+        blocks = map(re.Match.groups, _BLOCK.finditer(response))
+        calls = [ToolCall(name, _arguments(body), tag) for name, tag, body in blocks]
+        return _parsed(_BLOCK.sub("", response).strip(), calls)
 
 
 class JSONCallParser:
@@ -247,11 +248,11 @@ def _decoded(arguments: object) -> dict[str, object]:
 
 
 def _arguments(body: str) -> dict[str, object]:
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         arguments = json.loads(body or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"raw": body}
+        if isinstance(arguments, dict):
+            return arguments
+    return {"raw": body}
 
 
 def _parsed(text: str, calls: list[ToolCall]) -> ParseResult:

@@ -136,8 +136,8 @@ class AddThinkingPrompt(KnownArguments, Transform):
         # The history of a random action may be empty, and the last message that of a tool.
         if self.edit_last_turn and history.chats and history.chats[-1]["role"] == "assistant":
             *earlier, last = history.chats
-            before, tag, after = text_of(last.get("content")).rpartition("<answer>")
-            edited: Message = {**last, "content": f"{before if tag else after} {prompt}".lstrip()}
+            kept = text_of(last.get("content")).rsplit("<answer>", 1)[0]
+            edited: Message = {**last, "content": f"{kept} {prompt}".lstrip()}
             history = History.from_chats((*earlier, edited))
         else:
             history = history.append({"role": self.role, "content": prompt})
@@ -239,7 +239,9 @@ class Tokenizer(KnownArguments, Transform):
         return restacked(elements, tensordict.batch_size)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return next_tensordict if self.call_before_reset else self._each(next_tensordict, self._tokenize)
+        if self.call_before_reset:
+            return next_tensordict
+        return self._each(next_tensordict, self._tokenize)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         return self._call(tensordict_reset)
@@ -251,7 +253,9 @@ class Tokenizer(KnownArguments, Transform):
         return self._each(tensordict, self._tokenize)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self._each(tensordict, self._decode) if self.in_keys_inv else tensordict
+        if not self.in_keys_inv:
+            return tensordict
+        return self._each(tensordict, self._decode)
 
     def _spec(self, shape: torch.Size) -> Bounded:
         return Bounded(0, len(self.tokenizer) - 1, shape=(*shape, -1), dtype=torch.int64)
