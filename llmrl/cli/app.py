@@ -93,8 +93,10 @@ def doctor(
 
         with refusals(ValueError, OSError):
             findings = examine_model(model)
+    elif engine is not None:
+        findings = command.examine_server(engine)
     else:
-        findings = command.examine() if engine is None else command.examine_server(engine)
+        findings = command.examine()
     with refusals(OSError, exit_code=1):
         if fix and model is None and command.fix(findings, on_stderr()):
             findings = command.examine()
@@ -280,7 +282,9 @@ def push(
     with refusals(ValueError, OSError):
         folder = Path(model_path(str(run))) if step is None else run / f"exports/step-{step:06d}"
         url = push_folder(folder, repository, is_public=public)
-    print_json({"url": url}) if as_json else console.print(url, soft_wrap=True)
+    if as_json:
+        return print_json({"url": url})
+    console.print(url, soft_wrap=True)
 
 
 @app.command()

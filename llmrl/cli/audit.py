@@ -13,6 +13,7 @@ from torchrl.envs import EnvBase
 from llmrl._utils.types import JSON
 from llmrl.audit import Audit, audit
 from llmrl.cli.models import make_chat_renderer, model_path
+from llmrl.cli.options import shown_number
 from llmrl.envs import make_task_env
 from llmrl.envs.tasks.registry import find_env
 
@@ -50,8 +51,7 @@ def print_audit(result: Audit, console: Console) -> None:
     table = Table("answer", "deserves", "mean reward", title=f"{result.num_problems} problems")
     deserved = {"reference": "all" if result.reference else "all, if right"}
     for one in result.played:
-        mean = "–" if one.mean is None else f"{one.mean:.2f}"
-        table.add_row(one.name, deserved.get(one.kind, "nothing"), mean)
+        table.add_row(one.name, deserved.get(one.kind, "nothing"), shown_number(one.mean, ".2f"))
     console.print(table)
     for finding in result.findings:
         console.print(f"[bold]{finding.verdict}[/bold] {finding.name}: {finding.says}")

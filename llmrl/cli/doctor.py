@@ -44,7 +44,9 @@ class Check:
 
 def _judged(name: str, is_good: bool, found: str, advice: str, *, otherwise: State = "note") -> Check:
     """Return a check that is good or else has advice."""
-    return Check(name, "good", found) if is_good else Check(name, otherwise, found, advice)
+    if is_good:
+        return Check(name, "good", found)
+    return Check(name, otherwise, found, advice)
 
 
 def _run_python(code: str) -> tuple[str, str]:
@@ -97,14 +99,16 @@ def check_requirements(requirements: list[str], version_of: Version) -> Iterator
             continue
         version = version_of(requirement.name)
         wanted = f"{requirement.name}{requirement.specifier}"
-        if version is not None and requirement.specifier.contains(version, prereleases=True):
+        if version is None:
+            found, missing = _ABSENT, f"llmrl[{extra}]"
+        elif requirement.specifier.contains(version, prereleases=True):
             yield Check(requirement.name, "good", version)
             continue
-        found = _ABSENT if version is None else f"{version}, but tested with {requirement.specifier}"
+        else:
+            found, missing = f"{version}, but tested with {requirement.specifier}", wanted
         if not extra:
             yield Check(requirement.name, "wrong", found, f"pip install '{wanted}'", ("install", wanted))
         else:
-            missing = f"llmrl[{extra}]" if version is None else wanted
             yield Check(requirement.name, "note", found, f"pip install '{missing}'")
 
 

@@ -84,7 +84,9 @@ def info(
     chosen = _Chosen(env, split, data, options or [])
     with refusals(*_REFUSED):
         found = info_of(env, chosen.make, make_chat_renderer(model_path(model), chat_template))
-    print_json(found) if as_json else print_info(found, console)
+    if as_json:
+        return print_json(found)
+    print_info(found, console)
 
 
 @app.command()

@@ -123,9 +123,10 @@ def _first_prompt(env: EnvBase, renderer: Renderer) -> str:
 def print_info(facts: Mapping[str, JSON], console: Console) -> None:
     """Print the facts."""
     for name in ("class", "origin", "about", "columns", "num_rows", "rewards", "tools", "roles", "max_turns"):
-        value = facts[name]
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-        if isinstance(value, dict):
+        shown = value = facts[name]
+        if isinstance(value, list):
+            shown = ", ".join(map(str, value))
+        elif isinstance(value, dict):
             shown = ", ".join(f"{key} {number}".strip() for key, number in value.items())
         if shown not in (None, ""):
             console.print(f"[bold]{name.replace('_', ' '):12}[/bold]{as_shown(shown)}")

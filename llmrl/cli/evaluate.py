@@ -20,6 +20,7 @@ from llmrl._utils.files import UnsafeFileError
 from llmrl._utils.json_values import from_yaml
 from llmrl._utils.types import JSON
 from llmrl.cli.models import ChatModel
+from llmrl.cli.options import shown_number
 from llmrl.envs.primer import dataset_env_of
 from llmrl.runs.evaluation import EvaluationReport, Evaluator
 from llmrl.runs.folder_lock import FolderInUseError
@@ -125,7 +126,7 @@ def table_of(report: EvaluationReport) -> Table:
     for k, estimate in report.pass_at.items():
         table.add_row(f"pass@{k}", f"{estimate.mean:.3f}", f"{estimate.low:.3f} … {estimate.high:.3f}")
     for name, value in {"reward": report.reward, **report.reward_breakdown}.items():
-        table.add_row(name, "–" if value is None else f"{value:.3f}", "")
+        table.add_row(name, shown_number(value, ".3f"), "")
     if (without_signal := report.groups_all_equal) is not None:
         table.add_row("problems without a signal", f"{without_signal:.3f}", "")
     table.add_row("completion tokens", f"{report.completion_tokens:.1f}", "")

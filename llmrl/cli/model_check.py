@@ -50,8 +50,9 @@ def _on_meta(config: PreTrainedConfig) -> tuple[PreTrainedModel, int]:
     from transformers import AutoModelForCausalLM
 
     kind = class_with_images(config)
+    make = kind or AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+        model = make(config)
     num_all = sum(parameter.numel() for parameter in model.parameters())
     if kind is not None:
         leave_out_encoders(model)

@@ -50,6 +50,13 @@ def as_shown(content: object) -> str:
     return escape(printable(str(content)))
 
 
+def shown_number(value: float | None, form: str, *, missing: str = "–") -> str:
+    """Return a number in a format such as `.3f`, or `missing` if there is none."""
+    if value is None:
+        return missing
+    return format(value, form)
+
+
 def on_stderr() -> Console:
     """Return a console for what is not the result of a command."""
     return Console(stderr=True, highlight=False)

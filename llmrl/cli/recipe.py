@@ -126,9 +126,10 @@ def verify(
         bands = recipe.bands()
         _check_data(recipe, entries)
         if finished is None:
-            chosen = max(recipe.seeds) + 1 if seed is None else seed
+            if seed is None:
+                seed = max(recipe.seeds) + 1
             folder = RUNS / recipe.name / time.strftime(f"verify-%Y%m%d-%H%M%S-{os.getpid()}")
-            finished = train_seed(recipe, chosen, folder, entries=entries, script=script)
+            finished = train_seed(recipe, seed, folder, entries=entries, script=script)
         curves = curves_of(recipe, finished, entries)
         num_steps = recipe.config(entries).train.num_steps  # a shorter run is judged up to its last step
         bands = {name: {step: ends for step, ends in band.items() if step <= num_steps} for name, band in bands.items()}

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from llmrl._utils.spans import trace_spans
 from llmrl._utils.terminal import printable
-from llmrl.cli.options import as_shown, console, print_json
+from llmrl.cli.options import as_shown, console, print_json, shown_number
 from llmrl.replay.bisect import config_changes, first_difference
 from llmrl.replay.conversations import Form, send_conversations, write_conversations
 from llmrl.replay.fork import fork
@@ -114,7 +114,7 @@ def _print_what_if(changed: WhatIf) -> None:
         table = Table("metric", "as it was", "changed", title=f"step {step.step}", title_justify="left")
         for name, (before, after) in step.metrics.items():
             if before != after:
-                table.add_row(name, *("" if value is None else f"{value:.6g}" for value in (before, after)))
+                table.add_row(name, *(shown_number(value, ".6g", missing="") for value in (before, after)))
         console.print(table)
         console.print(f"{len(step.turned)} of {len(step.advantages)} rollouts have an advantage of another sign.")
         if step.left_out:
@@ -144,7 +144,7 @@ def run_rescore(path: Path, reward: str, *, page: Path | None, is_json: bool) ->
     if result.rewards:
         mean = fmean(result.rewards.values())
         console.print(f"The mean of the {len(result.rewards)} new rewards is {mean:.4g}.")
-    correlation = "undefined" if result.correlation is None else f"{result.correlation:.3f}"
+    correlation = shown_number(result.correlation, ".3f", missing="undefined")
     before, after = result.signal_share
     for line in (
         f"{result.num_rollouts} rollouts have both rewards; {result.num_unscored} do not.",
@@ -174,12 +174,14 @@ def run_bisect(first: Path, second: Path, *, page: Path | None, is_json: bool) -
     runs = RecordedRun(first), RecordedRun(second)
     changes = config_changes(*runs)
     parting = first_difference(*runs)
-    machines = other_facts(*(run.folder.machines.at(1 if parting is None else parting.step) for run in runs))
+    number, found = 1, None
+    if parting is not None:
+        number, found = parting.step, dataclasses.asdict(parting)
+    machines = other_facts(*(run.folder.machines.at(number) for run in runs))
     steps = [step for step in runs[0].steps if step in runs[1].steps]
     if page is not None and parting is not None:
         write_step(runs, parting, page)
     if is_json:
-        found = None if parting is None else dataclasses.asdict(parting)
         print_json({"config": changes, "machine": machines, "num_steps": len(steps), "first_difference": found})
         return parting is None
     for name, (old, new) in changes.items():

@@ -77,7 +77,8 @@ class AnswerText:
 
         If there is no such content, return the number of tokens up to the end of the reasoning.
         """
-        num_content = len(self.content) if num_content is None else num_content
+        if num_content is None:
+            num_content = len(self.content)
         start = self._content_start if num_content else self._reasoning_start
         if start is None:
             return 0

@@ -161,4 +161,4 @@ def _plain(message: Message) -> dict[str, object]:
 
 
 def _schemas(tools: Sequence[ToolSchema] | None) -> list[dict[str, object]] | None:
-    return [dict(tool) for tool in tools] if tools else None
+    return [dict(tool) for tool in tools or ()] or None

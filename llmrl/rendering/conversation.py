@@ -129,7 +129,7 @@ class Conversation:
         if self.renderer is None:
             raise ValueError("this conversation has no renderer; start it with one, or use with_prompt_ids.")
         messages = tuple(messages)
-        tools = tuple(tools) if tools else None
+        tools = tuple(tools or ()) or None
         is_begun = _starts_with(messages, self.messages)
         if not is_begun:  # held messages have no lone surrogates
             messages = check_messages(messages)

@@ -188,9 +188,10 @@ class TemplateProbe:
         text = "".join(
             frame[ending.offset :] for frame, ending in zip(frames, endings, strict=True) if ending is not None
         )
-        thoughts = self.thoughts
-        is_of_thoughts = {thoughts.opening, thoughts.closing} if thoughts is not None else set()
-        return {token for token in self._added_tokens() if token in text} - is_of_thoughts
+        marks = {token for token in self._added_tokens() if token in text}
+        if self.thoughts is not None:
+            marks -= {self.thoughts.opening, self.thoughts.closing}
+        return marks
 
     def _check_turn_is_one_message(self, end: str) -> None:
         """Raise RenderingError if reasoning and answer are separate messages with the same end token, as in harmony."""
@@ -217,11 +218,11 @@ class TemplateProbe:
     def _find_ending(self, is_call: bool, role: str) -> Ending | None:
         if is_call and self.writer.write_call is not None:
             return None
-        following = {"user": NEXT_USER, "tool": _TOOL_RESULT if is_call else _ORPHAN_RESULT}.get(
-            role, {"role": role, "content": RESULT}
-        )
-        names = ("f", "g") if self.shows_parallel_calls else ("f",)
-        answer = calling(*names) if is_call else PLAIN_ANSWER
+        answer, result = PLAIN_ANSWER, _ORPHAN_RESULT
+        if is_call:
+            names = ("f", "g") if self.shows_parallel_calls else ("f",)
+            answer, result = calling(*names), _TOOL_RESULT
+        following = {"user": NEXT_USER, "tool": result}.get(role, {"role": role, "content": RESULT})
         before, after = self._around_mark(answer, following)
         if not after:
             return None

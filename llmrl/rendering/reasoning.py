@@ -78,8 +78,9 @@ def said_after(lead: str, text: str, thoughts: ThoughtMarks | None) -> str | Non
     is_opened_before = not lead.strip() and text.lstrip().startswith(thoughts.closing)
     if lead.strip() == thoughts.opening or is_opened_before:
         return thoughts.closing + bare
-    is_closed = thoughts.closing in lead and not thoughts.without_empty_first(lead).strip()
-    return bare if is_closed else None
+    if thoughts.closing in lead and not thoughts.without_empty_first(lead).strip():
+        return bare
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,9 @@ def _json_types(value: Json) -> set[str]:
         return {"number"}
     if isinstance(value, str):
         return {"string"}
-    return {"array"} if isinstance(value, list) else {"object"}
+    if isinstance(value, list):
+        return {"array"}
+    return {"object"}
 
 
 # Other JSON lists of objects with a type are answers.

@@ -146,8 +146,10 @@ class TurnNode:
 
     def columns(self, num_completion_tokens: int | None = None) -> TokenColumns:
         """Return a copy of the turn's context and its completion, or the completion's first tokens."""
-        num_sampled = self.num_completion_tokens if num_completion_tokens is None else num_completion_tokens
-        return self.stored_columns.copy(self._start + self.num_context_tokens + num_sampled, start=self._start)
+        if num_completion_tokens is None:
+            num_completion_tokens = self.num_completion_tokens
+        end = self._start + self.num_context_tokens + num_completion_tokens
+        return self.stored_columns.copy(end, start=self._start)
 
     @property
     def context_ids(self) -> list[int]:

@@ -80,7 +80,7 @@ class TemplateWriter(TextCoder):
                 partial(
                     self.tokenizer.apply_chat_template,
                     chat,
-                    tools=[dict(tool) for tool in tools] if tools else None,
+                    tools=[dict(tool) for tool in tools or ()] or None,
                     chat_template=self.chat_template,
                     add_generation_prompt=is_prompt,
                     tokenize=False,

@@ -202,4 +202,6 @@ async def _run(
 async def _read(stream: asyncio.StreamReader, kept: bytearray, most: int | None) -> None:
     """Keep the first `most` bytes, and read the rest, so that no full pipe blocks the command."""
     while part := await stream.read(1 << 16):
-        kept += part if most is None else part[: max(0, most - len(kept))]
+        if most is not None:
+            part = part[: max(0, most - len(kept))]
+        kept += part

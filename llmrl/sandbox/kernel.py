@@ -116,7 +116,7 @@ def forbid_new_privileges() -> None:
 
 def become_user(number: int, *, keep: int | None = None) -> None:
     """Change permanently from root to an unprivileged user; one capability may be kept."""
-    _check(_libc.prctl(_PR_SET_KEEPCAPS, 0 if keep is None else 1, 0, 0, 0), "prctl")
+    _check(_libc.prctl(_PR_SET_KEEPCAPS, int(keep is not None), 0, 0, 0), "prctl")
     os.setgroups([])
     os.setresgid(number, number, number)
     os.setresuid(number, number, number)

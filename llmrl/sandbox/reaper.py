@@ -111,4 +111,5 @@ def _exit_as(status: int) -> None:
             if -code != signal.SIGKILL:
                 signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code if code >= 0 else 128 - code)
+        os._exit(128 - code)
+    os._exit(code)

@@ -232,9 +232,10 @@ class PythonExecutorService:
             session.interpreter = None
             session.running = interpreter
             is_kept = False
-            limit = self.timeout if timeout is None else timeout
+            if timeout is None:
+                timeout = self.timeout
             try:
-                answer = await interpreter.run(code, limit)
+                answer = await interpreter.run(code, timeout)
                 is_kept = not answer["reason"] and name is not None and self._sessions.get(name) is session
             finally:
                 # A cancelled call leaves code running; closing the socket ends the interpreter.
@@ -243,7 +244,7 @@ class PythonExecutorService:
                     session.interpreter = interpreter
                 else:
                     interpreter.close()
-        return self._result(answer, limit, is_session=name is not None)
+        return self._result(answer, timeout, is_session=name is not None)
 
     def _result(self, answer: frames.Answer, timeout: float, *, is_session: bool) -> PythonResult:
         returncode = answer["returncode"]

@@ -349,11 +349,12 @@ def confine(confinement: Confinement) -> None:
     if not confinement.has_own_processes:
         kernel.be_killed_first()  # not the supervisor: the interpreter would survive it
     if confinement.user is not None:
-        can_read = confinement.is_python_hidden and confinement.is_landlocked
+        keep, where = None, ""
+        if confinement.is_python_hidden and confinement.is_landlocked:
+            keep, where = kernel.READ_EVERYTHING, ", and only root can read Python's files"
         try:
-            kernel.become_user(confinement.user, keep=kernel.READ_EVERYTHING if can_read else None)
+            kernel.become_user(confinement.user, keep=keep)
         except OSError as error:
-            where = ", and only root can read Python's files" if can_read else ""
             raise OSError(error.errno, f"root may not become another user here{where}: {error.strerror}") from None
     elif confinement.has_own_processes:
         kernel.drop_capabilities()

@@ -151,8 +151,9 @@ def _adapted_layers(model: torch.nn.Module) -> Iterator[_Adapted]:
 
 def _wrapped_by(layer: Any) -> list[Any]:
     """Return an adapted layer and the adapted layers that it wraps, in the order in which peft created them."""
-    inner = _wrapped_by(layer.base_layer) if hasattr(layer.base_layer, "lora_A") else []
-    return [*inner, layer]
+    if not hasattr(layer.base_layer, "lora_A"):
+        return [layer]
+    return [*_wrapped_by(layer.base_layer), layer]
 
 
 def _draw_adapter(layer: Any, device: str | torch.device) -> None:

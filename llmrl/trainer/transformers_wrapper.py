@@ -120,8 +120,9 @@ class TransformersWrapper(ScoresRows):
         """Whether tokens have the experts of their rows; False for a teacher, because these are the student's."""
         weights_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if autocast_dtype == "auto":
-            is_cast = weights_dtype == torch.float32 and self.device.type == "cuda"
-            autocast_dtype = half_dtype() if is_cast else None
+            autocast_dtype = None
+            if weights_dtype == torch.float32 and self.device.type == "cuda":
+                autocast_dtype = half_dtype()
         self.autocast_dtype = autocast_dtype
         if generate:
             self.engine = TransformersEngine(model, tokenizer=self.tokenizer)

@@ -40,8 +40,9 @@ def metrics_of(learned: Learned) -> dict[str, float]:
     """
     if isinstance(learned, Mapping):
         return dict(learned)
-    reports = [learned] if isinstance(learned, TrainStepReport) else list(learned)
-    rows = [report.to_metrics() for report in reports]
+    if isinstance(learned, TrainStepReport):
+        learned = [learned]
+    rows = [report.to_metrics() for report in learned]
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if name in row]
@@ -106,8 +107,9 @@ class StepMeter:
         if self._weights:
             measured["weight_change"] = _change_of(self._weights)
         measured["peak_memory_gib"] = _peak_memory() / 2**30
-        load = take_load(self._engine)
-        return measured if load is None else measured | load.to_metrics()
+        if (load := take_load(self._engine)) is not None:
+            measured |= load.to_metrics()
+        return measured
 
 
 def _sample_of_weights(tracked: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -116,9 +118,10 @@ def _sample_of_weights(tracked: Mapping[str, Any]) -> list[tuple[torch.Tensor, t
     trained = [one.detach() for module in modules for one in module.parameters() if one.requires_grad and one.ndim > 1]
     sample = []
     for parameter in trained[:: math.ceil(len(trained) / _NUM_TENSORS) or 1]:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if local.is_contiguous():
-            weights = local.view(-1)[:_NUM_WEIGHTS]
+        if isinstance(parameter, DTensor):
+            parameter = parameter.to_local()
+        if parameter.is_contiguous():
+            weights = parameter.view(-1)[:_NUM_WEIGHTS]
             sample.append((weights, weights.clone()))
     return sample
 
@@ -155,7 +158,8 @@ def log_probs_before(learned: Learned, batch: TensorDictBase) -> list[torch.Tens
     """Return the trainer's log-probs before a step's updates, `[num_tokens]` per row, or None if unknown."""
     if has_entry(batch, _OLD_LOG_PROBS):
         return [row[_OLD_LOG_PROBS] for row in batch.unbind(0)]
-    reports = [learned] if isinstance(learned, TrainStepReport) else learned
-    if isinstance(reports, Mapping) or len(reports) != 1:
+    if isinstance(learned, TrainStepReport):
+        learned = [learned]
+    if isinstance(learned, Mapping) or len(learned) != 1:
         return None
-    return reports[0].log_probs or None
+    return learned[0].log_probs or None

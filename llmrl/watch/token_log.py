@@ -164,4 +164,6 @@ def _advantage(row: TensorDictBase) -> float:
     if advantage is None:
         return math.nan
     mask = row.get(("masks", "all_assistant_mask"))
-    return float((advantage.reshape(-1)[mask] if advantage.numel() == len(mask) else advantage).mean())
+    if advantage.numel() == len(mask):
+        advantage = advantage.reshape(-1)[mask]
+    return float(advantage.mean())

@@ -68,14 +68,10 @@ def main(cfg: DistillationConfig) -> None:
             return advantages(write_hinted_log_probs(teacher, batch, key, hints=hints, render=render))
 
         # Collector: samples answers as training rows; with rewards, the answers to a prompt are compared.
-        collector = run.enter(
-            make_collector(
-                cfg,
-                env,
-                policy=policy,
-                postproc=MCAdvantage(grpo_size=cfg.collect.group_size) if cfg.teacher.use_reward else None,
-            )
-        )
+        compare = None
+        if cfg.teacher.use_reward:
+            compare = MCAdvantage(grpo_size=cfg.collect.group_size)
+        collector = run.enter(make_collector(cfg, env, policy=policy, postproc=compare))
         evaluator = run.enter(
             Evaluator(eval_envs, policy, limits=cfg.collect.limits, num_problems=cfg.eval.num_problems)
         )

@@ -87,8 +87,9 @@ def packed_attention(
     num_bins, num_heads, length, head_size = query.shape
     num_key_heads = key.shape[1]
     num_shared = num_heads // num_key_heads
-    scale = head_size**-0.5 if scaling is None else scaling
-    queries = (query * scale).reshape(num_bins, num_key_heads, num_shared * length, head_size)
+    if scaling is None:
+        scaling = head_size**-0.5
+    queries = (query * scaling).reshape(num_bins, num_key_heads, num_shared * length, head_size)
     scores = queries @ key.transpose(-1, -2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
