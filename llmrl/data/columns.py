@@ -68,7 +68,8 @@ class TokenColumns:
         `routed_experts`, `[num_tokens - 1, num_layers, top_k]`, covers all tokens of the sequence
         but the last. Tokens that already have experts keep them.
         """
-        sampling_mask = [None] * len(token_ids) if sampling_mask is None else sampling_mask
+        if sampling_mask is None:
+            sampling_mask = [None] * len(token_ids)
         check_per_token(token_ids, log_probs=log_probs, versions=versions, sampling_mask=sampling_mask)
         assert log_probs is not None and versions is not None
         self.token_ids.extend(token_ids)

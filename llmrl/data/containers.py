@@ -302,8 +302,9 @@ def _num_within(entry: History | torch.Tensor | str | list[str]) -> int | None:
         if not entry.conversation_shape:
             return None
         return len(entry)
-    is_several = entry.ndim > 1 if isinstance(entry, torch.Tensor) else isinstance(entry, list)
-    return len(entry) if is_several else None
+    if isinstance(entry, list) or (isinstance(entry, torch.Tensor) and entry.ndim > 1):
+        return len(entry)
+    return None
 
 
 def _joined(column: list) -> object:

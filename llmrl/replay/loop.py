@@ -218,7 +218,9 @@ class _Sink(NullEngine):
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None) -> int:
         """Return the next version."""
-        self.policy_version = self.policy_version + 1 if version is None else version
+        if version is None:
+            version = self.policy_version + 1
+        self.policy_version = version
         return self.policy_version
 
 

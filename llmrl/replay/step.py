@@ -246,7 +246,8 @@ def _compare_rewards_of(records: Sequence[Record], rubric: Rubric, *, is_own: bo
             for name in computed if is_own else {**recorded, **computed}:
                 # Rewards of an environment's step pass through a float32 tensor; rewards of a judge do not.
                 value, expected = computed.get(name, math.nan), recorded.get(name, math.nan)
-                value = expected if expected == _float32(value) else value
+                if expected == _float32(value):
+                    value = expected
                 compared.add(f"{name} of rollout {record['rollout_id']}", expected, value)
         if score.is_scored != record.get("is_scored", True):
             where = f"is_scored of rollout {record['rollout_id']} ({score.error or record.get('error', '')})"
