@@ -84,3 +84,11 @@ class RecordedReplies:
 def _id_of(name: str) -> str:
     """Return the last part of the name of a reply, an item or a call: `chatcmpl-ID`, `fc_call_ID`."""
     return re.split("[-_]", name)[-1]
+
+
+def continued(said: str, whole: str) -> str:
+    """Return the whole text, beginning with the part that was sent; parsers strip outer white space."""
+    if whole.startswith(said):
+        return whole
+    bare = said.lstrip()
+    return said + whole.lstrip()[len(bare) :] if whole.lstrip().startswith(bare) else said

@@ -15,7 +15,7 @@ from llmrl._utils.failure import as_exception, describe
 from llmrl.data import StopReason, text_of
 from llmrl.endpoint.exchange import Exchange, Sampled
 from llmrl.endpoint.prompt_length import num_characters, sample_of, texts_of
-from llmrl.endpoint.replies import RecordedReplies
+from llmrl.endpoint.replies import RecordedReplies, continued
 from llmrl.endpoint.requests import (
     ASIDE,
     AnswerForm,
@@ -428,7 +428,7 @@ class Session:
         if text is not None and is_stopped:
             content, reasoning, calls = text.content, text.reasoning, ()
         elif text is not None:
-            content, reasoning = _continued(text.content, content), _continued(text.reasoning, reasoning)
+            content, reasoning = continued(text.content, content), continued(text.reasoning, reasoning)
         finish: FinishReason = "length" if completion.finish_reason == "length" else "stop"
         return ModelAnswer(
             content=content,
@@ -490,11 +490,3 @@ class Session:
                 self.counts["num_lost"] += exchange.request.num_answers
                 exchange.task.cancel()
         self.exchanges.clear()
-
-
-def _continued(said: str, whole: str) -> str:
-    """Return the whole text, beginning with the part that was sent; parsers strip outer white space."""
-    if whole.startswith(said):
-        return whole
-    bare = said.lstrip()
-    return said + whole.lstrip()[len(bare) :] if whole.lstrip().startswith(bare) else said

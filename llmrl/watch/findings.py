@@ -85,6 +85,28 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: list(Verdict).index(finding.verdict), reverse=True)
 
 
+def percent(share: float) -> str:
+    """Return a share as a sentence states it.
+
+    Example:
+        >>> percent(0.256)
+        '26 %'
+    """
+    return f"{100 * share:.0f} %"
+
+
+def severity(is_broken: bool) -> Verdict:
+    """Return the verdict on what is not fine."""
+    return Verdict.BROKEN if is_broken else Verdict.LOOK
+
+
+def graded(share: tuple[float, float] | None, *, look: float, broken: float) -> Verdict:
+    """Return the verdict on a share, given as (value, lower confidence bound)."""
+    if share is None or share[1] <= look:
+        return Verdict.FINE
+    return severity(share[0] > broken)
+
+
 def failing_rollouts(selection: Selection, records: Sequence[Row]) -> list[Row]:
     """Return at most eight rollout records (`Rollout.to_record`) that illustrate a finding.
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 
 from llmrl._utils.types import Row
-from llmrl.watch.findings import Finding, HealthLog, Selection, Verdict, worst_first
+from llmrl.watch.environment_health import check_agents, check_environment, check_tools
+from llmrl.watch.findings import Finding, HealthLog, Selection, Verdict, graded, percent, severity, worst_first
 from llmrl.watch.metric_history import NUM_SMOOTHED, SURE, MetricHistory, Metrics
 
 _LEAST_CHANGE = 1e-6
@@ -63,21 +64,6 @@ class HealthJudge:
         return findings
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _severity(is_broken: bool) -> Verdict:
-    return Verdict.BROKEN if is_broken else Verdict.LOOK
-
-
-def _graded(share: tuple[float, float] | None, *, look: float, broken: float) -> Verdict:
-    """Return the verdict on a share, given as (value, lower confidence bound)."""
-    if share is None or share[1] <= look:
-        return Verdict.FINE
-    return _severity(share[0] > broken)
-
-
 def _skipped(history: MetricHistory) -> Iterator[Finding]:
     if (overflows := history.now("num_overflows")) and overflows == history.now("num_skipped"):
         says = f"{overflows:g} of the step's updates overflowed in float16 and did not change the weights."
@@ -87,7 +73,7 @@ def _skipped(history: MetricHistory) -> Iterator[Finding]:
         is_again = len(history.values("is_skipped")) > 1 and all(history.values("is_skipped")[-2:])
         yield Finding(
             "skipped",
-            _severity(is_again),
+            severity(is_again),
             "The step did not change the weights.",
             (
                 "all rewards of each prompt were equal: there was nothing to train on",
@@ -123,7 +109,7 @@ def _mismatch(history: MetricHistory) -> Iterator[Finding]:
     )
     yield Finding(
         "mismatched_weights",
-        _severity(difference > 10 * bound),
+        severity(difference > 10 * bound),
         f"Engine and trainer differ by {difference:.2g} nats per token on tokens that the current weights sampled; "
         f"rounding explains {bound:g}.",
         causes if has_agreed else (*causes[1:], causes[0]),
@@ -135,8 +121,8 @@ def _weights_of_tokens(history: MetricHistory) -> Iterator[Finding]:
     if size is not None and (size < 0.1 or size < 0.5 - history.margin("ESS")):
         yield Finding(
             "small_sample",
-            _severity(size < 0.1),
-            f"A few tokens carry the update: the effective sample size is {_percent(size)} of the tokens.",
+            severity(size < 0.1),
+            f"A few tokens carry the update: the effective sample size is {percent(size)} of the tokens.",
             (
                 "samples are too old: lower max_staleness, or make fewer updates per batch",
                 "engine and trainer disagree: see log_prob_difference_mean",
@@ -144,11 +130,11 @@ def _weights_of_tokens(history: MetricHistory) -> Iterator[Finding]:
         )
     clipped = history.recent("clip_fraction") or 0.0
     margin = 0.0 if clipped > 0.5 else history.margin("clip_fraction")
-    if (verdict := _graded((clipped, clipped - margin), look=0.2, broken=0.5)) != Verdict.FINE:
+    if (verdict := graded((clipped, clipped - margin), look=0.2, broken=0.5)) != Verdict.FINE:
         yield Finding(
             "clipping",
             verdict,
-            f"{_percent(clipped)} of the tokens' ratios lie outside the clip bounds.",
+            f"{percent(clipped)} of the tokens' ratios lie outside the clip bounds.",
             ("the learning rate is too high", "too many updates per batch"),
         )
 
@@ -172,8 +158,8 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
     if change > 0.03:
         yield Finding(
             "large_updates",
-            _severity(change > 0.3),
-            f"The update changed the weights by {_percent(change)} of their size.",
+            severity(change > 0.3),
+            f"The update changed the weights by {percent(change)} of their size.",
             ("the learning rate is too high: small models want 1e-5, large ones 1e-6, adapters ten times that",),
         )
     *earlier, before, now = [0.0, 0.0, *history.values("grad_norm")]
@@ -181,7 +167,7 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
     if history.now("grad_norm") is not None and now > 30 * usual and before > 3 * usual:
         yield Finding(
             "gradient_explosion",
-            _severity(now > 1000 * usual),
+            severity(now > 1000 * usual),
             f"The gradient's norm was {usual:.2g} until two steps ago, then {before:.2g}, and is {now:.2g}.",
             ("the learning rate is too high", "a few tokens to which the policy gives almost no probability: see ESS"),
         )
@@ -191,7 +177,7 @@ def _updates(history: MetricHistory) -> Iterator[Finding]:
         weight = abs(weighted / kl)
         yield Finding(
             "kl_penalty",
-            _severity(weight > 5),
+            severity(weight > 5),
             f"The KL to the reference is weighted by {weight:.2g}, beside advantages of about 1.",
             ("kl_to_ref_coeff is too large: 0.001 to 0.1 is usual",),
         )
@@ -213,7 +199,7 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
         since = f"{before:.2g} in one step" if is_falling_fast else f"{began:.2g}"
         yield Finding(
             "entropy_collapse",
-            _severity(is_gone),
+            severity(is_gone),
             f"The entropy fell from {since} to {now:.2g} nats per token, and the task is not learned.",
             (
                 "the learning rate is too high",
@@ -225,7 +211,7 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
     if now > 3 * began + margin and now > 0.5:
         yield Finding(
             "entropy_explosion",
-            _severity(now > 6 * began),
+            severity(now > 6 * began),
             f"The entropy rose from {began:.2g} to {now:.2g} nats per token: the model is losing its language.",
             ("the learning rate is too high", "an entropy bonus that is too large", "a reward that is mostly noise"),
             Selection.WORST,
@@ -234,14 +220,14 @@ def _entropy(history: MetricHistory) -> Iterator[Finding]:
 
 def _lengths(history: MetricHistory) -> Iterator[Finding]:
     share = history.share("cut_share", "num_rollouts")
-    verdict = _graded(share, look=0.2, broken=0.5)
+    verdict = graded(share, look=0.2, broken=0.5)
     # A model learns to end its answers along with the task: no finding while a run has just begun or is learning.
     is_clear = history.is_constant() and history.has_many_prompts()
     if share is not None and verdict != Verdict.FINE and (is_clear or history.has_settled("cut_share")):
         yield Finding(
             "answers_cut",
             verdict,
-            f"{_percent(share[0])} of the answers were cut off before their end.",
+            f"{percent(share[0])} of the answers were cut off before their end.",
             (
                 "max_new_tokens or max_model_len is too small for the task",
                 "the model does not end its turns: a base model, or a chat template of another model",
@@ -256,7 +242,7 @@ def _lengths(history: MetricHistory) -> Iterator[Finding]:
     if now > 3 * began + history.margin("completion_tokens_mean"):
         yield Finding(
             "length_explosion",
-            _severity(now > 10 * began),
+            severity(now > 10 * began),
             f"Answers grew from {began:.0f} to {now:.0f} tokens.",
             (
                 "the reward favours long answers and does not penalise cut ones: set truncation_reward=0.0",
@@ -278,15 +264,15 @@ def _signal(history: MetricHistory) -> Iterator[Finding]:
     share = history.share("groups_all_equal", "num_groups")
     if history.now("groups_all_equal") == 1.0:
         share = 1.0, 1.0  # nothing to train on: no sampling error
-    verdict = _graded(share, look=0.5, broken=0.9)
+    verdict = graded(share, look=0.5, broken=0.9)
     if share is None or verdict == Verdict.FINE or history.now("kl_to_teacher") is not None:
         return  # a teacher gives a signal for every token
     right = history.recent("groups_all_right") or 0.0
     wrong = history.recent("groups_all_wrong") or 0.0
-    says = f"For {_percent(share[0])} of the prompts, all answers have the same reward, which gives no signal"
+    says = f"For {percent(share[0])} of the prompts, all answers have the same reward, which gives no signal"
     if history.is_learned():
         highest = "the rewards are the highest so far"
-        learned = f"{_percent(right)} of the prompts are all right" if right > 0.5 else highest
+        learned = f"{percent(right)} of the prompts are all right" if right > 0.5 else highest
         yield Finding("learned", Verdict.FINE, f"The task is learned: {learned}.", ())
         return
     is_constant = history.is_constant()
@@ -296,7 +282,7 @@ def _signal(history: MetricHistory) -> Iterator[Finding]:
     if is_constant:
         says += f": all rewards are {history.now('reward_mean') or 0.0:g}"
     elif wrong > 0.5:
-        says += f": {_percent(wrong)} are all wrong"
+        says += f": {percent(wrong)} are all wrong"
     causes = [
         "the reward function does not read the answer: score one by hand",
         "the template or the prompt is not what the model was trained with",
@@ -316,7 +302,7 @@ def _reward(history: MetricHistory) -> Iterator[Finding]:
     if now is not None and best > 0 and now < min(0.5 * best, best - history.margin("reward_mean")):
         yield Finding(
             "reward_fell",
-            _severity(now < 0.2 * best),
+            severity(now < 0.2 * best),
             f"The mean reward was {best:.2g} and is {now:.2g}.",
             (
                 "the learning rate is too high",
@@ -331,8 +317,8 @@ def _reward(history: MetricHistory) -> Iterator[Finding]:
     if share is not None and began is not None and share > least:
         yield Finding(
             "one_answer",
-            _severity(share > 0.9),
-            f"One answer is given to {_percent(share)} of the prompts; it was {_percent(began)}.",
+            severity(share > 0.9),
+            f"One answer is given to {percent(share)} of the prompts; it was {percent(began)}.",
             (
                 "the reward can be earned without reading the prompt",
                 "the entropy collapsed: the learning rate is too high",
@@ -369,7 +355,7 @@ def _fell(history: MetricHistory, name: str) -> Finding | None:
     is_certain = errors > 0 and fall > 1.5 * SURE * errors
     return Finding(
         "reward_hacking",
-        _severity(is_certain),
+        severity(is_certain),
         f"{name} fell from {was:.2g} to {now:.2g} while the training reward rose from {before:.2g} to {after:.2g}.",
         (
             "the reward can be earned without solving the task: read the best rollouts",
@@ -406,84 +392,6 @@ def _staleness(history: MetricHistory, max_staleness: int | None) -> Iterator[Fi
         )
 
 
-def _environment(history: MetricHistory) -> Iterator[Finding]:
-    played = history.now("num_rollouts")
-    if not played:
-        return
-    failed = history.now("num_error") or 0.0
-    unscored = history.now("num_unscored") or 0.0
-    steps = [
-        {
-            "num_rollouts": step["num_rollouts"],
-            "failed": step.get("num_error", 0.0) / step["num_rollouts"],
-            "unscored": max(0.0, step.get("num_unscored", 0.0) - step.get("num_error", 0.0)) / step["num_rollouts"],
-        }
-        for step in history.steps[-NUM_SMOOTHED:]
-        if step.get("num_rollouts")
-    ]
-    history.note(*range(max(0, len(history.steps) - NUM_SMOOTHED), len(history.steps)))
-    shares = MetricHistory(steps)
-    if failed and (verdict := _graded(shares.share("failed", "num_rollouts"), look=0.05, broken=0.5)) != Verdict.FINE:
-        yield Finding(
-            "errors",
-            verdict,
-            f"{failed:.0f} of {played:.0f} rollouts failed.",
-            ("the environment raises: see the record's traceback", "the engine failed: see its log"),
-            Selection.ERROR,
-        )
-    verdict = _graded(shares.share("unscored", "num_rollouts"), look=0.05, broken=0.5)
-    if unscored > failed and verdict != Verdict.FINE:
-        yield Finding(
-            "unscored",
-            verdict,
-            f"{unscored:.0f} of {played:.0f} rollouts have no score.",
-            (
-                "a reward function fails: the record's error names the file and line",
-                "agents make more requests than max_turns allows: see the record's reason",
-            ),
-            Selection.UNSCORED,
-        )
-
-
-def _tools(history: MetricHistory) -> Iterator[Finding]:
-    share = history.share("tool_failure_share", "num_tool_calls")
-    verdict = _graded(share, look=0.5, broken=0.9)
-    if share is None or verdict == Verdict.FINE:
-        return
-    outcomes = {name: history.now(f"tool_calls/{name}") or 0.0 for name in _TOOL_CAUSES}
-    causes = sorted(_TOOL_CAUSES, key=lambda name: -outcomes[name])
-    yield Finding(
-        "broken_tools",
-        verdict,
-        f"{_percent(share[0])} of the tool calls were not answered.",
-        tuple(_TOOL_CAUSES[name] for name in causes if outcomes[name]),
-        Selection.TOOLS,
-    )
-
-
-def _agents(history: MetricHistory) -> Iterator[Finding]:
-    refused = history.now("agent/refused")
-    if refused is not None and refused > 0.5:
-        yield Finding(
-            "refused_agents",
-            _severity(refused > 0.9),
-            f"{_percent(refused)} of the agents' requests were refused.",
-            (
-                "the endpoint does not support the agent's requests: read last_message under requests in the record",
-                "the agent continues after a limit of the run: raise max_turns or max_completion_tokens",
-            ),
-            Selection.WORST,
-        )
-
-
-_TOOL_CAUSES = {
-    "failed": "the tool raises: read the answers that it returned",
-    "timeouts": "the tool is too slow, or its timeout is too short",
-    "invalid": "the model passes invalid arguments: describe the arguments in the tool's docstring",
-    "unknown": "the model calls tools that do not exist",
-    "malformed": "the model's calls cannot be read: the model was trained with another format than the template's",
-}
-
 _CHECKS = (
     _skipped,
     _mismatch,
@@ -494,7 +402,7 @@ _CHECKS = (
     _signal,
     _reward,
     _held_out,
-    _environment,
-    _tools,
-    _agents,
+    check_environment,
+    check_tools,
+    check_agents,
 )
