@@ -91,8 +91,12 @@ class TokenColumns:
 
     def extend(self, columns: TokenColumns) -> None:
         """Append the tokens of other columns unchanged."""
-        for name in self.__slots__:
-            getattr(self, name).extend(getattr(columns, name))
+        self.token_ids += columns.token_ids
+        self.loss_mask += columns.loss_mask
+        self.log_probs += columns.log_probs
+        self.versions += columns.versions
+        self.sampling_mask += columns.sampling_mask
+        self.routed_experts += columns.routed_experts
 
     def mark_context(self, start: int, stop: int) -> None:
         """Exclude tokens `start` to `stop` from training; ValueError if they are not a range of the sequence."""
@@ -107,8 +111,12 @@ class TokenColumns:
     def copy(self, stop: int | None = None, *, start: int = 0) -> TokenColumns:
         """Return an independent copy of tokens `start` to `stop` (by default all)."""
         columns = TokenColumns()
-        for name in self.__slots__:
-            setattr(columns, name, getattr(self, name)[start:stop])
+        columns.token_ids = self.token_ids[start:stop]
+        columns.loss_mask = self.loss_mask[start:stop]
+        columns.log_probs = self.log_probs[start:stop]
+        columns.versions = self.versions[start:stop]
+        columns.sampling_mask = self.sampling_mask[start:stop]
+        columns.routed_experts = self.routed_experts[start:stop]
         return columns
 
 

@@ -86,12 +86,7 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def percent(share: float) -> str:
-    """Return a share as a sentence states it.
-
-    Example:
-        >>> percent(0.256)
-        '26 %'
-    """
+    """Return a share in percent, as a sentence states it."""
     return f"{100 * share:.0f} %"
 
 
