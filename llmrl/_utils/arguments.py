@@ -34,12 +34,12 @@ def refuse_unknown(
             continue
         if name in explained:
             raise TypeError(f"{owner} has no argument {name!r}: {explained[name]}.")
-        near = nearest(name, known)
-        hint = f"did you mean {near!r}?" if near else f"known are {sorted(known)}."
         if "generate_kwargs" in known and name in SAMPLING:
             hint = f"sampling is chosen by generate_kwargs={{{SYNONYMS.get(name, (name,))[0]!r}: ...}}."
-        elif near is None and "repeats" in SYNONYMS.get(name, ()):
+        elif "repeats" in SYNONYMS.get(name, ()) and nearest(name, known) is None:
             hint = "the answers to a prompt are the environment's, DatasetChatEnv(rows, repeats=8)."
+        else:
+            hint = near_or_all(name, known, f"known are {sorted(known)}.")
         raise TypeError(f"{owner} has no argument {name!r}; {hint}")
 
 

@@ -10,12 +10,12 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from traceback import format_exception
 from typing import ParamSpec
 
 import numpy as np
 import torch
 
+from llmrl._utils.failure import traceback_of
 from llmrl._utils.files import (
     check_entries,
     clean_killed_writes,
@@ -299,7 +299,7 @@ class RunFolder:
         """
         if not isinstance(error, Exception) or isinstance(error, OSError | EngineError):
             return ""
-        return self._count_failure(step, "".join(format_exception(error)))
+        return self._count_failure(step, traceback_of(error))
 
     def _count_failure(self, step: int, what: str) -> str:
         batch = self._batch_path(step)

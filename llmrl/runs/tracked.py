@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from llmrl._utils.files import open_file
 from llmrl._utils.model_parts import has_quantized_base
-from llmrl._utils.ranks import rank_and_size
+from llmrl._utils.ranks import gathered, rank_and_size
 from llmrl._utils.safetensors_file import write_safetensors
 from llmrl._utils.types import StateDict
 from llmrl.data.state_file import DamagedFileError
@@ -248,12 +248,10 @@ def _names(shards: Mapping[Place, DTensor]) -> list[tuple[Place, str]]:
 
 def _checksums(folder: Path) -> dict[str, int]:
     """Return the CRC-32 of each safetensors file in a folder; the ranks share the work."""
-    rank, num_ranks = rank_and_size(dist.group.WORLD if dist.is_initialized() else None)
+    group = dist.group.WORLD if dist.is_initialized() else None
+    rank, num_ranks = rank_and_size(group)
     own = {path.name: _crc(path) for path in sorted(folder.glob("*.safetensors"))[rank::num_ranks]}
-    held = [own] * num_ranks
-    if num_ranks > 1:
-        dist.all_gather_object(held, own)
-    return {name: crc for part in held for name, crc in part.items()}
+    return {name: crc for part in gathered(own, group) for name, crc in part.items()}
 
 
 def _is_first_replica(tensor: DTensor) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from llmrl._utils.ranks import gathered
 from llmrl.config.ranks import this_rank
 from llmrl.config.sections import ScriptConfig
 from llmrl.engines import AsyncVLLM, Engine
@@ -53,9 +54,7 @@ class TrainerDevice:
         if cfg.engine.use_ray:
             # The first rank of each host reserves the GPUs of all ranks on that host.
             own = self._reserve(cfg, num_here) if place == 0 else []
-            reserved: list[list[int]] = [own] * cfg.train.num_ranks
-            if cfg.train.num_ranks > 1:
-                torch.distributed.all_gather_object(reserved, own)
+            reserved = gathered(own, torch.distributed.group.WORLD if cfg.train.num_ranks > 1 else None)
             self.name = f"cuda:{reserved[this_rank() - place][place]}"
         elif num_here > 1:
             self.name = f"cuda:{place}"

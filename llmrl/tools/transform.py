@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, NonTensor
 from torchrl.envs import Transform
 
-from llmrl._utils.arguments import KnownArguments, check_choice, check_positive, nearest
+from llmrl._utils.arguments import KnownArguments, check_choice, check_positive, did_you_mean
 from llmrl._utils.asynchronous import run_sync
 from llmrl._utils.background_loop import BackgroundLoop
 from llmrl._utils.failure import describe
@@ -360,9 +360,8 @@ class ToolTransform(KnownArguments, Transform):
     def _unknown(self, name: str, session: ToolSession) -> str:
         self.count("unknown", session)
         names = sorted(session.tool_names | set(self.tools))
-        near = nearest(name, names)
-        hint = f" Did you mean {near!r}?" if near else ""
-        return f"Error: there is no tool {name!r:.100}.{hint} The tools are: {', '.join(names) or 'none'}."
+        meant = did_you_mean(name, names)
+        return f"Error: there is no tool {name!r:.100}.{meant} The tools are: {', '.join(names) or 'none'}."
 
     def count(self, outcome: str, session: ToolSession) -> None:
         """Count a call by its outcome (`OUTCOMES`)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from llmrl._utils.arguments import check_least
 from llmrl._utils.ranks import share_of
 from llmrl.data import Message, text_of
 from llmrl.data.keys import LOSS_MASK_KEY, TOKENS_KEY
+from llmrl.data.message import prompt_of
 from llmrl.data.ragged import flat_batch, ragged_column, write_column
 from llmrl.data.sampling_mask import SAMPLING_MASK_KEY, read_sampling_masks
 from llmrl.data.tensordicts import plain
@@ -158,7 +158,7 @@ def write_hinted_log_probs(
     rows = flat_batch(batch).unbind(0)
     prompts = []
     for index, (row, hint) in enumerate(zip(rows, hints, strict=True)):
-        messages = list(takewhile(lambda message: message["role"] != "assistant", plain(row[_HISTORY]).chats))
+        messages = prompt_of(plain(row[_HISTORY]).chats)
         shown = render(messages)
         ids = row[TOKENS_KEY]
         if ids[: len(shown)].tolist() != shown:
